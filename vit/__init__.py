@@ -1,0 +1,46 @@
+"""Train vision transformers on your own images, evaluate them honestly and see what they looked at.
+
+Importing this package loads nothing heavy: torch comes in with the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vit.bundle import Bundle, load_bundle
+    from vit.explain import explain_images
+    from vit.explain.rollout import attention_rollout
+    from vit.model.timm_weights import load_timm
+    from vit.model.vision_transformer import VisionTransformer
+
+_HOME = {
+    "Bundle": "vit.bundle",
+    "VisionTransformer": "vit.model.vision_transformer",
+    "attention_rollout": "vit.explain.rollout",
+    "explain_images": "vit.explain",
+    "load_bundle": "vit.bundle",
+    "load_timm": "vit.model.timm_weights",
+}
+
+__all__ = [
+    "Bundle",
+    "VisionTransformer",
+    "__version__",
+    "attention_rollout",
+    "explain_images",
+    "load_bundle",
+    "load_timm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Find a public name in its module on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
