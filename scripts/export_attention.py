@@ -1,0 +1,7 @@
+"""`python scripts/export_attention.py …` is `vit attention …`."""
+
+import sys
+
+from vit.cli.main import main
+
+main(["attention", *sys.argv[1:]])

@@ -1,0 +1,57 @@
+"""The `vit` command: registers the subcommands and turns a user's mistake into one line and exit code 2."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import vit
+from vit.cli.attention import attention
+from vit.cli.compare import compare
+from vit.cli.evaluate import evaluate
+from vit.cli.export import export
+from vit.cli.faithfulness import faithfulness
+from vit.cli.info import info
+from vit.cli.predict import predict
+from vit.cli.train import train
+
+app = typer.Typer(
+    name="vit",
+    help="Train vision transformers on your own images, evaluate them honestly, and see what they looked at.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (train, evaluate, attention, info, predict, compare, faithfulness, export):
+    app.command()(command)
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"vit {vit.__version__}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. A ValueError or OSError is the user's to mend: its sentence and exit code 2.
+
+    With VIT_DEBUG=1 in the environment the traceback is shown instead.
+    """
+    try:
+        app(args=arguments, prog_name="vit")
+    except (ValueError, OSError) as error:
+        if os.environ.get("VIT_DEBUG") == "1":
+            raise
+        print(f"vit: error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return " ".join(str(error).split()) or type(error).__name__

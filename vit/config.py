@@ -1,0 +1,245 @@
+"""Every knob, typed, on one page.
+
+A configuration is a YAML file plus `key.path=value` overrides, validated once. Whatever is not named keeps the
+default below. Values travel on from here as plain arguments; only `vit/build.py` and the commands see this schema.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+Size = int | tuple[int, int]  # pixels: a side, or (height, width)
+Triple = tuple[float, float, float]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+
+class DataConfig(_Section):
+    """Where the images come from, how they are split and brought to size."""
+
+    name: Literal["digits", "cifar10", "cifar100", "imagenette", "imagenet", "folder", "webdataset"] = "digits"
+    root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
+    classes: list[str] | None = None  # a subset of the classes, by name or wnid
+    image_size: Size = 32
+    crop_fraction: float = Field(1.0, gt=0, le=1)  # share of the resized side that the centre crop keeps
+    mean: Triple | None = None  # None: measured on the training images, or the pretrained model's
+    std: Triple | None = None
+    validation_fraction: float = Field(0.1, ge=0, lt=1)
+    split_seed: int = 0
+    pipeline: Literal["auto", "resident", "workers"] = "auto"
+    memory_share: float = Field(0.4, gt=0, le=1)  # of the device's memory, for pipeline auto
+    workers: int | None = Field(None, ge=0)  # processes; None: one a core
+    max_bad_share: float = Field(0.05, ge=0, le=1)  # refuse a set with more unreadable images than this
+    cache_dir: Path | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
+
+
+class AugmentConfig(_Section):
+    """Drawn afresh for every sample and epoch. All off by default."""
+
+    crop_padding: int = Field(0, ge=0)  # pixels
+    resized_crop_scale: tuple[float, float] | None = None  # share of the area
+    flip: Literal["none", "random", "alternating"] = "none"
+    cutout: int = Field(0, ge=0)  # side of the square, pixels
+    erasing: float = Field(0.0, ge=0, le=1)  # probability
+    color_jitter: float = Field(0.0, ge=0)
+    rand_augment: tuple[int, float] | None = None  # operations, magnitude of 10
+    trivial_augment: bool = False
+    mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution
+    cutmix: float = Field(0.0, ge=0)
+    until: float = Field(1.0, ge=0, le=1)  # share of training after which mixing stops
+
+
+class ModelConfig(_Section):
+    """The vision transformer. With `init: timm:NAME` the architecture is the pretrained model's."""
+
+    init: str | None = None  # timm:NAME, or the path of a model file
+    patch_size: Size = 4
+    stem: Literal["patch", "conv", "conv_pool"] = "patch"
+    embed_dim: int = Field(192, gt=0)
+    depth: int = Field(12, gt=0)
+    num_heads: int = Field(3, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0)
+    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    pool: Literal["token", "avg", "attention", "max"] = "token"
+    pos_embed: Literal["learned", "sincos", "none"] = "learned"
+    reg_tokens: int = Field(0, ge=0, le=8)
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    init_values: float | None = None  # LayerScale's start; None: no LayerScale
+    drop_path_rate: float = Field(0.0, ge=0, lt=1)
+    attention_backend: Literal["auto", "fused", "explicit"] = "auto"
+    freeze: Literal["none", "backbone"] | int = "none"  # backbone: train the head alone; N: freeze N blocks
+
+
+class OptimizerConfig(_Section):
+    """`muon` moves the encoder's matrices by `muon_lr` and everything else by AdamW at `lr`."""
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    muon_lr: float = Field(0.02, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = Field(0.95, ge=0, lt=1)  # of sgd and muon
+    layer_decay: float = Field(1.0, gt=0, le=1)  # learning-rate factor from a layer to the one below
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over the run, stepped after every batch."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"  # constant: then a linear cooldown
+    warmup_epochs: float = Field(0.0, ge=0)
+    cooldown_fraction: float = Field(0.25, ge=0, le=1)  # of the run, for constant
+
+
+class TrainConfig(_Section):
+    """The run itself."""
+
+    epochs: int = Field(10, gt=0)
+    max_steps: int | None = Field(None, gt=0)  # stops earlier than epochs, where given
+    batch_size: int = Field(128, gt=0)  # images a step, over all processes
+    accumulate: int = Field(1, gt=0)  # micro-batches a step
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: Literal["auto"] | bool = "auto"
+    deterministic: bool = True
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    clip_grad: float | None = Field(None, gt=0)  # L2 norm
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    image_sizes: list[tuple[float, Size]] | None = None  # [(share of the run until which, size), …]
+    activation_checkpointing: bool = False
+    evaluate_every_epochs: int = Field(1, gt=0)
+    checkpoint_every_steps: int | None = Field(None, gt=0)  # beside the one after every evaluation
+    keep_every_epochs: int | None = Field(None, gt=0)  # checkpoints to keep for good, beside last and best
+    keep_limit: int = Field(5, gt=0)  # of those
+    attention_maps: int = Field(8, ge=0)  # validation images whose maps go to TensorBoard
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+            raise ValueError("use auto, cpu, cuda, cuda:N or mps")
+        return device
+
+
+class Config(_Section):
+    """A whole run."""
+
+    data: DataConfig = DataConfig()
+    augment: AugmentConfig = AugmentConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        # a pretrained model brings its own shape; it is checked when it is built
+        if self.model.init is None:
+            if self.model.embed_dim % self.model.num_heads:
+                raise ValueError(
+                    f"model.embed_dim {self.model.embed_dim} is not a multiple of model.num_heads "
+                    f"{self.model.num_heads}"
+                )
+            sizes = [self.data.image_size, *(size for _, size in self.train.image_sizes or [])]
+            for size in sizes:
+                for side, patch in zip(as_pair(size), as_pair(self.model.patch_size), strict=True):
+                    if side % patch:
+                        lower = side // patch * patch
+                        choice = f"{lower} or {lower + patch}" if lower else f"{patch}"
+                        raise ValueError(
+                            f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}"
+                        )
+        if self.train.batch_size % self.train.accumulate:
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} is not a multiple of train.accumulate "
+                f"{self.train.accumulate}"
+            )
+        return self
+
+
+def as_pair(size: Size) -> tuple[int, int]:
+    """A side or (height, width) as (height, width)."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def load_config(path: Path | None, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, lay `key.path=value` overrides over it and validate the result.
+
+    Raises ValueError with one sentence that names the key: an unknown one comes with the nearest known one.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise FileNotFoundError(f"configuration {path} does not exist")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} holds a {type(values).__name__}, not sections such as data: and train:")
+    for override in overrides or []:
+        _lay_over(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML: loading it again gives an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _lay_over(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form key.path=value, such as train.epochs=20")
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text  # a name with a colon or a bracket in it
+    values[last] = value
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as a sentence that names the key."""
+    path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = [name for name in _known_keys() if name.count(".") == key.count(".")]
+        # a right name in the wrong section is as common a slip as a misspelt one
+        near = [name for name in known if name.rpartition(".")[2] == path[-1]]
+        near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known sections: {', '.join(Config.model_fields)}"
+        return f"unknown key {key}; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return f"{key}: {message}, not {error['input']!r}" if key else message
+
+
+def _known_keys() -> list[str]:
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    return list(sections) + [
+        f"{section}.{name}"
+        for section, model in sections.items()
+        if isinstance(model, type) and issubclass(model, _Section)
+        for name in model.model_fields
+    ]
+
+
+def data_names() -> tuple[str, ...]:
+    """The data sets that `data.name` may name."""
+    return get_args(DataConfig.model_fields["name"].annotation)

@@ -1,0 +1,61 @@
+"""Which device and precision a run uses, and how they are named."""
+
+import platform
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one. Raises ValueError where the named device is not here."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"train.device {name}: Metal is not available here; use auto or cpu")
+    return device
+
+
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
+    if name in ("float32", "bfloat16", "float16"):
+        return name  # type: ignore[return-value]
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if device.type == "cpu" and _cpu_multiplies_bfloat16():
+        return "bfloat16"
+    return "float32"
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's marketing name, for a row of figures."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = f"{names[0]}, {len(names)} cores" if names else cpu
+    extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in _cpu_flags()]
+    return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    return bool({"amx_bf16", "avx512_bf16"} & _cpu_flags())
+
+
+def _cpu_flags() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return set()
+    flags = [line for line in info.read_text().splitlines() if line.startswith("flags")]
+    return set(flags[0].split()) if flags else set()
