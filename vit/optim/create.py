@@ -1,0 +1,53 @@
+"""Optimizer by name."""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from vit.optim.groups import parameter_groups
+from vit.optim.muon import Muon
+
+OptimizerName = Literal["adamw", "sgd", "muon"]
+
+
+def create_optimizer(
+    name: OptimizerName,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    momentum: float = 0.9,
+    layer_decay: float = 1.0,
+    muon_lr: float = 0.02,
+    muon_momentum: float = 0.95,
+) -> Optimizer:
+    """An optimizer over all trainable parameters of `model`.
+
+    `betas` are AdamW's, `momentum` is SGD's (Nesterov's); "muon" takes `muon_lr` and `muon_momentum` for the
+    encoder's matrices, `lr` and `betas` for AdamW on the rest.
+    """
+    if name not in ("adamw", "sgd", "muon"):
+        raise ValueError(f"unknown optimizer {name!r}; known: adamw, muon, sgd")
+    groups = parameter_groups(
+        model,
+        lr=lr,
+        weight_decay=weight_decay,
+        layer_decay=layer_decay,
+        muon_lr=muon_lr if name == "muon" else None,
+    )
+    if name == "muon":
+        return Muon(groups, lr=lr, betas=betas, weight_decay=weight_decay, momentum=muon_momentum)
+    if name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    optimizer = SGD(
+        groups, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0, fused=True
+    )
+    if momentum > 0:
+        # torch allocates them in the first step, uninitialised where that step finds a non-finite gradient
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer

@@ -1,0 +1,70 @@
+"""Which parameters decay, how fast each layer learns, and which matrices are Muon's."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+_EMBEDDINGS = ("cls_token", "reg_token", "pos_embed")
+
+
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay acts on a parameter: on matrices and kernels, not on norms, biases, embeddings."""
+    return parameter.ndim >= 2 and not name.endswith(_EMBEDDINGS)
+
+
+def is_encoder_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon may orthogonalise a parameter: the linear layers' weights inside the encoder's blocks."""
+    return parameter.ndim == 2 and re.search(r"(^|\.)blocks\.\d+\.", name) is not None
+
+
+def layer_of(name: str, *, depth: int) -> int:
+    """Place of a parameter: 0 the embedding, 1 … depth the blocks, depth + 1 the norm and the head."""
+    block = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
+    if block:
+        return int(block.group(1)) + 1
+    return (
+        0
+        if name.endswith(_EMBEDDINGS) or re.search(r"(^|\.)(patch_embed|stem|norm_pre)\.", name)
+        else depth + 1
+    )
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    layer_decay: float = 1.0,
+    muon_lr: float | None = None,
+) -> list[dict[str, Any]]:
+    """Every trainable parameter of `model` once, in groups that share their settings.
+
+    A parameter of layer i of L learns at lr · layer_decay^(L + 1 − i) (BEiT, arXiv 2106.08254, appendix).
+    With `muon_lr` the encoder's matrices form groups of their own, whose `pieces` says how many matrices are
+    packed into one: 3 for queries, keys and values, else 1; it is 0 in all other groups.
+    """
+    if not 0 < layer_decay <= 1:
+        raise ValueError(
+            f"layer_decay {layer_decay} is not in (0, 1]; 1 gives all layers the same learning rate"
+        )
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    blocks = [int(found) for name, _ in named for found in re.findall(r"(?:^|\.)blocks\.(\d+)\.", name)]
+    depth = max(blocks, default=-1) + 1
+    groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    for name, parameter in named:
+        layer, decayed = layer_of(name, depth=depth), is_decayed(name, parameter)
+        muon = muon_lr is not None and is_encoder_matrix(name, parameter)
+        pieces = (3 if name.endswith("attn.qkv.weight") else 1) if muon else 0
+        scale = layer_decay ** (depth + 1 - layer)
+        group = groups.setdefault(
+            (layer if layer_decay < 1 else 0, decayed, pieces),
+            {
+                "params": [],
+                "lr": scale * (muon_lr if muon and muon_lr is not None else lr),
+                "weight_decay": weight_decay if decayed else 0.0,
+                "pieces": pieces,
+            },
+        )
+        group["params"].append(parameter)
+    return list(groups.values())

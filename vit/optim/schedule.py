@@ -1,0 +1,65 @@
+"""Learning rate schedules, as factors of each group's own rate."""
+
+import math
+from typing import Literal, get_args
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
+
+
+def schedule_factor(
+    step: int,
+    *,
+    name: ScheduleName,
+    warmup_steps: int,
+    total_steps: int,
+    cooldown_fraction: float = 0.25,
+    final_factor: float = 0.0,
+) -> float:
+    """Factor of the learning rate in step `step`, counted from 0.
+
+    Warm-up rises linearly and reaches 1 in step `warmup_steps`; the fall would reach `final_factor` in step
+    `total_steps`, the first one after the run. "constant-cooldown" stays at 1 until the last
+    `cooldown_fraction` of the run, then falls linearly.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if name == "constant-cooldown":
+        warmup_steps = max(warmup_steps, round(total_steps * (1 - cooldown_fraction)))
+    done = min(max(step - warmup_steps, 0) / max(total_steps - warmup_steps, 1), 1.0)
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if name == "cosine" else 1 - done
+    return final_factor + (1 - final_factor) * fall
+
+
+def create_schedule(
+    optimizer: Optimizer,
+    *,
+    name: ScheduleName,
+    warmup_steps: int,
+    total_steps: int,
+    cooldown_fraction: float = 0.25,
+    final_factor: float = 0.0,
+) -> LRScheduler:
+    """A scheduler over `schedule_factor`; step it once after every optimizer step."""
+    if name not in get_args(ScheduleName):
+        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(sorted(get_args(ScheduleName)))}")
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; shorten it"
+        )
+    if not 0 < cooldown_fraction <= 1:
+        raise ValueError(f"cooldown_fraction {cooldown_fraction} is not in (0, 1]; 0.25 is usual")
+
+    def factor(step: int) -> float:
+        return schedule_factor(
+            step,
+            name=name,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            cooldown_fraction=cooldown_fraction,
+            final_factor=final_factor,
+        )
+
+    return LambdaLR(optimizer, factor)
