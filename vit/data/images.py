@@ -1,0 +1,179 @@
+"""From a file to RGB pixels, and from RGB pixels to what the model takes.
+
+torch is imported only where tensors are made, so that decoding processes start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+
+import numpy as np
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float, UInt8
+    from torch import Tensor
+
+CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR_STD = (0.2470, 0.2435, 0.2616)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+def read_image(file: Path | BinaryIO) -> Image.Image:
+    """Decode an image file of any mode into upright RGB.
+
+    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives its
+    first frame. Raises ValueError naming the file when it is truncated or no image, FileNotFoundError when absent.
+    """
+    name = getattr(file, "name", None) or (file if isinstance(file, Path) else "image")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
+            warnings.simplefilter("ignore")
+            with Image.open(file) as image:
+                image.load()
+                return _to_rgb(ImageOps.exif_transpose(image))
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
+        raise
+    # Pillow's decoders answer broken bytes with any of these
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError) as error:
+        raise ValueError(f"{name} can't be read as an image: {error}") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{name} is too large: {error}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I"):  # 16-bit grey, also when Pillow widens it to 32 bits
+        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
+        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits a channel")
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        if image.mode in ("La", "RGBa"):
+            image = image.convert(image.mode.upper())
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the model's input lies on its image: `box` (left, top, right, bottom) in pixels of the upright original,
+    whose `original_size` is (width, height)."""
+
+    original_size: tuple[int, int]
+    box: tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """From a PIL image to the model's input, the same way in training, evaluation and explanation.
+
+    The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` (H, W) is cut from its
+    centre. `mean` and `std` are of pixels in [0, 1].
+    """
+
+    image_size: tuple[int, int]
+    crop_fraction: float = 1.0
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+
+    def __post_init__(self) -> None:
+        if min(self.image_size) < 1:
+            raise ValueError(f"image_size {self.image_size} must be two positive numbers")
+        if not 0 < self.crop_fraction <= 1:
+            raise ValueError(f"crop_fraction {self.crop_fraction} must be in (0, 1]")
+        if self.interpolation not in _RESAMPLING:
+            raise ValueError(f"unknown interpolation {self.interpolation!r}; known: {', '.join(_RESAMPLING)}")
+
+    @property
+    def resize_size(self) -> tuple[int, int]:
+        """(H', W') that the whole image covers before the centre crop."""
+        height, width = self.image_size
+        return round(height / self.crop_fraction), round(width / self.crop_fraction)
+
+    def to_uint8(self, image: Image.Image) -> np.ndarray:
+        """Pixels [H, W, 3] of an RGB image."""
+        height, width = self.resize_size
+        if image.size != (width, height):
+            image = image.resize(
+                (width, height), _RESAMPLING[self.interpolation], box=self._cover(image.size)
+            )
+        return self.crop(np.asarray(image))
+
+    def crop(self, pixels: np.ndarray) -> np.ndarray:
+        """Cut the centre [..., H, W, 3] from pixels stored at `resize_size`, [..., H', W', 3]."""
+        top, left = self._margins()
+        return cast(
+            np.ndarray, pixels[..., top : top + self.image_size[0], left : left + self.image_size[1], :]
+        )
+
+    def geometry(self, size: tuple[int, int]) -> Geometry:
+        """Where `to_uint8` looks on an image of `size` (width, height)."""
+        left, top, right, _ = self._cover(size)
+        pixel = (right - left) / self.resize_size[1]  # original pixels per pixel of the input
+        margin_top, margin_left = self._margins()
+        left, top = left + margin_left * pixel, top + margin_top * pixel
+        height, width = self.image_size
+        return Geometry(original_size=size, box=(left, top, left + width * pixel, top + height * pixel))
+
+    def normalize(self, pixels: UInt8[Tensor, "B _ _ _"]) -> Float[Tensor, "B 3 H W"]:
+        """Pixels 0..255, [B, H, W, 3] or [B, 3, H, W], to the model's input range."""
+        import torch
+
+        if pixels.shape[-1] == 3 and pixels.shape[1] != 3:
+            pixels = pixels.permute(0, 3, 1, 2)  # [B, 3, H, W]
+        scale, shift = self.scale_and_shift(pixels.device)
+        return torch.addcmul(shift.view(3, 1, 1), pixels.float(), scale.view(3, 1, 1))
+
+    def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """(scale, shift), each [3]: a pixel of 0..255 becomes pixel * scale + shift."""
+        import torch
+
+        std = torch.tensor(self.std, dtype=torch.float64)
+        mean = torch.tensor(self.mean, dtype=torch.float64)
+        return (1 / (255 * std)).float().to(device), (-mean / std).float().to(device)
+
+    def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:
+        """The model's input for RGB images of any sizes."""
+        import torch
+
+        return self.normalize(torch.from_numpy(np.stack([self.to_uint8(image) for image in images])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
+        """The inverse of `to_dict`."""
+        return cls(
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        )
+
+    def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+        """The centred box of the original (width, height) that has the aspect of `resize_size`."""
+        width, height = size
+        target_height, target_width = self.resize_size
+        pixel = min(width / target_width, height / target_height)
+        left, top = (width - target_width * pixel) / 2, (height - target_height * pixel) / 2
+        # min: Pillow refuses a box that rounding pushed over the edge
+        return left, top, min(left + target_width * pixel, width), min(top + target_height * pixel, height)
+
+    def _margins(self) -> tuple[int, int]:
+        return (self.resize_size[0] - self.image_size[0]) // 2, (
+            self.resize_size[1] - self.image_size[1]
+        ) // 2
