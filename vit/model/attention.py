@@ -1,0 +1,239 @@
+"""Attention: the formula, its masks, and the multi-head layer that every encoder block uses.
+
+    Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V            (Vaswani et al. 2017, equation 1)
+
+Masks say where attention may go: True (or 1) attends, False (or 0) is ignored. A query with nothing to attend
+to gets zero weights and a zero output, never NaN and never a silent uniform average.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+Backend = Literal["auto", "fused", "explicit"]
+Mask = Bool[Tensor, "..."] | Int[Tensor, "..."]
+
+NORM_EPS = 1e-6  # of every LayerNorm in the field's vision transformers; torch's own default is 1e-5
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "... Nq K"],
+    key: Float[Tensor, "... Nk K"],
+    value: Float[Tensor, "... Nk V"],
+    mask: Mask | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "... Nq V"], Float[Tensor, "... Nq Nk"]]:
+    """The formula itself: the output, and the weights that made it. Masks as in `compute_weights`."""
+    weights = compute_weights(query, key, mask, causal=causal)
+    return weights @ value, weights
+
+
+def compute_weights(
+    query: Float[Tensor, "... Nq K"],
+    key: Float[Tensor, "... Nk K"],
+    mask: Mask | None = None,
+    *,
+    causal: bool = False,
+) -> Float[Tensor, "... Nq Nk"]:
+    """softmax(Q Kᵀ / √d_k): each row a distribution over the keys.
+
+    With entries of unit variance a dot product of d_k terms has variance d_k; dividing by √d_k keeps it at
+    one, so that the softmax neither saturates nor loses its gradient as heads grow wider (Vaswani et al.
+    2017, footnote 4).
+
+    `mask`: boolean or 0/1 integers, of any shape that broadcasts to the weights. `causal`: query i sees keys
+    0…i, counted from the upper left corner when the lengths differ, as torch defines it; combines with
+    `mask`.
+    """
+    scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # [..., Nq, Nk]
+    allowed = _allowed(mask, shape=scores.shape, causal=causal, device=scores.device)
+    if allowed is None:
+        return scores.softmax(dim=-1)
+    # The lowest finite number and not -inf: a row without any key then stays finite, in its gradient too,
+    # until the second line empties it.
+    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return weights.masked_fill(~allowed, 0.0)
+
+
+def mask_from_key_padding(padding: Bool[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 Nk"]:
+    """Our mask from torch's `key_padding_mask`, where True is what to ignore."""
+    if padding.dtype != torch.bool:
+        raise ValueError(
+            f"a key padding mask is boolean (True = ignored), not {padding.dtype}; use padding.bool()"
+        )
+    return ~padding[:, None, None, :]
+
+
+def choose_backend(
+    device_type: str, dtype: torch.dtype, num_tokens: int, training: bool
+) -> Literal["fused", "explicit"]:
+    """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures.
+
+    The fused kernel wins wherever no gradient is needed, and on accelerators. On a CPU its bfloat16 backward
+    falls behind the explicit products.
+    """
+    if device_type == "cpu" and training and dtype == torch.bfloat16:
+        return "explicit"
+    return "fused"
+
+
+class MultiHeadAttention(nn.Module):
+    """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then projected.
+
+    Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The
+    projections of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's
+    `in_proj_weight`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            fitting = [heads for heads in range(1, embed_dim + 1) if embed_dim % heads == 0]
+            near = sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2])
+            raise ValueError(
+                f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {' or '.join(map(str, near))}"
+            )
+        if backend not in ("auto", "fused", "explicit"):
+            raise ValueError(f"unknown attention backend {backend!r}; known: auto, explicit, fused")
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.backend: Backend = backend
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(embed_dim, embed_dim, bias=proj_bias)
+
+    def forward(
+        self,
+        query: Float[Tensor, "B Nq D"],
+        key: Float[Tensor, "B Nk D"] | None = None,
+        value: Float[Tensor, "B Nk D"] | None = None,
+        mask: Mask | None = None,
+        *,
+        causal: bool = False,
+    ) -> Float[Tensor, "B Nq D"]:
+        """The output alone, by the faster way. Mask and causality as in `compute_weights`, per [B, H, Nq,
+        Nk]."""
+        q, k, v = self._project(query, key, value)
+        backend = self.backend
+        if backend == "auto":
+            training = torch.is_grad_enabled() and v.requires_grad
+            backend = choose_backend(v.device.type, v.dtype, v.shape[-2], training)
+        if backend == "explicit":
+            return self._merge(self.attn_drop(compute_weights(q, k, mask, causal=causal)) @ v)
+        dropout = self.attn_drop.p if self.training else 0.0
+        if mask is None:
+            return self._merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal))
+        shape = torch.Size((*q.shape[:-1], k.shape[-2]))
+        allowed = _allowed(mask, shape=shape, causal=causal, device=q.device)
+        assert allowed is not None
+        empty = ~allowed.any(
+            dim=-1, keepdim=True
+        )  # fused kernels disagree on such rows: give them keys, drop the result
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed | empty, dropout_p=dropout)
+        return self._merge(context.masked_fill(empty, 0.0))
+
+    def forward_with_weights(
+        self,
+        query: Float[Tensor, "B Nq D"],
+        key: Float[Tensor, "B Nk D"] | None = None,
+        value: Float[Tensor, "B Nk D"] | None = None,
+        mask: Mask | None = None,
+        *,
+        causal: bool = False,
+    ) -> tuple[Float[Tensor, "B Nq D"], Float[Tensor, "B H Nq Nk"]]:
+        """The output and every head's weights, as they are before dropout: rows sum to one."""
+        q, k, v = self._project(query, key, value)
+        weights = compute_weights(q, k, mask, causal=causal)
+        return self._merge(self.attn_drop(weights) @ v), weights
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """The same layer as torch's, with its weights. Inputs and outputs here are always batch first."""
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ValueError(
+                "only an nn.MultiheadAttention with kdim = vdim = embed_dim and neither add_bias_kv nor "
+                "add_zero_attn converts"
+            )
+        biased = module.in_proj_bias is not None
+        layer = cls(
+            module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout
+        ).to(module.in_proj_weight)
+        with torch.no_grad():
+            layer.qkv.weight.copy_(module.in_proj_weight)
+            layer.proj.weight.copy_(module.out_proj.weight)
+            if biased:
+                layer.qkv.bias.copy_(module.in_proj_bias)
+                layer.proj.bias.copy_(module.out_proj.bias)
+        return layer.train(module.training)
+
+    def _project(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H Nk K"], Float[Tensor, "B H Nk K"]]:
+        if key is None and value is None:
+            heads = self.qkv(query).reshape(
+                *query.shape[:2], 3, self.num_heads, self.head_dim
+            )  # [B, N, 3, H, K]
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, K] each
+        elif key is None or value is None:
+            raise ValueError("cross-attention needs both key and value; self-attention neither")
+        else:
+            biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
+            parts = zip((query, key, value), self.qkv.weight.chunk(3), biases, strict=True)
+            q, k, v = (
+                F.linear(tokens, weight, bias).reshape(*tokens.shape[:2], self.num_heads, -1).transpose(1, 2)
+                for tokens, weight, bias in parts
+            )
+        return self.q_norm(q), self.k_norm(k), v
+
+    def _merge(self, context: Float[Tensor, "B H N K"]) -> Float[Tensor, "B N D"]:
+        merged: Tensor = self.proj(context.transpose(1, 2).flatten(2))  # heads side by side: [B, N, H·K]
+        return merged
+
+
+def _allowed(
+    mask: Mask | None, *, shape: torch.Size, causal: bool, device: torch.device
+) -> Bool[Tensor, "..."] | None:
+    """Where weights of this shape may be non-zero; None is everywhere. Any shape that broadcasts to
+    `shape`."""
+    allowed = None
+    if mask is not None:
+        if mask.is_floating_point():
+            raise ValueError(
+                f"an attention mask is boolean, True = attend, not {mask.dtype}; from one that adds -inf to what "
+                "it ignores, pass (mask == 0)"
+            )
+        if (
+            mask.dtype != torch.bool
+            and not torch.compiler.is_compiling()
+            and ((mask != 0) & (mask != 1)).any()
+        ):
+            raise ValueError(
+                f"an integer attention mask holds 0 and 1, this one goes from {mask.min()} to {mask.max()}"
+            )
+        sides = zip(reversed(mask.shape), reversed(shape), strict=False)
+        if mask.ndim > len(shape) or any(side not in (1, whole) for side, whole in sides):
+            raise ValueError(
+                f"mask {list(mask.shape)} does not broadcast to the attention weights {list(shape)}"
+            )
+        allowed = mask.bool()
+    if causal:
+        triangle = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()
+        allowed = triangle if allowed is None else allowed & triangle
+    return allowed

@@ -1,0 +1,115 @@
+"""The encoder block: pre-norm attention and MLP, each added to the tokens it read."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit.model.attention import NORM_EPS, Backend, MultiHeadAttention
+
+MLPS = ("gelu", "relu2", "swiglu")
+
+
+class Mlp(nn.Module):
+    """Two linear maps around a non-linearity, for each token on its own.
+
+    "gelu" (exact), "relu2" = max(x, 0)² (So et al. 2021), or "swiglu" = silu(a)·b (Shazeer 2020), whose `fc1`
+    makes a and b: `hidden_dim` counts the two together, as timm's packed SwiGLU does.
+    """
+
+    def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
+        super().__init__()
+        if activation not in MLPS:
+            raise ValueError(f"unknown mlp {activation!r}; known: {', '.join(MLPS)}")
+        if activation == "swiglu" and hidden_dim % 2:
+            raise ValueError(f"swiglu halves its hidden width, which is odd: {hidden_dim}; change mlp_ratio")
+        self.activation = activation
+        self.fc1 = nn.Linear(embed_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim // 2 if activation == "swiglu" else hidden_dim, embed_dim)
+
+    def forward(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+        hidden = self.fc1(tokens)
+        if self.activation == "gelu":
+            hidden = F.gelu(hidden)
+        elif self.activation == "relu2":
+            hidden = F.relu(hidden).square()
+        else:
+            gate, hidden = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * hidden
+        output: Tensor = self.fc2(hidden)
+        return output
+
+
+class LayerScale(nn.Module):
+    """A learned factor a channel on a residual branch (Touvron et al. 2021, CaiT)."""
+
+    def __init__(self, embed_dim: int, init_values: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((embed_dim,), init_values))
+
+    def forward(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+        return tokens * self.gamma
+
+
+class DropPath(nn.Module):
+    """Skips a residual branch for a random share of the samples (Huang et al. 2016); the rest is scaled
+    up."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"drop_path_rate {rate} is not a share from 0 to below 1")
+        self.rate = rate
+
+    def forward(self, branch: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+        if not self.training or self.rate == 0:
+            return branch
+        keep = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return branch * keep / (1 - self.rate)
+
+
+class Block(nn.Module):
+    """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens))."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        mlp: str = "gelu",
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        attention_backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        self.attn = MultiHeadAttention(
+            embed_dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, backend=attention_backend
+        )
+        self.ls1 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), activation=mlp)
+        self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(
+        self,
+        tokens: Float[Tensor, "B N D"],
+        on_attention: Callable[[Float[Tensor, "B H N N"]], None] | None = None,
+    ) -> Float[Tensor, "B N D"]:
+        """`on_attention`, when given, receives the weights; they are computed explicitly then."""
+        normed = self.norm1(tokens)
+        if on_attention is None:
+            attended = self.attn(normed)
+        else:
+            attended, weights = self.attn.forward_with_weights(normed)
+            on_attention(weights)
+        tokens = tokens + self.drop_path1(self.ls1(attended))
+        output: Tensor = tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
+        return output

@@ -1,0 +1,148 @@
+"""From pixels to patch tokens: patchify or a convolutional stem, and fixed or resampled position
+embeddings."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+STEMS = ("conv", "conv_pool", "patch")
+
+
+def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
+    """(rows, columns) from one number or two."""
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"{name} {value} is neither a positive number nor two of them (height, width)")
+    return pair
+
+
+class PatchEmbed(nn.Module):
+    """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row.
+
+    stem "patch": one linear map a patch (Dosovitskiy et al. 2021).
+    stem "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao et al.
+    2021, without their batch norms, so that no sample's result depends on its batch).
+    stem "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2 (CCT, Hassani et al. 2021).
+    Both end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int],
+        patch_size: int | Sequence[int],
+        *,
+        in_chans: int,
+        embed_dim: int,
+        stem: str = "patch",
+    ) -> None:
+        super().__init__()
+        self.patch_size = as_pair(patch_size, name="patch_size")
+        self.in_chans = in_chans
+        self.set_input_size(img_size)
+        if stem not in STEMS:
+            raise ValueError(f"unknown stem {stem!r}; known: {', '.join(STEMS)}")
+        self.stem: nn.Module = nn.Identity()
+        if stem == "patch":
+            self.proj: nn.Module = nn.Conv2d(in_chans, embed_dim, self.patch_size, stride=self.patch_size)
+        elif stem == "conv":
+            self.stem = _build_conv_stem(in_chans, embed_dim, strides=_strides(self.patch_size))
+            self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
+        else:
+            self.stem = _build_pooled_stem(in_chans, embed_dim, strides=_strides(self.patch_size))
+            self.proj = nn.Identity()
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        sides = as_pair(img_size, name="img_size")
+        for side, patch in zip(sides, self.patch_size, strict=True):
+            if side % patch:
+                lower = side // patch * patch
+                near = f"{lower} or {lower + patch}" if lower else str(patch)
+                raise ValueError(f"img_size {side} is not a multiple of patch_size {patch}; try {near}")
+        self.img_size = sides
+
+    def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
+        if images.shape[1:] != (self.in_chans, *self.img_size):
+            raise ValueError(
+                f"images of shape {list(images.shape[1:])} (channels, height, width) given to a model for "
+                f"{[self.in_chans, *self.img_size]}; call set_input_size for another size"
+            )
+        if not isinstance(self.stem, nn.Identity):
+            # channels last: the faster layout of 3×3 convolutions, and the tokens below are then a view
+            images = images.contiguous(memory_format=torch.channels_last)
+        features: Tensor = self.proj(self.stem(images))  # [B, D, rows, columns]
+        return features.flatten(2).transpose(1, 2)
+
+
+def _strides(patch_size: tuple[int, int]) -> list[tuple[int, int]]:
+    """The halvings (rows, columns) that lead from pixels to patches."""
+    if any(side & (side - 1) for side in patch_size) or max(patch_size) < 2:
+        raise ValueError(
+            f"a convolutional stem halves the image step by step: patch_size {patch_size} must be powers of two; "
+            "try 2, 4, 8 or 16, or stem 'patch'"
+        )
+    rows, columns = (side.bit_length() - 1 for side in patch_size)
+    return [(1 + (stage < rows), 1 + (stage < columns)) for stage in range(max(rows, columns))]
+
+
+def _build_conv_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, int]]) -> nn.Sequential:
+    widths = [in_chans, *(max(embed_dim >> halvings, 8) for halvings in reversed(range(len(strides))))]
+    layers: list[nn.Module] = []
+    for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
+        layers += [nn.Conv2d(narrow, wide, 3, stride=stride, padding=1), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def _build_pooled_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, int]]) -> nn.Sequential:
+    widths = [in_chans, *[64] * (len(strides) - 1), embed_dim]
+    layers: list[nn.Module] = []
+    for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
+        layers += [nn.Conv2d(narrow, wide, 3, padding=1, bias=False), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(3, stride=stride, padding=1)]
+    return nn.Sequential(*layers)
+
+
+def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:
+    """Fixed 2-D positions: a quarter of the width each for sin(x), cos(x), sin(y), cos(y), with frequencies
+    10000^(-i / (D/4)), x the column and y the row (Beyer et al. 2022, "Better plain ViT baselines")."""
+    if embed_dim % 4:
+        raise ValueError(
+            f"sincos positions need embed_dim in fours, not {embed_dim}; try {embed_dim // 4 * 4 + 4}"
+        )
+    rows, columns = torch.meshgrid(
+        *(torch.arange(side, dtype=torch.float64) for side in grid_size), indexing="ij"
+    )
+    quarter = embed_dim // 4
+    frequencies = 10_000 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
+    x, y = columns.flatten()[:, None] * frequencies, rows.flatten()[:, None] * frequencies  # [P, D/4]
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()[None]
+
+
+def resample_positions(
+    positions: Float[Tensor, "1 N D"],
+    *,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    num_prefix_tokens: int,
+) -> Float[Tensor, "1 M D"]:
+    """Learned positions for another grid: antialiased bicubic interpolation, as timm's; prefix tokens keep
+    theirs."""
+    assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]
+    if old_grid == new_grid:
+        return positions
+    prefix, grid = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
+    planes = grid.float().transpose(1, 2).reshape(1, -1, *old_grid)  # [1, D, rows, columns]
+    planes = F.interpolate(planes, size=new_grid, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([prefix, planes.flatten(2).transpose(1, 2).to(prefix)], dim=1)

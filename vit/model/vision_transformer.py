@@ -1,0 +1,264 @@
+"""The vision transformer on one page: image → patch tokens → encoder blocks → pooled features → logits.
+
+Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are timm's, so
+that its weights load as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vit.model.attention import NORM_EPS, Backend
+from vit.model.encoder import Block
+from vit.model.patch_embed import PatchEmbed, as_pair, build_sincos_positions, resample_positions
+
+POOLS = ("attention", "avg", "max", "token")
+POSITIONS = ("learned", "none", "sincos")
+OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
+
+
+class VisionTransformer(nn.Module):
+    """
+    Sizes are one number or (height, width); a patch must divide the image.
+
+    pool: "token" reads the class token, "avg" and "max" reduce over the patches, "attention" averages the
+    patches with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
+    fc_norm: the final norm comes after the pooling instead of before; None does that for "avg" and "max", as
+    timm.
+    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class keeps positions off the prefix tokens.
+    reg_tokens: 0–8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged with the
+    first.
+    init_values: LayerScale's start, None is without. drop_path_rate: at the last block, growing from 0 at the
+    first. `architecture` holds these arguments: VisionTransformer(**model.architecture) is the same model,
+    untrained.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        patch_size: int | Sequence[int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        *,
+        mlp_ratio: float = 4.0,
+        mlp: str = "gelu",
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        init_values: float | None = None,
+        pool: str = "token",
+        class_token: bool | None = None,
+        fc_norm: bool | None = None,
+        stem: str = "patch",
+        pos_embed: str = "learned",
+        no_embed_class: bool = False,
+        reg_tokens: int = 0,
+        distilled: bool = False,
+        drop_path_rate: float = 0.0,
+        attention_backend: Backend = "auto",
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        class_token = pool == "token" if class_token is None else class_token
+        fc_norm = pool in ("avg", "max") if fc_norm is None else fc_norm
+        no_embed_class = no_embed_class or pos_embed == "sincos"
+        _check_choices(pool=pool, pos_embed=pos_embed, class_token=class_token, distilled=distilled)
+        if not 0 <= reg_tokens <= 8:
+            raise ValueError(f"reg_tokens {reg_tokens} is not from 0 to 8")
+        if depth < 1 or num_classes < 1:
+            raise ValueError(f"depth {depth} and num_classes {num_classes} must be at least 1")
+        self.architecture: dict[str, Any] = arguments | {
+            "img_size": as_pair(img_size, name="img_size"),
+            "patch_size": as_pair(patch_size, name="patch_size"),
+            "class_token": class_token,
+            "fc_norm": fc_norm,
+            "no_embed_class": no_embed_class,
+        }
+        self.embed_dim, self.num_classes, self.pool, self.distilled = embed_dim, num_classes, pool, distilled
+        self.num_prefix_tokens = class_token + distilled + reg_tokens
+        self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if distilled else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
+        self.pos_embed: Tensor | None = None
+        if pos_embed == "learned":
+            length = self.num_embedded_prefix_tokens + self.patch_embed.num_patches
+            self.pos_embed = nn.Parameter(torch.empty(1, length, embed_dim))
+        elif pos_embed == "sincos":
+            positions = build_sincos_positions(self.grid_size, embed_dim)
+            del self.pos_embed
+            self.register_buffer("pos_embed", positions, persistent=False)
+        self.blocks = nn.ModuleList(
+            Block(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                mlp=mlp,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                init_values=init_values,
+                drop_path=drop_path_rate * layer / max(depth - 1, 1),
+                attention_backend=attention_backend,
+            )
+            for layer in range(depth)
+        )
+        self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        self.seq_pool = nn.Linear(embed_dim, 1) if pool == "attention" else None
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=NORM_EPS) if fc_norm else nn.Identity()
+        self.head = nn.Linear(embed_dim, num_classes)
+        self.head_dist = nn.Linear(embed_dim, num_classes) if distilled else None
+        initialise(self)
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """(rows, columns) of patches: the shape of an attention map."""
+        return self.patch_embed.grid_size
+
+    def forward(
+        self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
+    ) -> Float[Tensor, "B classes"]:
+        """Logits. `on_attention(layer, weights [B, H, N, N])` is called as each layer's attention is
+        computed, and nothing here keeps the weights, so that large images need only one layer's at a time."""
+        return self.forward_head(self.forward_features(images, on_attention))
+
+    def forward_with_attention(
+        self, images: Float[Tensor, "B C height width"]
+    ) -> tuple[Float[Tensor, "B classes"], list[Float[Tensor, "B H N N"]]]:
+        """Logits and every layer's attention, first layer first."""
+        attentions: list[Tensor] = []
+        logits = self(images, lambda _, weights: attentions.append(weights))
+        return logits, attentions
+
+    def forward_features(
+        self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
+    ) -> Float[Tensor, "B N D"]:
+        """Tokens after the last block and the final norm: prefix tokens first, then patches row by row."""
+        tokens = self._embed(images)
+        for layer, block in enumerate(self.blocks):
+            if on_attention is not None:
+                tokens = block(tokens, partial(on_attention, layer))
+            elif self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, use_reentrant=False)
+            else:
+                tokens = block(tokens)
+        features: Tensor = self.norm(tokens)
+        return features
+
+    def forward_head(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B classes"]:
+        """Pool the tokens and classify."""
+        if self.head_dist is not None:
+            logits: Tensor = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
+        else:
+            logits = self.head(self.fc_norm(self._pool(tokens)))
+        return logits
+
+    def compute_pool_weights(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B P"]:
+        """Attention pooling's share of each patch, rows summing to one; only for pool="attention"."""
+        if self.seq_pool is None:
+            raise ValueError(f"pool={self.pool!r} has no pooling weights; only pool='attention' has")
+        weights: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1)
+        return weights
+
+    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+        """Take images of another size from now on. Learned positions are resampled into a new Parameter:
+        build the optimizer afterwards."""
+        old_grid = self.grid_size
+        self.patch_embed.set_input_size(img_size)
+        self.architecture["img_size"] = self.patch_embed.img_size
+        if self.pos_embed is None or self.grid_size == old_grid:
+            return
+        if not isinstance(self.pos_embed, nn.Parameter):
+            self.pos_embed = build_sincos_positions(self.grid_size, self.embed_dim).to(self.pos_embed)
+            return
+        positions = resample_positions(
+            self.pos_embed.detach(),
+            old_grid=old_grid,
+            new_grid=self.grid_size,
+            num_prefix_tokens=self.num_embedded_prefix_tokens,
+        )
+        self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new, untrained head (both heads when distilled)."""
+        self.num_classes = self.architecture["num_classes"] = num_classes
+        for name in ("head", "head_dist"):
+            if getattr(self, name) is not None:
+                head = nn.Linear(self.embed_dim, num_classes).to(self.head.weight)
+                initialise(head)
+                setattr(self, name, head)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters with two or more dimensions that are not matrices: positions and tokens."""
+        names = {"pos_embed", "cls_token", "dist_token", "reg_token"}
+        return {name for name, _ in self.named_parameters() if name in names}
+
+    def layer_of(self, parameter: str) -> int:
+        """0 for the embeddings, 1 … depth for the blocks, depth + 1 for norm and head: layer-wise decay
+        counts so."""
+        part, _, rest = parameter.partition(".")
+        if part == "blocks":
+            return int(rest.partition(".")[0]) + 1
+        embeddings = ("patch_embed", "pos_embed", "cls_token", "dist_token", "reg_token")
+        return 0 if part in embeddings else len(self.blocks) + 1
+
+    def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
+        tokens: Tensor = self.patch_embed(images)
+        if self.pos_embed is not None and not self.num_embedded_prefix_tokens:
+            tokens = tokens + self.pos_embed
+        prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        if prefix:
+            tokens = torch.cat([*(token.expand(len(tokens), -1, -1) for token in prefix), tokens], dim=1)
+        if self.pos_embed is not None and self.num_embedded_prefix_tokens:
+            tokens = tokens + self.pos_embed
+        return tokens
+
+    def _pool(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
+        if self.pool == "token":
+            return tokens[:, 0]
+        patches = tokens[:, self.num_prefix_tokens :]
+        if self.pool == "avg":
+            return patches.mean(dim=1)
+        if self.pool == "max":
+            return patches.amax(dim=1)
+        pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
+        return pooled[:, 0]
+
+
+def _check_choices(*, pool: str, pos_embed: str, class_token: bool, distilled: bool) -> None:
+    if pool not in POOLS:
+        raise ValueError(f"unknown pool {pool!r}; known: {', '.join(POOLS)}")
+    if pos_embed not in POSITIONS:
+        raise ValueError(f"unknown pos_embed {pos_embed!r}; known: {', '.join(POSITIONS)}")
+    if not class_token and (pool == "token" or distilled):
+        raise ValueError("pool='token' reads the class token; set class_token or pool='avg'")
+    if distilled and pool != "token":
+        raise ValueError(f"a distilled model reads its two tokens: pool must be 'token', not {pool!r}")
+
+
+@torch.no_grad()
+def initialise(module: nn.Module) -> None:
+    """The field's start (timm, DeiT): linear maps and positions truncated normal with σ = 0.02, biases zero,
+    tokens near zero; the patch map as LeCun, convolutions before a ReLU as He, both normal."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            nn.init.trunc_normal_(part.weight, std=0.02)
+        elif isinstance(part, nn.Conv2d):
+            before_relu = ".stem." in name
+            gain = 2.0 if before_relu else 1.0
+            nn.init.normal_(part.weight, std=(gain / part.weight[0].numel()) ** 0.5)
+        if isinstance(part, nn.Linear | nn.Conv2d) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+    for name, parameter in module.named_parameters(recurse=False):
+        nn.init.normal_(parameter, std=1e-6) if name != "pos_embed" else nn.init.trunc_normal_(
+            parameter, std=0.02
+        )
