@@ -51,7 +51,7 @@ class AugmentConfig(_Section):
     trivial_augment: bool = False
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution
     cutmix: float = Field(0.0, ge=0)
-    until: float = Field(1.0, ge=0, le=1)  # share of training after which mixing stops
+    mix_until: float = Field(1.0, ge=0, le=1)  # share of the run after which mixup and cutmix stop
 
 
 class ModelConfig(_Section):
@@ -91,9 +91,9 @@ class OptimizerConfig(_Section):
 class ScheduleConfig(_Section):
     """The learning rate over the run, stepped after every batch."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"  # constant: then a linear cooldown
+    name: Literal["cosine", "linear", "constant-cooldown"] = "cosine"
     warmup_epochs: float = Field(0.0, ge=0)
-    cooldown_fraction: float = Field(0.25, ge=0, le=1)  # of the run, for constant
+    cooldown_fraction: float = Field(0.25, gt=0, le=1)  # of the run, for constant-cooldown
 
 
 class TrainConfig(_Section):

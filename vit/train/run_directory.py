@@ -16,13 +16,16 @@ _OURS = (CONFIG_FILE, METRICS_FILE, "model.safetensors", "checkpoints", "tensorb
 
 
 @contextmanager
-def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bool = True) -> Iterator[None]:
     """Create and lock `path` for one run, for as long as the context lasts.
 
     Raises FileExistsError where it holds another run and neither `resume` nor `overwrite` is given, or holds files
     that no run of ours left; BlockingIOError where a living process trains into it. The lock is the kernel's
-    (flock): it goes with the process, however that ends.
+    (flock): it goes with the process, however that ends. Of several processes the main one opens it for all.
     """
+    if not is_main:
+        yield
+        return
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     path.mkdir(parents=True, exist_ok=True)
@@ -39,7 +42,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                 raise FileExistsError(f"{path} already holds a run; continue it with --resume or replace it with --overwrite")
         elif foreign and not resume:
             raise FileExistsError(f"{path} holds {foreign[0]}, which no run of ours left there; choose another --output")
-        yield path
+        yield
 
 
 def _clear(path: Path) -> None:

@@ -1,0 +1,53 @@
+# make demo   installs, trains on real images, evaluates, writes attention-rollout pictures
+# make test   installs, runs the whole test suite
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN ?= runs/digits
+
+.PHONY: demo test lint notebooks soak records clean
+
+demo: $(VENV)/.installed
+	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
+	$(BIN)/vit evaluate $(RUN) --output $(RUN)-evaluation --overwrite
+	$(BIN)/vit attention $(RUN) --output $(RUN)-attention --overwrite
+	@echo
+	@echo "model:          $(RUN)/model.safetensors"
+	@echo "evaluation:     $(RUN)-evaluation/evaluation.json"
+	@echo "attention maps: $(RUN)-attention/*.png"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/test_notebooks.py
+
+# Minutes to an hour: the long kill test, full-size presets, memory limits
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+# The README's table, printed from the rows under benchmarks/results/
+records: $(VENV)/.installed
+	$(BIN)/python benchmarks/records.py
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "vit needs Python 3.11 to 3.13")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,321 @@
+"""Config → objects: the one place where the schema meets torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from vit.bundle import MODEL_FILE, save_bundle
+from vit.checkpoint import CheckpointStore
+from vit.config import Config, as_pair, load_config
+from vit.data.augment import Augment
+from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
+from vit.data.sources import ImageSource, load_source
+from vit.data.stores import Store, build_store
+from vit.device import choose_device, choose_precision
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.create import create_optimizer
+from vit.optim.schedule import create_schedule
+from vit.train.distributed import Process, wrap_model
+from vit.train.loop import Plan, Trainer
+from vit.train.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.train.step import TrainStep
+
+Loader = ResidentLoader | WorkerLoader
+_MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run, decoded or scanned once."""
+
+    train: Store
+    validation: Store | None
+    sources: dict[str, ImageSource]
+    preprocess: Preprocess
+    pipeline: Literal["resident", "workers"]
+    pipeline_reason: str
+
+    def describe(self) -> dict[str, Any]:
+        """What travels in the model file."""
+        stores = {"train": self.train, "validation": self.validation}
+        return {
+            "name": self.train.name,
+            "fingerprint": self.train.fingerprint,
+            "splits": {
+                split: {"num_images": len(store.labels), "fingerprint": store.fingerprint}
+                for split, store in stores.items()
+                if store is not None
+            },
+            "unreadable": sum(len(store.unreadable) for store in stores.values() if store is not None),
+            "notes": list(self.sources["train"].notes),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer with what a person is told before it starts."""
+
+    trainer: Trainer
+    config: Config
+    data: Data
+    model: VisionTransformer
+    device: torch.device
+    train_loader: Loader
+
+
+def source_arguments(config: Config) -> dict[str, Any]:
+    """What `load_source` takes, but for the split."""
+    data = config.data
+    return {
+        "name": data.name,
+        "root": data.root,
+        "classes": data.classes,
+        "validation_fraction": data.validation_fraction,
+        "split_seed": data.split_seed,
+    }
+
+
+def build_data(config: Config, *, device: torch.device, pretrained: Preprocess | None = None) -> Data:
+    """Find, split and decode the training and validation images. The test images are not touched."""
+    data = config.data
+    splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
+    sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
+    preprocess = Preprocess(image_size=as_pair(data.image_size), crop_fraction=data.crop_fraction)
+    height, width = preprocess.resize_size
+    num_bytes = sum(map(len, sources.values())) * height * width * 3
+    pipeline, reason = (
+        choose_pipeline(num_bytes, device=device, share=data.memory_share)
+        if data.pipeline == "auto"
+        else (data.pipeline, "data.pipeline says so")
+    )
+    stores = {
+        split: build_store(
+            source,
+            size=preprocess.resize_size if pipeline == "resident" or split == "validation" else None,
+            cache_dir=data.cache_dir,
+            workers=data.workers,
+            max_bad_share=data.max_bad_share,
+        )
+        for split, source in sources.items()
+    }
+    mean, std = _normalization(config, stores["train"], pretrained)
+    return Data(
+        train=stores["train"],
+        validation=stores.get("validation"),
+        sources=sources,
+        preprocess=replace(preprocess, mean=mean, std=std),
+        pipeline=pipeline,
+        pipeline_reason=reason,
+    )
+
+
+def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
+    """The model, with its weights drawn from `train.seed` or loaded from `model.init`; in that case also the
+    preprocessing that those weights were trained with."""
+    wanted = config.model
+    torch.manual_seed(config.train.seed)
+    image_size = as_pair(config.data.image_size)
+    preprocess = None
+    if wanted.init is not None:
+        from vit.model.timm_weights import load_pretrained
+
+        model, values = load_pretrained(
+            wanted.init, img_size=image_size, num_classes=num_classes, drop_path_rate=wanted.drop_path_rate
+        )
+        preprocess = Preprocess.from_dict(values) if values else None
+    else:
+        arguments = wanted.model_dump(exclude={"init", "freeze"})
+        model = VisionTransformer(img_size=image_size, num_classes=num_classes, **arguments)
+    if wanted.freeze != "none":
+        model.freeze(wanted.freeze)
+    model.grad_checkpointing = config.train.activation_checkpointing
+    return model, preprocess
+
+
+def build_run(
+    config: Config,
+    *,
+    directory: Path,
+    process: Process,
+    device_name: str,
+    observers: list[Observer] | None = None,
+) -> Run:
+    """All the parts of a training run, ready to start or to resume."""
+    device = choose_device(device_name)
+    train = config.train
+    torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
+    num_classes = len(load_source(**source_arguments(config), split="train").class_names)
+    model, pretrained = build_model(config, num_classes=num_classes)
+    data = build_data(config, device=device, pretrained=pretrained)
+    model.to(device)
+    train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
+    plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
+    optimizer = create_optimizer(
+        config.optimizer.name,
+        model,
+        **config.optimizer.model_dump(exclude={"name"}),
+    )
+    schedule = create_schedule(
+        optimizer,
+        name=config.schedule.name,
+        warmup_steps=min(round(config.schedule.warmup_epochs * len(train_loader)), plan.total_steps - 1),
+        total_steps=plan.total_steps,
+        cooldown_fraction=config.schedule.cooldown_fraction,
+    )
+    step = TrainStep(
+        wrap_model(model, process=process, parallel=train.parallel),
+        optimizer,
+        schedule,
+        precision=choose_precision(train.precision, device),
+        label_smoothing=train.label_smoothing,
+        clip_grad=train.clip_grad,
+        accumulate=train.accumulate,
+        ema_decay=train.ema_decay,
+        compile=_should_compile(config, plan, device),
+    )
+    if observers is None:
+        observers = build_observers(config, data, directory=directory) if process.is_main else []
+    trainer = Trainer(
+        step,
+        plan=plan,
+        train_batches=train_loader,
+        validation_batches=validation_loader,
+        checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
+        save_model=_model_writer(config, data, directory) if process.is_main else _write_nothing,
+        observers=observers,
+        process=process,
+        sample_name=lambda index: str(data.train.ids[index]),
+    )
+    return Run(trainer, config, data, model, device, train_loader)
+
+
+def build_loaders(
+    config: Config, data: Data, *, device: torch.device, process: Process
+) -> tuple[Loader, ResidentLoader | None]:
+    """Augmented training batches, and the validation images as they are."""
+    augment = Augment(**config.augment.model_dump(exclude={"mix_until"}))
+    batch_size = min(config.train.batch_size, len(data.train.labels))
+    shared: dict[str, Any] = {
+        "preprocess": data.preprocess,
+        "device": device,
+        "seed": config.train.seed,
+        "num_classes": len(data.train.class_names),
+        "rank": process.rank,
+        "world_size": process.world_size,
+    }
+    train: Loader
+    if data.pipeline == "resident":
+        train = ResidentLoader(
+            data.train, batch_size=batch_size, augment=augment, shuffle=True, drop_last=True, **shared
+        )
+    else:
+        train = WorkerLoader(
+            data.sources["train"],
+            data.train,
+            batch_size=batch_size,
+            augment=augment,
+            workers=config.data.workers,
+            **shared,
+        )
+    if data.validation is None:
+        return train, None
+    validation = ResidentLoader(
+        data.validation, batch_size=max(batch_size, 256), augment=None, shuffle=False, drop_last=False, **shared
+    )
+    return train, validation
+
+
+def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan:
+    """How long, and what happens when."""
+    train = config.train
+    total_steps = train.epochs * steps_per_epoch
+    return Plan(
+        epochs=train.epochs,
+        total_steps=min(total_steps, train.max_steps or total_steps),
+        seed=train.seed,
+        batch_size=batch_size,
+        evaluate_every_epochs=train.evaluate_every_epochs,
+        checkpoint_every_steps=train.checkpoint_every_steps,
+        keep_every_epochs=train.keep_every_epochs,
+        image_sizes=tuple((until, as_pair(size)) for until, size in train.image_sizes or ()),
+        on_nonfinite=train.on_nonfinite,
+    )
+
+
+def build_observers(config: Config, data: Data, *, directory: Path) -> list[Observer]:
+    """What a person sees: a progress bar, the metrics file, TensorBoard."""
+    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, pictures=None)]
+
+
+def find_changes(config: Config, saved: Path) -> list[str]:
+    """Keys in which `config` would continue another run than the one whose configuration is `saved`.
+
+    Where the images are cached and how many processes decode them changes no number.
+    """
+    neutral = {"data.workers", "data.cache_dir", "data.memory_share", "data.root", "train.keep_limit"}
+    ours, theirs = _flatten(config.model_dump()), _flatten(load_config(saved).model_dump())
+    return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
+
+
+def _flatten(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+
+
+def _normalization(
+    config: Config, store: Store, pretrained: Preprocess | None
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """The configured mean and standard deviation, the pretrained model's, or the training images' own."""
+    if pretrained is not None:
+        mean, std = pretrained.mean, pretrained.std
+    elif store.images is None:
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+    else:
+        step = max(1, len(store.images) // _MEASURED_IMAGES)
+        pixels = np.asarray(store.images[::step]).reshape(-1, 3)
+        # exact sums of integers, so that the figures don't depend on how numpy adds
+        histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
+        means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]
+        squares = [float(h @ np.arange(256) ** 2) / len(pixels) / 255**2 for h in histogram]
+        stds = [max((square - mean**2) ** 0.5, 1 / 255) for square, mean in zip(squares, means, strict=True)]
+        mean, std = _rounded(means), _rounded(stds)
+    return config.data.mean or mean, config.data.std or std
+
+
+def _rounded(values: list[float]) -> tuple[float, float, float]:
+    red, green, blue = (round(value, 4) for value in values)
+    return red, green, blue
+
+
+def _should_compile(config: Config, plan: Plan, device: torch.device) -> bool:
+    return config.train.compile is True
+
+
+def _model_writer(config: Config, data: Data, directory: Path) -> Callable[[nn.Module], None]:
+    """Writes the model file of the run."""
+    description = data.describe()
+    hashes = (np.asarray(data.train.digests), np.asarray(data.train.perceptual))
+
+    def write(model: nn.Module) -> None:
+        assert isinstance(model, VisionTransformer)
+        save_bundle(
+            directory / MODEL_FILE,
+            model,
+            preprocess=data.preprocess,
+            class_names=data.train.class_names,
+            config=config.model_dump(mode="json"),
+            data=description,
+            training_hashes=hashes,
+        )
+
+    return write
+
+
+def _write_nothing(model: nn.Module) -> None:
+    """Only the main process writes files."""
+

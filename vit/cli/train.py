@@ -1,0 +1,160 @@
+"""`vit train`: from a configuration to a trained, self-sufficient model file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vit.build import Run
+    from vit.config import Config
+
+REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a scheduler may start it again
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML file; with --resume the run's own by default")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, laid over the file")] = None,
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the run")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and one batch, then stop")] = False,
+) -> None:
+    """Train a model. Ctrl-C saves and stops (exit code 75); --resume goes on, to the same result bit for bit."""
+    from vit.build import build_run
+    from vit.train.distributed import join_processes
+    from vit.train.loop import Stopped
+    from vit.train.run_directory import CONFIG_FILE, open_run_directory
+
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    resolved = _resolve(config, overrides or [], output, resume=resume)
+    with join_processes(resolved.train.device) as (process, device_name):
+        if dry_run:
+            output.mkdir(parents=True, exist_ok=True)
+            _show_dry_run(build_run(resolved, directory=output, process=process, device_name=device_name), output)
+            return
+        with open_run_directory(output, resume=resume, overwrite=overwrite, is_main=process.is_main):
+            run = build_run(resolved, directory=output, process=process, device_name=device_name)
+            resumed = resume and run.trainer.resume()
+            if process.is_main:
+                _write_config(resolved, output / CONFIG_FILE)
+                _show_summary(run, resumed_at=run.trainer.progress.step if resumed else None)
+            try:
+                run.trainer.run()
+            except Stopped as stopped:
+                typer.echo(str(stopped), err=True)
+                raise typer.Exit(REQUEUE) from None
+            if process.is_main:
+                _show_end(run, output)
+
+
+def _resolve(config: Path | None, overrides: list[str], output: Path, *, resume: bool) -> "Config":
+    """The configuration of the run; of the one in `output` where that is to be continued."""
+    from vit.build import find_changes
+    from vit.config import load_config
+    from vit.train.run_directory import CONFIG_FILE
+
+    if config is not None and "=" in config.name and not config.exists():
+        config, overrides = None, [str(config), *overrides]
+    saved = output / CONFIG_FILE
+    if not (resume and saved.exists()):
+        if config is None:
+            raise ValueError("which configuration? vit train CONFIG.yaml [key.path=value …] --output DIR")
+        return load_config(config, overrides)
+    resolved = load_config(config or saved, overrides)
+    changed = find_changes(resolved, saved)
+    if changed:
+        raise ValueError(
+            f"--resume continues the run of {saved}, but {', '.join(changed)} differ; resume without them or start "
+            "another run"
+        )
+    return resolved
+
+
+def _write_config(config: "Config", path: Path) -> None:
+    from vit.config import dump_config
+    from vit.files import write_text
+
+    if not path.exists():
+        write_text(path, dump_config(config))
+
+
+def _show_summary(run: "Run", *, resumed_at: int | None) -> None:
+    """What the run will do and cost, before it starts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _summarize(run).items():
+        table.add_row(f"[bold]{name}", value)
+    console = Console(stderr=True, highlight=False)
+    console.print(table)
+    for store in (run.data.train, run.data.validation):
+        for name, reason in store.unreadable if store else ():
+            console.print(f"skipped {store.split if store else ''} image {name}: {reason}", soft_wrap=True, markup=False)
+    if resumed_at is not None:
+        console.print(f"resuming after step {resumed_at} of {run.trainer.plan.total_steps}")
+
+
+def _summarize(run: "Run") -> dict[str, str]:
+    import torch
+
+    from vit.device import choose_precision, describe_device
+    from vit.model.flops import compute_flops
+    from vit.train.estimate import measure_step_cost
+
+    plan, data, train = run.trainer.plan, run.data, run.config.train
+    precision = choose_precision(train.precision, run.device)
+    steps = len(run.train_loader)
+    cost = measure_step_cost(
+        run.model,
+        (3, *data.preprocess.image_size),
+        batch_size=plan.batch_size // run.trainer.process.world_size,
+        part_size=plan.batch_size // train.accumulate // run.trainer.process.world_size,
+        dtype=getattr(torch, precision),
+    )
+    flops = 3 * compute_flops(run.model) * steps * plan.batch_size  # backward costs twice the forward
+    counts = [f"{len(data.train):,} training"]
+    if data.validation is not None:
+        counts.append(f"{len(data.validation):,} validation")
+    unreadable = sum(len(store.unreadable) for store in (data.train, data.validation) if store)
+    if unreadable:
+        counts.append(f"{unreadable} unreadable and skipped")
+    minutes = cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
+    return {
+        "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
+        "fingerprint": data.train.fingerprint[:16],
+        "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
+        "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
+        "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, {precision}, "
+        f"{'compiled' if run.trainer.step.is_compiled else 'not compiled'}",
+        "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
+        "estimate": f"{minutes:.1f} minutes, {cost.memory_bytes / 2**20:,.0f} MiB beside the images",
+    }
+
+
+def _show_end(run: "Run", output: Path) -> None:
+    from rich.console import Console
+
+    progress = run.trainer.progress
+    best = f"; best validation top-1 {progress.best_top1:.2f} %" if run.data.validation is not None else ""
+    Console(stderr=True, highlight=False).print(
+        f"{progress.step} steps in {progress.elapsed_seconds:.0f} s{best}; model: {output / 'model.safetensors'}",
+        soft_wrap=True,
+    )
+
+
+def _show_dry_run(run: "Run", output: Path) -> None:
+    """The summary, and one augmented batch as a picture."""
+    import torch
+    from torchvision.utils import save_image
+
+    _show_summary(run, resumed_at=None)
+    batch = next(iter(run.train_loader.epoch(0)))
+    mean = torch.tensor(run.data.preprocess.mean).view(3, 1, 1)
+    std = torch.tensor(run.data.preprocess.std).view(3, 1, 1)
+    picture = output / "dry_run.png"
+    save_image((batch.images[:64].float().cpu() * std + mean).clamp(0, 1), picture, nrow=8)
+    typer.echo(f"one batch as the model sees it: {picture}", err=True)

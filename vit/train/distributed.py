@@ -1,0 +1,91 @@
+"""The processes of one run. torchrun starts them; torch's DistributedDataParallel or FSDP2 joins them."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in the run."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that writes files and talks to the person."""
+        return self.rank == 0
+
+    def sum(self, *values: Tensor) -> list[Tensor]:
+        """Each 0-d value summed over all processes, in float64."""
+        if self.world_size == 1:
+            return [value.double() for value in values]
+        total = torch.stack([value.double() for value in values])
+        dist.all_reduce(total)
+        return list(total)
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether `flag` is set in any process."""
+        if self.world_size == 1:
+            return flag
+        total = torch.tensor(int(flag), device=device)
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        return bool(total)
+
+    def broadcast(self, value: T) -> T:
+        """The main process's `value`, in every process."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join_processes(device: str) -> Iterator[tuple[Process, str]]:
+    """Join torchrun's process group, where there is one; yields this process and the device it is to use.
+
+    NCCL between GPUs, gloo between CPUs.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Process(), device
+        return
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10))
+    try:
+        yield Process(dist.get_rank(), dist.get_world_size()), device
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap_model(model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
+    """`model` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp)."""
+    if process.world_size == 1:
+        return model
+    if parallel == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block)
+    fully_shard(model)
+    return model
