@@ -5,7 +5,6 @@ of a draw with replacement it is one bootstrap replicate (`intervals.py`): both 
 """
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -42,7 +41,8 @@ class Scores:
         return len(self.labels)
 
 
-class ClassFigures(TypedDict):
+@dataclass(frozen=True)
+class ClassFigures:
     """One class's row."""
 
     name: str
@@ -53,7 +53,8 @@ class ClassFigures(TypedDict):
     predicted: int
 
 
-class Bin(TypedDict):
+@dataclass(frozen=True)
+class Bin:
     """One bar of the reliability diagram."""
 
     lower: float

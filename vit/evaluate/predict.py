@@ -41,7 +41,7 @@ def predict_logits(
     with torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32"):
         for start in starts:
             stop = min(start + batch_size, count)
-            images = torch.from_numpy(np.ascontiguousarray(read_batch(start, stop)))
+            images = torch.from_numpy(np.array(read_batch(start, stop)))
             images = preprocess.normalize(images.to(device, non_blocking=True))
             logits[start:stop] = compute_logits(model, images).to(logits.device)
             if on_progress is not None:
