@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from vit.explain.readout import Forward, compute_entropy, run_forward, split_pre
 from vit.explain.rollout import mixing_matrix, rollout_row, rollout_row_from_matrices
 
 
+@runtime_checkable
 class Explainable(Protocol):
     """What explanation needs of a bundle."""
 
