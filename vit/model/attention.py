@@ -82,7 +82,8 @@ def choose_backend(
 
 
 class MultiHeadAttention(nn.Module):
-    """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then projected.
+    """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then
+    projected.
 
     Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The
     projections of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's
@@ -103,10 +104,10 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             fitting = [heads for heads in range(1, embed_dim + 1) if embed_dim % heads == 0]
-            near = sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2])
-            raise ValueError(
-                f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {' or '.join(map(str, near))}"
+            near = " or ".join(
+                map(str, sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2]))
             )
+            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {near}")
         if backend not in ("auto", "fused", "explicit"):
             raise ValueError(f"unknown attention backend {backend!r}; known: auto, explicit, fused")
         self.num_heads = num_heads
@@ -216,8 +217,8 @@ def _allowed(
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(
-                f"an attention mask is boolean, True = attend, not {mask.dtype}; from one that adds -inf to what "
-                "it ignores, pass (mask == 0)"
+                f"an attention mask is boolean, True = attend, not {mask.dtype}; "
+                "of one that adds -inf to what it ignores, pass (mask == 0)"
             )
         if (
             mask.dtype != torch.bool

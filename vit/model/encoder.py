@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.ls1 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = nn.LayerNorm(embed_dim, eps=NORM_EPS)
-        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), activation=mlp)
+        self.mlp = Mlp(embed_dim, round(embed_dim * mlp_ratio), activation=mlp)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 

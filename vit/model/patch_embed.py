@@ -90,7 +90,7 @@ def _strides(patch_size: tuple[int, int]) -> list[tuple[int, int]]:
     """The halvings (rows, columns) that lead from pixels to patches."""
     if any(side & (side - 1) for side in patch_size) or max(patch_size) < 2:
         raise ValueError(
-            f"a convolutional stem halves the image step by step: patch_size {patch_size} must be powers of two; "
+            f"a convolutional stem halves the image, so patch_size {patch_size} must be powers of two; "
             "try 2, 4, 8 or 16, or stem 'patch'"
         )
     rows, columns = (side.bit_length() - 1 for side in patch_size)

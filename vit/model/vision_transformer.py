@@ -6,7 +6,7 @@ that its weights load as they are.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import NORM_EPS, Backend
 from vit.model.encoder import Block
+from vit.model.initialise import initialise
 from vit.model.patch_embed import PatchEmbed, as_pair, build_sincos_positions, resample_positions
 
 POOLS = ("attention", "avg", "max", "token")
 POSITIONS = ("learned", "none", "sincos")
+EMBEDDINGS = ("cls_token", "dist_token", "reg_token", "pos_embed")
 OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
 
 
@@ -72,8 +74,8 @@ class VisionTransformer(nn.Module):
         _check_choices(pool=pool, pos_embed=pos_embed, class_token=class_token, distilled=distilled)
         if not 0 <= reg_tokens <= 8:
             raise ValueError(f"reg_tokens {reg_tokens} is not from 0 to 8")
-        if depth < 1 or num_classes < 1:
-            raise ValueError(f"depth {depth} and num_classes {num_classes} must be at least 1")
+        if depth < 1 or num_classes < 0:
+            raise ValueError(f"depth {depth} and num_classes {num_classes} must be at least 1 and 0")
         self.architecture: dict[str, Any] = arguments | {
             "img_size": as_pair(img_size, name="img_size"),
             "patch_size": as_pair(patch_size, name="patch_size"),
@@ -115,8 +117,8 @@ class VisionTransformer(nn.Module):
         self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.seq_pool = nn.Linear(embed_dim, 1) if pool == "attention" else None
         self.fc_norm = nn.LayerNorm(embed_dim, eps=NORM_EPS) if fc_norm else nn.Identity()
-        self.head = nn.Linear(embed_dim, num_classes)
-        self.head_dist = nn.Linear(embed_dim, num_classes) if distilled else None
+        self.head = self._build_head()
+        self.head_dist = self._build_head() if distilled else None
         initialise(self)
 
     @property
@@ -189,27 +191,32 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
 
     def reset_classifier(self, num_classes: int) -> None:
-        """A new, untrained head (both heads when distilled)."""
+        """A new, untrained head (both, when distilled) for another number of classes."""
         self.num_classes = self.architecture["num_classes"] = num_classes
         for name in ("head", "head_dist"):
             if getattr(self, name) is not None:
-                head = nn.Linear(self.embed_dim, num_classes).to(self.head.weight)
+                head = self._build_head().to(next(self.parameters()))
                 initialise(head)
                 setattr(self, name, head)
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters with two or more dimensions that are not matrices: positions and tokens."""
-        names = {"pos_embed", "cls_token", "dist_token", "reg_token"}
-        return {name for name, _ in self.named_parameters() if name in names}
+    def _build_head(self) -> nn.Module:
+        return nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
 
-    def layer_of(self, parameter: str) -> int:
-        """0 for the embeddings, 1 … depth for the blocks, depth + 1 for norm and head: layer-wise decay
-        counts so."""
-        part, _, rest = parameter.partition(".")
-        if part == "blocks":
-            return int(rest.partition(".")[0]) + 1
-        embeddings = ("patch_embed", "pos_embed", "cls_token", "dist_token", "reg_token")
-        return 0 if part in embeddings else len(self.blocks) + 1
+    def freeze(self, part: Literal["backbone"] | int) -> None:
+        """Stop training "backbone", all but the head (a linear probe), or the embeddings and the first n
+        blocks."""
+        if part != "backbone" and not 0 <= part <= len(self.blocks):
+            raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'")
+        for name, parameter in self.named_parameters():
+            top, _, rest = name.partition(".")
+            if part == "backbone":
+                frozen = top not in ("head", "head_dist")
+            elif top == "blocks":
+                frozen = int(rest.partition(".")[0]) < part
+            else:
+                frozen = top == "patch_embed" or top in EMBEDDINGS
+            if frozen:
+                parameter.requires_grad_(False)
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
@@ -243,22 +250,3 @@ def _check_choices(*, pool: str, pos_embed: str, class_token: bool, distilled: b
         raise ValueError("pool='token' reads the class token; set class_token or pool='avg'")
     if distilled and pool != "token":
         raise ValueError(f"a distilled model reads its two tokens: pool must be 'token', not {pool!r}")
-
-
-@torch.no_grad()
-def initialise(module: nn.Module) -> None:
-    """The field's start (timm, DeiT): linear maps and positions truncated normal with σ = 0.02, biases zero,
-    tokens near zero; the patch map as LeCun, convolutions before a ReLU as He, both normal."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear):
-            nn.init.trunc_normal_(part.weight, std=0.02)
-        elif isinstance(part, nn.Conv2d):
-            before_relu = ".stem." in name
-            gain = 2.0 if before_relu else 1.0
-            nn.init.normal_(part.weight, std=(gain / part.weight[0].numel()) ** 0.5)
-        if isinstance(part, nn.Linear | nn.Conv2d) and part.bias is not None:
-            nn.init.zeros_(part.bias)
-    for name, parameter in module.named_parameters(recurse=False):
-        nn.init.normal_(parameter, std=1e-6) if name != "pos_embed" else nn.init.trunc_normal_(
-            parameter, std=0.02
-        )

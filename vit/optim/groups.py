@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-_EMBEDDINGS = ("cls_token", "reg_token", "pos_embed")
+_EMBEDDINGS = ("cls_token", "dist_token", "reg_token", "pos_embed")
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:

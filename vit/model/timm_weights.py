@@ -1,0 +1,214 @@
+"""Models and weights of timm, and what training starts from. The only import of timm."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors import SafetensorError
+from timm import layers
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
+from timm.models import VisionTransformer as TimmVisionTransformer
+from timm.models import VisionTransformerDistilled
+from timm.models.vision_transformer import Block as TimmBlock
+from torch import nn
+
+from vit.model.attention import NORM_EPS
+from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import (
+    State,
+    check_finite,
+    convert_torchvision,
+    infer_architecture,
+    load_state,
+    read_weights,
+)
+
+_LOCAL = "local-dir:"
+
+
+def create_timm(
+    name: str, *, pretrained: bool, num_classes: int | None = None
+) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
+    """timm's own module in evaluation mode, the values of its `Preprocess`, and the names of its classes.
+
+    `name` is timm's, or `local-dir:FOLDER` with timm's config.json and weights.
+    Raises ValueError for what timm doesn't know or can't load, OSError where weights can't be downloaded.
+    """
+    if not name.startswith(_LOCAL) and not timm.is_model(name):
+        near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
+        raise ValueError(
+            f"timm has no model {name!r}; {f'near it: {near}' if near else 'see timm.list_models()'}"
+        )
+    try:
+        module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes).eval()
+    except OSError as error:
+        raise OSError(
+            f"the weights of {name!r} can't be had ({_first_line(error)}); "
+            "fetch its file elsewhere and give the file's path"
+        ) from error
+    except (RuntimeError, SafetensorError, KeyError) as error:
+        raise ValueError(f"timm can't load {name!r} ({_first_line(error)})") from error
+    return module, _preprocess(module), _class_names(module)
+
+
+def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
+    """Our VisionTransformer with the weights of a timm module, of a timm name, or of a path.
+
+    A path is a folder with timm's config.json, or a file of weights (safetensors or torch; timm's or
+    torchvision's names). A file doesn't tell the number of heads: they are taken to be 64 wide, as in every
+    preset. Without `pretrained`, a name gives the architecture with timm's random weights.
+    """
+    if isinstance(source, nn.Module):
+        architecture, state = describe_timm(source), source.state_dict()
+        check_finite(state, origin="the timm model")
+        return _build(architecture, state, origin=type(source).__name__)
+    path = Path(source)
+    if path.is_dir():
+        return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)[0])
+    if isinstance(source, Path) or path.is_file():
+        state = convert_torchvision(read_weights(path)[0])
+        return _build(infer_architecture(state, origin=str(path)), state, origin=str(path))
+    return load_timm(create_timm(source, pretrained=pretrained)[0])
+
+
+def load_pretrained(
+    source: str | Path,
+    *,
+    img_size: int | Sequence[int],
+    num_classes: int,
+    drop_path_rate: float = 0.0,
+) -> tuple[VisionTransformer, dict[str, Any] | None]:
+    """A model to go on training from: `timm:NAME`, a model file or training directory of ours, or what
+    `load_timm` reads. The architecture is the source's. The head is new where the number of classes differs,
+    learned positions are resampled to `img_size`, and `drop_path_rate` is set.
+
+    Returns the model and the values of the `Preprocess` its weights were trained with, None where nobody
+    knows.
+    """
+    model, preprocess = _open(str(source))
+    architecture = model.architecture | {"drop_path_rate": drop_path_rate}
+    state = model.state_dict()
+    model = _build(architecture, state, origin=str(source))
+    if model.num_classes != num_classes:
+        model.reset_classifier(num_classes)
+    model.set_input_size(img_size)
+    return model, preprocess
+
+
+def describe_timm(module: nn.Module) -> dict[str, Any]:
+    """The arguments that make our VisionTransformer compute what this timm model does.
+
+    Raises ValueError naming the first thing that ours doesn't have.
+    """
+    if not isinstance(module, TimmVisionTransformer):
+        raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
+    for what, differs in _list_differences(module).items():
+        if differs:
+            raise ValueError(f"this timm model has {what}, which our VisionTransformer has not")
+    block = module.blocks[0]
+    return {
+        "img_size": module.patch_embed.img_size,
+        "patch_size": module.patch_embed.patch_size,
+        "in_chans": module.in_chans,
+        "num_classes": module.num_classes,
+        "embed_dim": module.embed_dim,
+        "depth": len(module.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / module.embed_dim,
+        "mlp": "swiglu" if isinstance(block.mlp, layers.GluMlp) else "gelu",
+        "qkv_bias": block.attn.qkv.bias is not None,
+        "qk_norm": isinstance(block.attn.q_norm, nn.LayerNorm),
+        "init_values": block.ls1.init_values if isinstance(block.ls1, layers.LayerScale) else None,
+        "pool": module.global_pool,
+        "class_token": module.cls_token is not None,
+        "fc_norm": isinstance(module.fc_norm, nn.LayerNorm),
+        "pos_embed": "none" if module.pos_embed is None else "learned",
+        "no_embed_class": module.no_embed_class,
+        "reg_tokens": module.num_reg_tokens,
+        "distilled": isinstance(module, VisionTransformerDistilled),
+    }
+
+
+def _list_differences(module: TimmVisionTransformer) -> dict[str, bool]:
+    """Everything of timm's that would make another function of the same weights, and whether it is there."""
+    block, patches = module.blocks[0], module.patch_embed
+    attention, mlp = block.attn, block.mlp
+    norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
+    gelu = type(mlp) is layers.Mlp and isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
+    swiglu = type(mlp) is layers.GluMlp and isinstance(mlp.act, nn.SiLU) and not mlp.gate_last
+
+    def has(part: nn.Module, name: str) -> bool:
+        return not isinstance(getattr(part, name, None), nn.Identity | None)
+
+    return {
+        f"pooling {module.global_pool!r}": module.global_pool not in ("token", "avg", "max"),
+        "pooling over the prefix tokens": module.pool_include_prefix,
+        "a norm before the blocks": has(module, "norm_pre"),
+        "no final norm": not has(module, "norm") and not has(module, "fc_norm"),
+        f"norms that aren't LayerNorm with epsilon {NORM_EPS}": not isinstance(block.norm1, nn.LayerNorm)
+        or any(norm.eps != NORM_EPS for norm in norms),
+        f"patch embedding {type(patches).__name__}": type(patches) is not layers.PatchEmbed,
+        "a norm in its patch embedding": has(patches, "norm"),
+        f"blocks of type {type(block).__name__}": type(block) is not TimmBlock,
+        f"attention of type {type(attention).__name__}": type(attention) is not layers.Attention,
+        "a gate in its attention": getattr(attention, "gate", None) is not None,
+        "a norm inside its attention": has(attention, "norm"),
+        f"an MLP of type {type(mlp).__name__} with {type(getattr(mlp, 'act', None)).__name__}": not (
+            gelu or swiglu
+        ),
+        "a norm inside its MLP": has(mlp, "norm"),
+    }
+
+
+def _build(architecture: dict[str, Any], state: State, *, origin: str) -> VisionTransformer:
+    model = VisionTransformer(**architecture)
+    load_state(model, state, origin=origin)
+    return model.eval()
+
+
+def _open(source: str) -> tuple[VisionTransformer, dict[str, Any] | None]:
+    """The model that `source` names, and its preprocessing where it says so."""
+    if source.startswith("timm:"):
+        module, preprocess, _ = create_timm(source.removeprefix("timm:"), pretrained=True)
+        return load_timm(module), preprocess
+    path = Path(source)
+    if (path / "config.json").is_file():
+        module, preprocess, _ = create_timm(f"{_LOCAL}{path}", pretrained=True)
+        return load_timm(module), preprocess
+    path = path / "model.safetensors" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{source} is no file of weights, no training directory and no timm:NAME")
+    state, metadata = read_weights(path)
+    if "architecture" in metadata:
+        return _build(metadata["architecture"], state, origin=source), metadata["preprocess"]
+    return load_timm(path), None
+
+
+def _preprocess(module: nn.Module) -> dict[str, Any]:
+    config = resolve_model_data_config(module)
+    return {
+        "image_size": list(config["input_size"][1:]),
+        "crop_fraction": config["crop_pct"],
+        "mean": list(config["mean"]),
+        "std": list(config["std"]),
+        "interpolation": "bilinear" if config["interpolation"] == "bilinear" else "bicubic",
+    }
+
+
+def _class_names(module: nn.Module) -> tuple[str, ...]:
+    """ImageNet's descriptions, the names in the model's own config, or plain numbers."""
+    config: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
+    count = int(module.num_classes)  # type: ignore[arg-type]
+    if len(config.get("label_names") or ()) == count:
+        return tuple(config.get("label_names") or ())
+    subset = infer_imagenet_subset(module)
+    if subset is None:
+        return tuple(f"class {index}" for index in range(count))
+    info = ImageNetInfo(subset)
+    return tuple(info.index_to_description(index) for index in range(info.num_classes()))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,183 @@
+"""Weights of files: read without pickle, checked, recognised, and loaded or refused with a reason."""
+
+import json
+import math
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vit.model.patch_embed import as_pair
+from vit.model.presets import PRESETS
+from vit.model.vision_transformer import VisionTransformer
+
+State = dict[str, Tensor]
+
+
+def read_weights(path: Path) -> tuple[State, dict[str, Any]]:
+    """Tensors by name, and the metadata of our own model files ({} for others).
+
+    Reads safetensors and, with `weights_only=True`, torch files, out of the wrappings that trainers put
+    around them. Raises ValueError for a file that is neither and for weights that are not finite.
+    """
+    metadata: dict[str, Any] = {}
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                metadata = json.loads((file.metadata() or {}).get("vit", "{}"))
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        else:
+            state = _unwrap(torch.load(path, map_location="cpu", weights_only=True))
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} holds no weights that can be read ({reason})") from error
+    state = {name: tensor for name, tensor in state.items() if not name.startswith("training_hashes/")}
+    check_finite(state, origin=str(path))
+    return state, metadata
+
+
+def check_finite(state: State, *, origin: str) -> None:
+    """Refuse NaN and infinity, naming the first tensor that has any."""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            count = int((~tensor.isfinite()).sum())
+            raise ValueError(f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy")
+
+
+def load_state(model: VisionTransformer, state: State, *, origin: str) -> None:
+    """Load every weight or none. Raises ValueError with the first differences and with what would fit."""
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: list(tensor.shape) for name, tensor in state.items()}
+    names = sorted(expected.keys() | found.keys(), key=list(expected | found).index)
+    differences = [name for name in names if expected.get(name) != found.get(name)]
+    if not differences:
+        model.load_state_dict(state, strict=True)
+        return
+    lines = [
+        f"{name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} in the model"
+        for name in differences[:3]
+    ]
+    more = f", and {len(differences) - 3} more differ" if len(differences) > 3 else ""
+    raise ValueError(f"{origin} does not fit this model: {'; '.join(lines)}{more}. {_advise(model, state)}")
+
+
+def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
+    """The arguments of the VisionTransformer whose weights these are.
+
+    Shapes don't tell the number of heads (64 wide is assumed, as every preset has), nor a grid that isn't
+    square.
+    """
+    try:
+        embed_dim, in_chans, *patch_size = state["patch_embed.proj.weight"].shape
+        hidden = state["blocks.0.mlp.fc1.weight"].shape[0]
+        halved = state["blocks.0.mlp.fc2.weight"].shape[1]
+    except (KeyError, ValueError):
+        known = ", ".join(list(state)[:3])
+        raise ValueError(
+            f"{origin} is no vision transformer of timm's or torchvision's layout; it holds {known} …"
+        ) from None
+    class_token, distilled = "cls_token" in state, "dist_token" in state
+    reg_tokens = state["reg_token"].shape[1] if "reg_token" in state else 0
+    positions = state["pos_embed"].shape[1] if "pos_embed" in state else 0
+    prefix = class_token + distilled + reg_tokens
+    no_embed_class = prefix > 0 and math.isqrt(positions) ** 2 == positions
+    side = math.isqrt(positions - (0 if no_embed_class else prefix)) if positions else 0
+    if side**2 != positions - (0 if no_embed_class else prefix):
+        raise ValueError(
+            f"{origin}: {positions} positions are no square grid; load it as a folder with timm's config.json"
+        )
+    scale = state.get("blocks.0.ls1.gamma")
+    return {
+        "img_size": (side * patch_size[0], side * patch_size[1]) if positions else (224, 224),
+        "patch_size": tuple(patch_size),
+        "in_chans": in_chans,
+        "num_classes": state["head.weight"].shape[0] if "head.weight" in state else 0,
+        "embed_dim": embed_dim,
+        "depth": 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
+        "num_heads": max(embed_dim // 64, 1),
+        "mlp_ratio": hidden / embed_dim,
+        "mlp": "gelu" if hidden == halved else "swiglu",
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
+        "init_values": None if scale is None else 1e-5,
+        "pool": "token" if class_token and "fc_norm.weight" not in state else "avg",
+        "class_token": class_token,
+        "fc_norm": "fc_norm.weight" in state,
+        "pos_embed": "learned" if positions else "none",
+        "no_embed_class": no_embed_class,
+        "reg_tokens": reg_tokens,
+        "distilled": distilled,
+    }
+
+
+def convert_torchvision(state: State) -> State:
+    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass
+    unchanged."""
+    if "conv_proj.weight" not in state:
+        return state
+    replacements = [
+        ("class_token", "cls_token"),
+        ("conv_proj.", "patch_embed.proj."),
+        ("encoder.pos_embedding", "pos_embed"),
+        ("encoder.layers.encoder_layer_", "blocks."),
+        ("encoder.ln.", "norm."),
+        (".ln_1.", ".norm1."),
+        (".ln_2.", ".norm2."),
+        (".self_attention.in_proj_", ".attn.qkv."),
+        (".self_attention.out_proj.", ".attn.proj."),
+        (".mlp.0.", ".mlp.fc1."),
+        (".mlp.3.", ".mlp.fc2."),
+        ("heads.head.", "head."),
+    ]
+    converted = {}
+    for name, tensor in state.items():
+        for theirs, ours in replacements:
+            name = name.replace(theirs, ours)
+        converted[name] = tensor
+    return converted
+
+
+def _unwrap(content: Any) -> State:
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError("it has no tensors by name")
+    return {
+        str(name).removeprefix("module."): value
+        for name, value in content.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _advise(model: VisionTransformer, state: State) -> str:
+    """What would fit: the settings in which the weights' own architecture differs, and the presets that have
+    it."""
+    try:
+        theirs = infer_architecture(state, origin="these weights")
+    except ValueError as error:
+        return str(error)
+    ours = model.architecture
+    settings = [
+        f"{key}={value}" for key, value in theirs.items() if ours[key] != value and key != "init_values"
+    ]
+    alike = [name for name, preset in PRESETS.items() if _outline(preset) == _outline(theirs)]
+    presets = f" (as in {', '.join(alike[:3])})" if alike else ""
+    return f"A model with {', '.join(settings)} would fit{presets}"
+
+
+def _outline(architecture: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells presets apart in a state dict, whatever its image size and classes."""
+    optional = ("distilled", "reg_tokens", "no_embed_class")
+    return (
+        as_pair(architecture["patch_size"], name="patch_size"),
+        architecture["embed_dim"],
+        architecture["depth"],
+        *(int(architecture.get(key, 0)) for key in optional),
+        architecture.get("init_values") is None,
+    )
