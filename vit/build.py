@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ from vit.train.distributed import Process, wrap_model
 from vit.train.loop import Plan, Trainer
 from vit.train.observers import MetricsFile, Observer, ProgressBar, TensorBoard
 from vit.train.step import TrainStep
+from vit.watch import AttentionWatch, write_training_batch
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Loader = ResidentLoader | WorkerLoader
 _MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
@@ -180,7 +184,7 @@ def build_run(
         compile=_should_compile(config, plan, device),
     )
     if observers is None:
-        observers = build_observers(config, data, directory=directory) if process.is_main else []
+        observers = build_observers(config, data, train_loader, directory=directory) if process.is_main else []
     trainer = Trainer(
         step,
         plan=plan,
@@ -248,9 +252,18 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
     )
 
 
-def build_observers(config: Config, data: Data, *, directory: Path) -> list[Observer]:
+def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
     """What a person sees: a progress bar, the metrics file, TensorBoard."""
-    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, pictures=None)]
+    watch = None
+    if data.validation is not None and data.validation.images is not None and config.train.attention_maps:
+        count = min(config.train.attention_maps, len(data.validation))
+        chosen = np.linspace(0, len(data.validation) - 1, count).round().astype(int)  # they are sorted by class
+        watch = AttentionWatch(data.preprocess.crop(np.asarray(data.validation.images[chosen])), data.preprocess)
+
+    def show_batch(writer: "SummaryWriter") -> None:
+        write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
+
+    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, at_start=show_batch, at_evaluation=watch)]
 
 
 def find_changes(config: Config, saved: Path) -> list[str]:

@@ -148,13 +148,12 @@ def _show_end(run: "Run", output: Path) -> None:
 
 def _show_dry_run(run: "Run", output: Path) -> None:
     """The summary, and one augmented batch as a picture."""
-    import torch
     from torchvision.utils import save_image
+
+    from vit.watch import undo_normalization
 
     _show_summary(run, resumed_at=None)
     batch = next(iter(run.train_loader.epoch(0)))
-    mean = torch.tensor(run.data.preprocess.mean).view(3, 1, 1)
-    std = torch.tensor(run.data.preprocess.std).view(3, 1, 1)
     picture = output / "dry_run.png"
-    save_image((batch.images[:64].float().cpu() * std + mean).clamp(0, 1), picture, nrow=8)
+    save_image(undo_normalization(batch.images[:64], run.data.preprocess), picture, nrow=8)
     typer.echo(f"one batch as the model sees it: {picture}", err=True)

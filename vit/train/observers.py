@@ -65,9 +65,16 @@ class MetricsFile(Observer):
 class TensorBoard(Observer):
     """Curves and pictures beside `metrics.jsonl`; a resumed run's curves go on where its checkpoint was taken."""
 
-    def __init__(self, directory: Path, *, pictures: Callable[["SummaryWriter", nn.Module, int], None] | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        at_start: Callable[["SummaryWriter"], None] | None = None,
+        at_evaluation: Callable[["SummaryWriter", nn.Module, int], None] | None = None,
+    ) -> None:
         self.directory = directory / "tensorboard"
-        self.pictures = pictures
+        self.at_start = at_start
+        self.at_evaluation = at_evaluation
         self.writer: SummaryWriter | None = None
 
     def on_start(self, *, step: int, total_steps: int) -> None:
@@ -75,6 +82,8 @@ class TensorBoard(Observer):
 
         # what a killed process logged after its last checkpoint is superseded
         self.writer = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+        if step == 0 and self.at_start:
+            self.at_start(self.writer)
 
     def on_log(self, report: StepReport) -> None:
         assert self.writer is not None
@@ -87,8 +96,8 @@ class TensorBoard(Observer):
         for key, value in row.items():
             if key not in ("epoch", "step") and value is not None:
                 self.writer.add_scalar(f"epoch/{key}", value, row["step"])
-        if self.pictures and row["val_loss"] is not None:
-            self.pictures(self.writer, model, row["step"])
+        if self.at_evaluation and row["val_loss"] is not None:
+            self.at_evaluation(self.writer, model, row["step"])
         self.writer.flush()
 
     def on_end(self) -> None:

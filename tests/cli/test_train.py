@@ -1,0 +1,210 @@
+"""`vit train` as a person meets it: what it leaves, and one line and exit code 2 for a mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.bundle import load_bundle
+from vit.cli.main import main
+from vit.config import load_config
+
+TINY = [
+    "data.image_size=8",
+    "model.patch_size=4",
+    "model.embed_dim=16",
+    "model.depth=1",
+    "model.num_heads=2",
+    "train.batch_size=128",
+    "train.epochs=2",
+    "train.precision=float32",
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path_factory.getbasetemp() / "vit_cache"))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> str:
+    path = tmp_path / "empty.yaml"
+    path.touch()
+    return str(path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of noise, ten images each."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and what was written to the screen."""
+    code = 0
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a mistake gets."""
+    code, text = run(capsys, *arguments)
+    lines = [line for line in text.splitlines() if line.startswith("vit: error: ")]
+    assert code == 2, text
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
+    return lines[0]
+
+
+def test_a_run_leaves_what_it_promises(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "run"
+    code, text = run(capsys, "train", empty, *TINY, "--output", str(output))
+    assert code == 0, text
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert {
+        *("epoch", "step", "train_loss", "val_loss", "val_top1"),
+        *("learning_rate", "images_per_second", "elapsed_seconds"),
+    } <= rows[0].keys()
+    assert list((output / "tensorboard").glob("events.*"))
+    assert len(list((output / "checkpoints").glob("step-*.pt"))) == 2
+    bundle = load_bundle(output)
+    assert bundle.class_names == tuple("0123456789")
+    assert len(bundle.data["fingerprint"]) == 64
+    assert bundle.config == load_config(output / "config.yaml").model_dump(mode="json")
+    code, text = run(capsys, "info", str(output))
+    assert code == 0
+    assert bundle.data["fingerprint"] in text.replace("\n", "")
+
+
+def test_the_resolved_configuration_gives_the_same_run(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(capsys, "train", empty, *TINY, "--output", str(first))
+    run(capsys, "train", str(first / "config.yaml"), "--output", str(second))
+    weights = [load_bundle(path).model.state_dict() for path in (first, second)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_tensorboard_shows_curves_pictures_and_attention(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(capsys, "train", empty, *TINY, "--output", str(tmp_path / "run"))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert {
+        *("epoch/train_loss", "epoch/val_loss", "epoch/val_top1", "epoch/images_per_second"),
+        *("step/loss", "step/learning_rate", "step/gradient_norm"),
+        *("attention_entropy/layer_00", "attention_distance/layer_00"),
+    } <= set(events.Tags()["scalars"])
+    assert set(events.Tags()["images"]) == {"train/augmented", "attention/rollout"}
+    assert [image.step for image in events.Images("attention/rollout")] == [10, 20]
+    # eight images of 8 pixels, enlarged twelvefold, each above its map
+    picture = events.Images("attention/rollout")[0]
+    assert (picture.width, picture.height) == (8 * 96, 2 * 96)
+
+
+def test_a_directory_with_a_run_is_not_touched_unasked(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    run(capsys, "train", empty, *TINY, "train.epochs=1", "--output", str(output))
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    assert "--resume or replace it with --overwrite" in fail(capsys, "train", empty, *TINY, "--output", str(output))
+    assert "train.epochs differ" in fail(capsys, "train", empty, *TINY, "--output", str(output), "--resume")
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    assert run(capsys, "train", "--output", str(output), "--resume")[0] == 0
+    assert run(capsys, "train", empty, *TINY, "--output", str(output), "--overwrite")[0] == 0
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    message = fail(capsys, "train", empty, *TINY, "--output", str(tmp_path / "foreign"), "--overwrite")
+    assert "thesis.tex" in message
+    assert (tmp_path / "foreign" / "thesis.tex").exists()
+
+
+def test_a_dry_run_shows_the_plan_and_a_batch(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "train", empty, *TINY, "--output", str(tmp_path / "dry"), "--dry-run")
+    assert code == 0
+    for word in ("parameters", "TFLOP", "training", "validation", "minutes", "MiB"):
+        assert word in text
+    assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.png"]
+    assert Image.open(tmp_path / "dry" / "dry_run.png").size[0] >= 8 * 8
+
+
+def test_a_folder_of_images_trains_and_bad_ones_are_named(
+    empty: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (photos / "cat" / "3.jpg").read_bytes()
+    (photos / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
+    arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
+    code, text = run(capsys, *arguments, "data.max_bad_share=0.2", "--output", str(tmp_path / "run"))
+    assert code == 0, text
+    assert text.replace("\n", " ").count("cat/3.jpg") == 1
+    assert "1 unreadable and skipped" in text
+    assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
+    message = fail(capsys, *arguments, "data.max_bad_share=0.01", "--output", str(tmp_path / "refused"))
+    assert "cat/3.jpg" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.epohcs=3"], "did you mean train.epochs?"),
+        (["train.epochs=three"], "train.epochs"),
+        (["data.image_size=30"], "try 28 or 32"),
+        (["data.name=folder"], "data.root"),
+        (["data.name=folder", "data.root=/nowhere"], "/nowhere"),
+        (["train.device=cuda:7"], "cuda:7"),
+        (["model.init=/nowhere/model.safetensors"], "/nowhere/model.safetensors"),
+        (["--resume", "--overwrite"], "give one of them"),
+    ],
+)
+def test_a_mistake_gets_one_line(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    output = tmp_path / "run"
+    tiny = [item for item in TINY if "image_size" not in item]
+    assert message in fail(capsys, "train", empty, *tiny, *arguments, "--output", str(output))
+    assert not (output / "config.yaml").exists()
+
+
+def test_folders_without_two_classes_of_images_are_refused(
+    empty: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (photos / "dog").iterdir():
+        path.unlink()
+    (photos / "dog").rmdir()
+    arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "--output", str(tmp_path / "run")]
+    assert "at least two" in fail(capsys, *arguments)
+    for path in (photos / "cat").iterdir():
+        path.unlink()
+    assert "no images" in fail(capsys, *arguments)
+
+
+def test_a_read_only_place_is_one_line(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    message = fail(capsys, "train", empty, *TINY, "--output", str(tmp_path / "file" / "run"))
+    assert str(tmp_path / "file") in message
+
+
+def test_importing_loads_no_torch_and_help_is_quick() -> None:
+    code = "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,137 @@
+"""Model files: self-sufficient, whole, without pickle, the same bytes for the same model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vit
+from vit.bundle import load_bundle, save_bundle, update_metadata
+from vit.data.images import Preprocess
+from vit.model.vision_transformer import VisionTransformer
+
+
+def make_model() -> VisionTransformer:
+    torch.manual_seed(1)
+    return VisionTransformer(
+        img_size=(8, 16), patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2, reg_tokens=1, pool="avg"
+    ).eval()
+
+
+def save(path: Path, model: VisionTransformer, **changes: Any) -> Path:
+    arguments: dict[str, Any] = {
+        "preprocess": Preprocess(image_size=(8, 16), crop_fraction=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)),
+        "class_names": ("ant", "bee", "cow"),
+        "config": {"train": {"epochs": 3}},
+        "data": {"name": "folder", "fingerprint": "f" * 64},
+        "training_hashes": (np.array([1, 2**64 - 1], dtype=np.uint64), np.array([3, 4], dtype=np.uint64)),
+    }
+    save_bundle(path, model, **(arguments | changes))
+    return path
+
+
+def test_a_bundle_needs_nothing_else(tmp_path: Path) -> None:
+    model = make_model()
+    bundle = load_bundle(save(tmp_path / "model.safetensors", model))
+    images = torch.randn(2, 3, 8, 16)
+    assert torch.equal(bundle.model(images), model(images))
+    assert not bundle.model.training
+    assert bundle.class_names == ("ant", "bee", "cow")
+    assert bundle.preprocess.image_size == (8, 16)
+    assert bundle.preprocess.mean == (0.1, 0.2, 0.3)
+    assert bundle.config == {"train": {"epochs": 3}}
+    assert bundle.data["fingerprint"] == "f" * 64
+    assert bundle.metadata["versions"]["vit"] == vit.__version__
+    assert bundle.training_hashes is not None
+    assert bundle.training_hashes[0].tolist() == [1, 2**64 - 1]
+
+
+def test_a_training_directory_stands_for_its_model(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    assert load_bundle(tmp_path).sha256 == load_bundle(path).sha256
+
+
+def test_equal_models_give_equal_bytes(tmp_path: Path) -> None:
+    first, second = (save(tmp_path / name, make_model()).read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_loading_moves_no_random_numbers(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    before = torch.get_rng_state()
+    load_bundle(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_weights_keep_all_but_the_weights(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    trained, control, again = load_bundle(path), *(load_bundle(path, random_weights=True) for _ in range(2))
+    images = torch.randn(1, 3, 8, 16)
+    assert torch.equal(control.model(images), again.model(images))
+    assert not torch.equal(control.model(images), trained.model(images))
+    assert control.class_names == trained.class_names
+
+
+def test_metadata_can_be_added_without_touching_the_weights(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    before = load_file(path)
+    assert load_bundle(path).temperature == 1.0
+    update_metadata(path, temperature=1.5)
+    assert load_bundle(path).temperature == 1.5
+    after = load_file(path)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_cut_in_half_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    content = path.read_bytes()
+    for size in (0, 4, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="not a whole model file"):
+            load_bundle(path)
+
+
+def test_other_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="without our metadata"):
+        load_bundle(path)
+    path.write_bytes(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(ValueError, match="not a whole model file"):
+        load_bundle(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_bundle(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
+        load_bundle(tmp_path / "empty")
+
+
+def test_nan_in_the_weights_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"NaN or infinity in head\.weight"):
+        load_bundle(save(tmp_path / "model.safetensors", model))
+
+
+def test_weights_that_do_not_fit_their_architecture_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    tensors = load_file(path)
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["vit"])
+    metadata["architecture"]["embed_dim"] = 32
+    save_file(tensors, path, metadata={"vit": json.dumps(metadata)})
+    with pytest.raises(ValueError, match="do not fit its architecture"):
+        load_bundle(path)
+
+
+def test_class_names_must_match_the_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 class names for a model of 3 classes"):
+        save(tmp_path / "model.safetensors", make_model(), class_names=("a", "b"))

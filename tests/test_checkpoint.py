@@ -1,0 +1,92 @@
+"""Checkpoints: whole or absent, verified, with a fallback."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.checkpoint import CheckpointStore
+
+
+def save(store: CheckpointStore, step: int, *, best: int = 0, keep: list[int] | None = None) -> Path:
+    return store.save({"value": torch.tensor(step)}, step=step, best_step=best, keep_steps=keep or [])
+
+
+def load(store: CheckpointStore) -> tuple[int | None, list[str]]:
+    messages: list[str] = []
+    state = store.load_latest(warn=messages.append)
+    return (None if state is None else int(state["value"])), messages
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in store.directory.glob("step-*.pt"))
+
+
+def test_the_newest_is_loaded_and_none_is_no_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert load(store) == (None, [])
+    for step in (9, 10, 100):
+        save(store, step)
+    assert load(store) == (100, [])
+
+
+def test_last_two_best_and_kept_ones_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_limit=2)
+    keep: list[int] = []
+    for step in range(1, 11):
+        if step in (2, 4, 6):
+            keep.append(step)
+        save(store, step, best=3, keep=keep)
+    assert steps(store) == [3, 4, 6, 9, 10]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    path = save(store, 2)
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        content = content[: len(content) // 2]
+    elif damage == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        content = bytearray()
+    path.write_bytes(content)
+    step, messages = load(store)
+    assert step == 1
+    assert len(messages) == 1
+    assert path.name in messages[0]
+    # going on from the fallback supersedes the damaged one
+    save(store, 2)
+    assert load(store) == (2, [])
+    assert path not in store.directory.iterdir() or path.read_bytes() != bytes(content)
+
+
+def test_all_damaged_is_an_error_with_a_cure(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1).write_bytes(b"no")
+    with pytest.raises(ValueError, match="--overwrite"):
+        load(store)
+
+
+def test_a_failed_write_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(store, 2)
+    assert load(store) == (1, [])
+    assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]
+
+
+def test_leftovers_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / ".step-00000001-0123456789abcdef.pt.xyz.tmp").write_bytes(b"half")
+    save(store, 1)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]

@@ -1,0 +1,68 @@
+"""The configuration: defaults, overrides, and what a mistake is told."""
+
+from pathlib import Path
+
+import pytest
+
+from vit.config import as_pair, dump_config, load_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+
+
+def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {epochs: 3}\noptimizer: {lr: 1e-3}\n")
+    config = load_config(path, ["train.epochs=7", "optimizer.weight_decay=1e-4", "data.image_size=[32, 64]"])
+    assert config.train.epochs == 7
+    assert config.optimizer.lr == 1e-3
+    assert config.optimizer.weight_decay == 1e-4
+    assert as_pair(config.data.image_size) == (32, 64)
+
+
+def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        ["train.image_sizes=[[0.5, 24], [1.0, [32, 32]]]", "data.root=123", "data.classes=[cat, dog]", "model.freeze=2"],
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+    assert config.data.root == "123"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(path.parents[1])))
+def test_every_shipped_recipe_is_valid(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epohcs=3", r"unknown key train\.epohcs; did you mean train\.epochs\?"),
+        ("train.lr=1", r"unknown key train\.lr; did you mean optimizer\.lr\?"),
+        ("tran.epochs=3", "unknown key tran; did you mean train"),
+        ("train.epochs=three", r"train\.epochs: .*integer.*'three'"),
+        ("train.epochs=0", r"train\.epochs: .*greater than 0"),
+        ("data.image_size=30", "image size 30 is not a multiple of model.patch_size 4; try 28 or 32"),
+        ("train.image_sizes=[[0.5, 30]]", "image size 30"),
+        ("data.name=cifar11", r"data\.name: .*'cifar10'.*not 'cifar11'"),
+        ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
+        ("train.accumulate=3", "batch_size 128 is not a multiple of train.accumulate 3"),
+        ("train.device=gpu", "use auto, cpu, cuda"),
+        ("train", "not of the form key.path=value"),
+        ("train.epochs.x=3", r"train\.epochs"),
+    ],
+)
+def test_a_mistake_is_named_with_its_cure(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [override])
+
+
+def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    for text, message in (("[1, 2]", "holds a list"), ("a: [", "not valid YAML"), ("train: 3", "train: ")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_config(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_config(tmp_path / "absent.yaml")
