@@ -1,5 +1,6 @@
 """Config → objects: the one place where the schema meets torch."""
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from torch import nn
 
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
-from vit.config import Config, as_pair, load_config
+from vit.config import Config, as_pair, load_config, plain_values
 from vit.data.augment import Augment
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.sources import ImageSource, load_source
 from vit.data.stores import Store, build_store
 from vit.device import choose_device, choose_precision
+from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
@@ -134,12 +136,21 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         )
         preprocess = Preprocess.from_dict(values) if values else None
     else:
-        arguments = wanted.model_dump(exclude={"init", "freeze"})
-        model = VisionTransformer(img_size=image_size, num_classes=num_classes, **arguments)
+        arguments = wanted.model_dump(exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None)
+        if wanted.preset is not None:
+            arguments = _find_preset(wanted.preset) | arguments
+        model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
     if wanted.freeze != "none":
         model.freeze(wanted.freeze)
     model.grad_checkpointing = config.train.activation_checkpointing
     return model, preprocess
+
+
+def _find_preset(name: str) -> dict[str, Any]:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.3)
+        raise ValueError(f"unknown model.preset {name!r}; nearest: {', '.join(near or sorted(PRESETS)[:3])}")
+    return PRESETS[name]
 
 
 def build_run(
@@ -321,7 +332,7 @@ def _model_writer(config: Config, data: Data, directory: Path) -> Callable[[nn.M
             model,
             preprocess=data.preprocess,
             class_names=data.train.class_names,
-            config=config.model_dump(mode="json"),
+            config=plain_values(config),
             data=description,
             training_hashes=hashes,
         )

@@ -24,6 +24,7 @@ import vit
 from vit.data.images import Preprocess
 from vit.files import compute_sha256, write_atomically
 from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import check_finite, load_state
 
 SCHEMA_VERSION = 1
 MODEL_FILE = "model.safetensors"
@@ -113,18 +114,13 @@ def load_bundle(source: str | Path, *, device: str | torch.device = "cpu", rando
     path = _find_model_file(Path(source))
     tensors, metadata = _read(path)
     hashes = [tensors.pop(name).numpy().view(np.uint64) for name in _HASHES if name in tensors]
-    _check_finite(path, tensors)
+    check_finite(tensors, origin=str(path))
     # construction draws random weights: keep that from moving the caller's random numbers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        try:
-            model = VisionTransformer(**metadata["architecture"])
-            if not random_weights:
-                model.load_state_dict(tensors, strict=True)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(
-                f"{path}: its weights do not fit its architecture ({str(error).splitlines()[0]})"
-            ) from error
+        model = VisionTransformer(**metadata["architecture"])
+    if not random_weights:
+        load_state(model, tensors, origin=str(path))
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),
@@ -172,16 +168,6 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
     text = {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=text))
-
-
-def _check_finite(path: Path, tensors: dict[str, Tensor]) -> None:
-    bad = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-    if bad:
-        raise ValueError(f"{path}: NaN or infinity in {bad[0]} and {len(bad) - 1} other tensors; use an earlier model")
 
 
 def _load_timm_bundle(source: str, *, device: str | torch.device, random_weights: bool) -> Bundle:

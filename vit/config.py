@@ -55,9 +55,10 @@ class AugmentConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The vision transformer. With `init: timm:NAME` the architecture is the pretrained model's."""
+    """The vision transformer. `init` brings its own architecture, `preset` one that the keys given here change."""
 
     init: str | None = None  # timm:NAME, or the path of a model file
+    preset: str | None = None  # a name of timm's, such as vit_tiny_patch16_224, or a small one, vit_micro_patch4_32
     patch_size: Size = 4
     stem: Literal["patch", "conv", "conv_pool"] = "patch"
     embed_dim: int = Field(192, gt=0)
@@ -141,8 +142,8 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        # a pretrained model brings its own shape; it is checked when it is built
-        if self.model.init is None:
+        # other models bring their own shape; it is checked when they are built
+        if self.model.init is None and self.model.preset is None:
             if self.model.embed_dim % self.model.num_heads:
                 raise ValueError(
                     f"model.embed_dim {self.model.embed_dim} is not a multiple of model.num_heads "
@@ -193,9 +194,17 @@ def load_config(path: Path | None, overrides: list[str] | None = None) -> Config
         raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
 
 
+def plain_values(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values: loading them again gives an equal one."""
+    values = config.model_dump(mode="json")
+    if config.model.preset is not None:  # what is not named is the preset's
+        values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
+    return values
+
+
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML: loading it again gives an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """`plain_values` as YAML."""
+    return yaml.safe_dump(plain_values(config), sort_keys=False)
 
 
 def _lay_over(values: dict[str, Any], override: str) -> None:

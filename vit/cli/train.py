@@ -102,7 +102,7 @@ def _summarize(run: "Run") -> dict[str, str]:
     import torch
 
     from vit.device import choose_precision, describe_device
-    from vit.model.flops import compute_flops
+    from vit.model.presets import compute_flops
     from vit.train.estimate import measure_step_cost
 
     plan, data, train = run.trainer.plan, run.data, run.config.train
@@ -115,7 +115,7 @@ def _summarize(run: "Run") -> dict[str, str]:
         part_size=plan.batch_size // train.accumulate // run.trainer.process.world_size,
         dtype=getattr(torch, precision),
     )
-    flops = 3 * compute_flops(run.model) * steps * plan.batch_size  # backward costs twice the forward
+    flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size  # backward costs twice the forward
     counts = [f"{len(data.train):,} training"]
     if data.validation is not None:
         counts.append(f"{len(data.validation):,} validation")
