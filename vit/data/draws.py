@@ -1,7 +1,7 @@
 """Random draws without a state: a hash of (seed, epoch, sample id, stream).
 
-The same bits on CPU and CUDA, in any order, in any process, for any number of workers. Integers are hashed with the
-finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int64 arithmetic that torch has everywhere.
+The same bits on CPU and CUDA, in any order, in any process, for any number of workers. Integers are hashed
+with the finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int64 arithmetic of torch.
 """
 
 import hashlib

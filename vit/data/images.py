@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -27,13 +27,14 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
-def read_image(file: Path | BinaryIO) -> Image.Image:
-    """Decode an image file of any mode into upright RGB.
+def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
+    """Decode an image file of any mode into upright RGB; `name` stands for it in messages.
 
-    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives its
-    first frame. Raises ValueError naming the file when it is truncated or no image, FileNotFoundError when absent.
+    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives
+    its first frame. Raises ValueError when the file is truncated or no image, FileNotFoundError when it is
+    absent.
     """
-    name = getattr(file, "name", None) or (file if isinstance(file, Path) else "image")
+    name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     try:
         with warnings.catch_warnings():
             # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
@@ -68,8 +69,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the model's input lies on its image: `box` (left, top, right, bottom) in pixels of the upright original,
-    whose `original_size` is (width, height)."""
+    """Where the model's input lies on an upright image of `original_size` (width, height).
+
+    `box` is (left, top, right, bottom) in that image's pixels.
+    """
 
     original_size: tuple[int, int]
     box: tuple[float, float, float, float]
@@ -79,8 +82,8 @@ class Geometry:
 class Preprocess:
     """From a PIL image to the model's input, the same way in training, evaluation and explanation.
 
-    The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` (H, W) is cut from its
-    centre. `mean` and `std` are of pixels in [0, 1].
+    The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` (H, W) is cut from
+    its centre. `mean` and `std` are of pixels in [0, 1].
     """
 
     image_size: tuple[int, int]
@@ -115,9 +118,7 @@ class Preprocess:
     def crop(self, pixels: np.ndarray) -> np.ndarray:
         """Cut the centre [..., H, W, 3] from pixels stored at `resize_size`, [..., H', W', 3]."""
         top, left = self._margins()
-        return cast(
-            np.ndarray, pixels[..., top : top + self.image_size[0], left : left + self.image_size[1], :]
-        )
+        return pixels[..., top : top + self.image_size[0], left : left + self.image_size[1], :]
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
         """Where `to_uint8` looks on an image of `size` (width, height)."""
@@ -153,16 +154,13 @@ class Preprocess:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
-        }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
         """The inverse of `to_dict`."""
-        return cls(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        )
+        tuples: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**tuples)
 
     def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
         """The centred box of the original (width, height) that has the aspect of `resize_size`."""

@@ -1,8 +1,9 @@
-"""Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and fingerprinted.
+"""Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and
+fingerprinted.
 
-A store lives in a folder of the cache named for its contents. It is built beside its place under a lock and moved
-there when complete, so that a half-built one is never seen and two builders don't meet. A changed source has another
-signature, hence another folder; a damaged store is built again.
+A store lives in a folder of the cache named for its contents. It is built beside its place under a lock and
+moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed
+source has another signature, hence another folder; a damaged store is built again.
 """
 
 import fcntl
@@ -13,53 +14,54 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 
+from vit.data.cache import default_cache_dir
+from vit.data.image_source import ArrayBacking, ImageSource
 from vit.data.images import Preprocess
-from vit.data.sources import ArrayBacking, ImageSource
+from vit.data.likeness import hash_appearance, hash_pixels, jpeg_note
 
 _FORMAT = 1  # raise it when the files or the pixels in them change
 _BLOCK = 1 << 24  # bytes under one checksum
 _CHECKED_BLOCKS = 128  # 2 GiB: a larger store is checked in this many places
 _CHUNK = 256  # images a task
+_SAMPLE = 200  # images in which traces of JPEG are looked for
 _FEW = 1000  # images below which starting processes costs more than it saves
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Decoded images with their labels. What could not be decoded is only in `unreadable`, as (id, reason)."""
+    """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
 
     name: str
     split: str
     class_names: tuple[str, ...]
     labels: np.ndarray  # int64 [n]
     ids: tuple[str, ...]
-    images: np.ndarray | None  # uint8 [n, H, W, 3], read-only; None after a scan
+    images: np.ndarray | None  # uint8 [n, H, W, 3], mapped from disk; None after a scan
     digests: np.ndarray  # uint64 [n], of size and pixels of the original
     perceptual: np.ndarray  # uint64 [n], difference hash
     unreadable: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    source: ImageSource  # the same images in full size: those of the source that are readable
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over class names, split, and every image's label and pixels; neither file names nor order matter."""
+        """sha256 over class names, split and the images' labels and pixels; not file names, nor their order.
+
+        JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
+        """
         pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
         digest = hashlib.sha256(json.dumps([self.split, *self.class_names]).encode())
         digest.update(pairs[np.lexsort(pairs.T)].astype("<u8").tobytes())
         return digest.hexdigest()
-
-
-def default_cache_dir() -> Path:
-    """$VIT_CACHE, or ~/.cache/vit."""
-    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
 
 
 def build_store(
@@ -74,30 +76,30 @@ def build_store(
 ) -> Store:
     """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the store made earlier.
 
-    Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes decode,
-    one for each core by default. Raises ValueError when more than `max_bad_share` of the images are unreadable,
-    OSError when the cache can't be written or is full.
+    Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
+    decode, one for each core by default. Raises ValueError when more than `max_bad_share` of the images are
+    unreadable, OSError when the cache can't be written or is full.
     """
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
     key = hashlib.sha256(f"{_FORMAT} {source.signature()} {size} {interpolation}".encode()).hexdigest()[:16]
     shape = "scan" if size is None else f"{size[0]}x{size[1]}"
     folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
-    store = _open_store(folder)
+    store = _open_store(folder, source)
     if store is None:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
-            store = _open_store(folder)  # another process may have built it while we waited
+            store = _open_store(folder, source)  # another process may have built it while we waited
             if store is None:
                 _build(source, folder, preprocess, workers or len(os.sched_getaffinity(0)), progress)
-                store = _open_store(folder)
+                store = _open_store(folder, source)
                 assert store is not None
     bad = len(store.unreadable)
     if bad > max_bad_share * len(source) or bad == len(source):
         name, reason = store.unreadable[0]
         raise ValueError(
-            f"{bad} of {len(source)} images can't be read, more than a share of {max_bad_share}; the first is {name}: "
-            f"{reason}"
+            f"{bad} of {len(source)} images can't be read, more than the allowed share of {max_bad_share}; "
+            f"the first is {name}: {reason}"
         )
     return store
 
@@ -139,21 +141,13 @@ def _build(
             failures.update(part.failures)
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
         _compact(pixels, good, row_bytes)
-        readable = source.subset(good)
-        np.savez(
-            building / "index.npz",
-            labels=readable.labels,
-            digests=digests[good],
-            perceptual=perceptual[good],
-        )
+        np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
+        sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
+        note = jpeg_note(source.class_names, [sample.read(row) for row in range(len(sample))])
         index = {
-            "name": source.name,
-            "split": source.split,
-            "class_names": source.class_names,
-            "ids": list(readable.ids),
             "size": None if preprocess is None else preprocess.image_size,
             "unreadable": [(source.ids[failed], failures[failed]) for failed in sorted(failures)],
-            "notes": source.notes,
+            "notes": [] if note is None else [note],
             "checksums": _checksums(pixels, range(-(-pixels.stat().st_size // _BLOCK))),
         }
         (building / "index.json").write_text(json.dumps(index))
@@ -181,7 +175,8 @@ def _decode_all(
         if workers == 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
         else:
-            # joblib's processes start afresh (no fork of a process with threads) without importing __main__ again
+            # joblib's processes start afresh (no fork of a process with threads) without importing __main__
+            # again
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
@@ -214,21 +209,8 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
     return decoded
 
 
-def hash_pixels(image: Image.Image) -> int:
-    """64 bits of the sha256 of an RGB image's size and pixels."""
-    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
-    digest.update(image.tobytes())
-    return int.from_bytes(digest.digest()[:8], "little")
-
-
-def hash_appearance(image: Image.Image) -> int:
-    """64-bit difference hash: is each cell of an 8×9 grey thumbnail brighter than the one left of it?"""
-    grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX))
-    return int.from_bytes(np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes(), "big")
-
-
 def _compact(pixels: Path, good: np.ndarray, row_bytes: int) -> None:
-    """Close the gaps that unreadable images left; `good` ascends, so a row never lands on one still needed."""
+    """Close the gaps of unreadable images; `good` ascends, so a row never lands on one still needed."""
     if not row_bytes:
         return
     rows = pixels.stat().st_size // row_bytes
@@ -257,26 +239,27 @@ def _progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int
 # --- opening -----------------------------------------------------------------------------------------------
 
 
-def _open_store(folder: Path) -> Store | None:
+def _open_store(folder: Path, source: ImageSource) -> Store | None:
     """The store in `folder`, or None where there is none, or a damaged one."""
     try:
         index = json.loads((folder / "index.json").read_text())
         with np.load(folder / "index.npz", allow_pickle=False) as arrays:
-            labels, digests, perceptual = arrays["labels"], arrays["digests"], arrays["perceptual"]
-        images = _open_images(folder / "images.u8", len(labels), index["size"], index["checksums"])
-        store = Store(
-            name=index["name"],
-            split=index["split"],
-            class_names=tuple(index["class_names"]),
-            labels=labels,
-            ids=tuple(index["ids"]),
-            images=None,
+            good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
+        images = _open_images(folder / "images.u8", len(good), index["size"], index["checksums"])
+        readable = source.subset(good)
+        return Store(
+            name=source.name,
+            split=source.split,
+            class_names=source.class_names,
+            labels=readable.labels,
+            ids=tuple(readable.ids),
+            images=images,
             digests=digests,
             perceptual=perceptual,
             unreadable=tuple((name, reason) for name, reason in index["unreadable"]),
-            notes=tuple(index["notes"]),
+            notes=(*source.notes, *index["notes"]),
+            source=readable,
         )
-        return replace(store, images=images)
     # zipfile's and json's complaints about damaged bytes are ValueError, KeyError or OSError
     except (OSError, ValueError, KeyError):
         return None
@@ -294,7 +277,8 @@ def _open_images(
     blocks = range(0, len(checksums), step)
     if _checksums(path, blocks) != [checksums[block] for block in blocks]:
         raise ValueError(f"{path} is damaged")
-    return np.memmap(path, dtype=np.uint8, mode="r", shape=shape)
+    # copy-on-write: torch takes the memory as it is, and the file can't be changed through it
+    return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
 
 
 def _checksums(path: Path, blocks: range) -> list[int]:

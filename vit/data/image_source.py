@@ -1,0 +1,178 @@
+"""Labelled images that can be read one by one, and where their pixels may be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+from vit.data.images import read_image
+
+
+class Backing(Protocol):
+    """Where the pixels are; an image is named by its position."""
+
+    def read(self, position: int) -> Image.Image:
+        """The RGB image; raises ValueError or OSError naming it when it can't be decoded."""
+
+    def stamp(self, positions: np.ndarray) -> bytes:
+        """Bytes that change when the images at `positions` change, without decoding them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayBacking:
+    """Images that are already pixels: uint8 [n, H, W, 3]."""
+
+    pixels: np.ndarray
+
+    def read(self, position: int) -> Image.Image:
+        return Image.fromarray(self.pixels[position])
+
+    def stamp(self, positions: np.ndarray) -> bytes:
+        digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
+        digest.update(positions.tobytes())
+        return digest.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class FileBacking:
+    """Image files below a root."""
+
+    root: Path
+    paths: Sequence[str]  # relative to the root
+
+    def read(self, position: int) -> Image.Image:
+        return read_image(self.root / self.paths[position])
+
+    def stamp(self, positions: np.ndarray) -> bytes:
+        stats = [os.stat(self.root / self.paths[position]) for position in positions]
+        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSource:
+    """Labelled images of one split. `ids` name them for people: a path below the root, or "test/00012"."""
+
+    name: str
+    split: str
+    class_names: tuple[str, ...]
+    labels: np.ndarray  # int64 [n]
+    ids: Sequence[str]
+    backing: Backing
+    positions: np.ndarray  # int64 [n], into the backing
+    notes: tuple[str, ...] = ()  # what a person should know: files ignored, a split under another name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> Image.Image:
+        """The RGB image at `index`; raises ValueError or OSError naming it when it can't be decoded."""
+        return self.backing.read(int(self.positions[index]))
+
+    def signature(self) -> str:
+        """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
+        digest = hashlib.sha256()
+        for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
+            digest.update(part.encode(errors="surrogateescape") + b"\0")
+        digest.update(self.labels.tobytes())
+        digest.update(self.backing.stamp(self.positions))
+        return digest.hexdigest()
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
+        """The images at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return replace(
+            self,
+            labels=self.labels[chosen],
+            ids=[self.ids[index] for index in chosen],
+            positions=self.positions[chosen],
+        )
+
+
+def make_source(
+    name: str,
+    *,
+    class_names: Sequence[str],
+    labels: Sequence[int] | np.ndarray,
+    ids: Sequence[str],
+    backing: Backing,
+    notes: tuple[str, ...] = (),
+) -> ImageSource:
+    """All images of a backing, not yet split."""
+    return ImageSource(
+        name=name,
+        split="all",
+        class_names=tuple(class_names),
+        labels=np.asarray(labels, dtype=np.int64),
+        ids=ids,
+        backing=backing,
+        positions=np.arange(len(ids)),
+        notes=notes,
+    )
+
+
+def join_sources(parts: Sequence[ImageSource]) -> ImageSource:
+    """One source of the images of several, which name the same classes."""
+    assert all(part.class_names == parts[0].class_names for part in parts)
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    return ImageSource(
+        name=parts[0].name,
+        split="all",
+        class_names=parts[0].class_names,
+        labels=np.concatenate([part.labels for part in parts]),
+        ids=[name for part in parts for name in part.ids],
+        backing=_JoinedBacking(tuple(parts), starts),
+        positions=np.arange(starts[-1]),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _JoinedBacking:
+    parts: tuple[ImageSource, ...]
+    starts: np.ndarray  # [parts + 1]
+
+    def read(self, position: int) -> Image.Image:
+        part = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self.parts[part].read(position - int(self.starts[part]))
+
+    def stamp(self, positions: np.ndarray) -> bytes:
+        return "".join(part.signature() for part in self.parts).encode() + positions.tobytes()
+
+
+def choose_classes(
+    class_names: Sequence[str], wanted: Sequence[str] | None, *, aliases: dict[str, str] | None = None
+) -> tuple[str, ...]:
+    """The `wanted` ones of `class_names`, in the source's order; all of them for None.
+
+    `aliases` gives a second spelling: folder name → name for people. Raises ValueError for an unknown class
+    and for fewer than two.
+    """
+    if wanted is None:
+        return tuple(class_names)
+    spellings = {name: name for name in class_names}
+    spellings |= {other: name for name, other in (aliases or {}).items() if name in spellings}
+    unknown = [name for name in wanted if name not in spellings]
+    if unknown:
+        known = ", ".join(list(spellings)[:20]) + (", …" if len(spellings) > 20 else "")
+        raise ValueError(f"unknown class {unknown[0]!r} in data.classes; known: {known}")
+    chosen = {spellings[name] for name in wanted}
+    if len(chosen) < 2:
+        raise ValueError(
+            f"data.classes {', '.join(wanted)} is {len(chosen)} class; a classifier needs at least two"
+        )
+    return tuple(name for name in class_names if name in chosen)
+
+
+def keep_classes(source: ImageSource, wanted: Sequence[str] | None) -> ImageSource:
+    """The images of the `wanted` classes, renumbered in the source's order."""
+    kept = choose_classes(source.class_names, wanted)
+    renumbered = np.array([kept.index(name) if name in kept else -1 for name in source.class_names])
+    chosen = source.subset(np.flatnonzero(renumbered[source.labels] >= 0))
+    return replace(chosen, labels=renumbered[chosen.labels].astype(np.int64), class_names=kept)
