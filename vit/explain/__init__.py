@@ -53,13 +53,13 @@ def explain_images(
 
     device = next(bundle.model.parameters()).device
     batch = bundle.preprocess(list(images)).to(device)
-    logits, (maps,) = compute_maps(
+    logits, targets, (maps,) = compute_maps(
         bundle.model, batch, methods=[method], choose_targets=choose_targets, options=options
     )
     return Explanation(
         method=method,
         maps=maps.values[:, 0],
-        targets=choose_targets(logits)[:, 0],
+        targets=targets[:, 0],
         probabilities=logits.softmax(dim=1),
         prefix_mass=maps.prefix_mass[:, 0],
         entropy=maps.entropy[:, 0],

@@ -185,7 +185,7 @@ def _explain_batch(
     """Maps of one batch into `entries` and `arrays`; their pictures into the pool."""
     device = next(bundle.model.parameters()).device
     images = bundle.preprocess([image for _, image, _ in decoded]).to(device)
-    logits, all_maps = compute_maps(bundle.model, images, methods=methods, options=options)
+    logits, _, all_maps = compute_maps(bundle.model, images, methods=methods, options=options)
     probabilities: Tensor = logits.softmax(dim=1).cpu()
     writing = []
     for row, (item, image, sha256) in enumerate(decoded):

@@ -7,6 +7,8 @@ is a common mistake.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.explain.capture import AttentionRecord, capture_attention
+from vit.explain.layers import SUPPORTED
 
 
 @dataclass
@@ -34,25 +37,63 @@ class Forward:
 def run_forward(
     model: nn.Module, images: Float[Tensor, "B 3 height width"], *, gradients: bool = False
 ) -> Forward:
-    """Run `model` with its attention recorded; with `gradients`, keep the autograd graph from the images
-    on."""
-    with torch.set_grad_enabled(gradients), capture_attention(model, gradients=gradients) as record:
-        if gradients:
-            images = images.detach().clone().requires_grad_()
-        pooling = _PoolingWeights(model)
-        with pooling:
-            if hasattr(model, "forward_features") and hasattr(model, "forward_head"):
-                tokens: Any = model
-                tokens = tokens.forward_features(images)
-                logits = model.forward_head(tokens)  # type: ignore[operator]
-            else:
-                tokens, logits = None, compute_logits(model, images)
-    num_tokens = record.layers[0].num_tokens
-    num_prefix = count_prefix_tokens(model)
-    with torch.no_grad():
-        readout = _compute_readout(model, len(images), num_tokens, num_prefix, tokens, pooling.weights)
+    """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards.
+
+    With `gradients` the autograd graph is kept from the images on, without the parameters.
+    """
+    if gradients:
+        images = images.detach().clone().requires_grad_()
+    with (
+        _at_rest(model),
+        torch.set_grad_enabled(gradients),
+        capture_attention(model, gradients=gradients) as record,
+        _PoolingWeights(model) as pooling,
+    ):
+        tokens, logits = _run(model, images)
+        num_tokens, num_prefix = record.layers[0].num_tokens, count_prefix_tokens(model)
+        with torch.no_grad():
+            readout = _compute_readout(
+                model, logits.new_zeros(len(images), num_tokens), tokens, pooling.weights
+            )
     grid = find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
-    return Forward(model, images, logits, record, readout.to(images.dtype), num_prefix, grid)
+    return Forward(model, images, logits, record, readout, num_prefix, grid)
+
+
+def _run(model: Any, images: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The tokens before pooling, where the model shows them, and the logits."""
+    if hasattr(model, "forward_features") and hasattr(model, "forward_head"):
+        tokens = model.forward_features(images)
+        return tokens, model.forward_head(tokens)
+    return None, compute_logits(model, images)
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no parameter that asks for a gradient, for as long as this lasts."""
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        model.eval().requires_grad_(False)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+
+
+def classify_token(model: Any, token: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
+    """The logits if every token before the final norm were `token`: the classifier without its pooling."""
+    if hasattr(model, "forward_head") and hasattr(model, "norm"):
+        alike = token[:, None].expand(-1, count_prefix_tokens(model) + 1, -1)
+        logits: Tensor = model.forward_head(model.norm(alike))
+    elif hasattr(model, "heads"):  # torchvision
+        logits = model.heads(model.encoder.ln(token))
+    elif hasattr(model, "vit") and hasattr(model, "classifier"):  # Hugging Face
+        logits = model.classifier(model.vit.layernorm(token))
+    else:
+        raise ValueError(f"{type(model).__name__} has no classifier that LeGrad knows; known: {SUPPORTED}")
+    return logits
 
 
 def compute_logits(model: nn.Module, images: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B C"]:
@@ -102,17 +143,13 @@ def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor,
 
 
 def _compute_readout(
-    model: nn.Module,
-    batch: int,
-    num_tokens: int,
-    num_prefix: int,
-    tokens: Tensor | None,
-    pooling_weights: Tensor | None,
+    model: Any, readout: Float[Tensor, "B N"], tokens: Tensor | None, pooling_weights: Tensor | None
 ) -> Float[Tensor, "B N"]:
+    """Fill the zeros of `readout` with how much each token counts in the pooled feature."""
+    num_tokens, num_prefix = readout.shape[1], count_prefix_tokens(model)
     # timm says global_pool (its `pool` is a method); torchvision's and Hugging Face's ViT read the class
     # token
     pool = getattr(model, "global_pool", getattr(model, "pool", "token"))
-    readout = torch.zeros(batch, num_tokens, device=None if tokens is None else tokens.device)
     first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
     if pool == "token":
         distilled = getattr(model, "head_dist", None) is not None
@@ -126,7 +163,7 @@ def _compute_readout(
         assert tokens is not None
         readout[:, first:] = 0.5 / (num_tokens - first) + 0.5 * _count_maxima(tokens[:, first:])
     elif pool == "attention":
-        readout[:, num_prefix:] = model.compute_pool_weights(tokens)  # type: ignore[operator]
+        readout[:, num_prefix:] = model.compute_pool_weights(tokens)
     elif pool == "map" and pooling_weights is not None:
         readout[:, num_tokens - pooling_weights.shape[1] :] = pooling_weights
     else:

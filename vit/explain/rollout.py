@@ -9,13 +9,13 @@ Here A's rows sum to one whatever the fusion and the discarding (they are renorm
 is mixed in), so the residual share is what was asked for and rows of the product sum to one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vit.explain.capture import AttentionLayer
+from vit.explain.layers import AttentionLayer, at_least_float32
 
 HEAD_FUSIONS = ("mean", "max", "min")
 CHUNK_ELEMENTS = 2**18  # attention weights held at once, 1 MiB: they stay in the cache between two products
@@ -52,8 +52,7 @@ def discard_lowest(
 
 
 def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
-    """Rows summing to one. A row of zeros (everything discarded) becomes the identity's: the token keeps
-    itself."""
+    """Rows summing to one. A row of zeros (everything discarded) becomes the identity's: the token stays."""
     sums = matrix.sum(dim=-1, keepdim=True)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return torch.where(sums > 0, matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny), identity)
@@ -70,7 +69,7 @@ def mixing_matrix(
 
     float32 at least: the product of twelve half-precision matrices drifts by 1e-2.
     """
-    fused = fuse_heads(_at_least_float32(attention), head_fusion=head_fusion)
+    fused = fuse_heads(at_least_float32(attention), head_fusion=head_fusion)
     if discard_ratio > 0:
         fused = discard_lowest(fused, discard_ratio=discard_ratio, num_prefix_tokens=num_prefix_tokens)
     return normalise_rows(fused)
@@ -87,8 +86,8 @@ def attention_rollout(
 ) -> Float[Tensor, "B N N"]:
     """Roll the layers' attention up into one matrix [B, N, N] whose rows sum to one.
 
-    `attentions`: post-softmax attention, first layer first. `residual`: share of a token that stays itself,
-    0 to 1. `discard_ratio`: share of the smallest patch-to-patch entries that is dropped, 0 to below 1.
+    `attentions`: post-softmax attention, first layer first. `residual`: share of a token that stays itself, 0
+    to 1. `discard_ratio`: share of the smallest patch-to-patch entries that is dropped, 0 to below 1.
     `start_layer`: layers before it are left out. `num_prefix_tokens`: tokens in front that discarding spares.
     """
     check_rollout_options(len(attentions), head_fusion, discard_ratio, residual, start_layer)
@@ -121,37 +120,49 @@ def rollout_row(
     `chunk_elements` numbers at a time, which also keeps it in the processor's cache.
     """
     check_rollout_options(len(layers), "mean", 0.0, residual, start_layer)
-    row = _at_least_float32(readout)
+    row = at_least_float32(readout)
     for layer in reversed(layers[start_layer:]):
         row = residual * row + (1 - residual) * _through_attention(row, layer, chunk_elements=chunk_elements)
     return row
 
 
-def rollout_row_from_matrices(
-    readout: Float[Tensor, "B N"], mixings: Sequence[Float[Tensor, "B N N"]], *, residual: float = 0.5
+def rollout_row_from(
+    readout: Float[Tensor, "B N"],
+    layers: Sequence[AttentionLayer],
+    mix: Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]],
+    *,
+    residual: float = 0.5,
 ) -> Float[Tensor, "B N"]:
-    """`readout` · rollout of fused matrices with rows summing to one, first layer first."""
-    row = _at_least_float32(readout)
-    for mixing in reversed(mixings):
-        row = residual * row + (1 - residual) * torch.bmm(row.unsqueeze(1), mixing.to(row.dtype)).squeeze(1)
+    """`readout` · the product of residual·I + (1 - residual)·mix(layer, images), a few images at a time."""
+    row = at_least_float32(readout)
+    for layer in reversed(layers):
+        mixed = torch.cat(
+            [torch.bmm(row[images, None], mix(layer, images).to(row.dtype))[:, 0] for images in chunks(layer)]
+        )
+        row = residual * row + (1 - residual) * mixed
     return row
+
+
+def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
+    """Slices of the batch whose attention matrices have about `chunk_elements` numbers together."""
+    batch = layer.query_and_key(slice(None))[1].shape[0]
+    size = max(chunk_elements // (layer.num_heads * layer.num_tokens**2), 1)
+    for first in range(0, batch, size):
+        yield slice(first, min(first + size, batch))
 
 
 def _through_attention(
     row: Float[Tensor, "B N"], layer: AttentionLayer, *, chunk_elements: int
 ) -> Float[Tensor, "B N"]:
     """row · mean over heads of softmax(q kᵀ), a few images or a few query rows at a time."""
-    query, key = layer.scaled_query_and_key()
-    batch, heads, tokens, _ = query.shape
-    images_at_once = max(chunk_elements // (heads * tokens * tokens), 1)
+    tokens, heads = row.shape[1], layer.num_heads
     queries_at_once = min(max(chunk_elements // (heads * tokens), 1), tokens)
     result = torch.zeros_like(row)
-    for first in range(0, batch, images_at_once):
-        images = slice(first, first + images_at_once)
-        keys = key[images].transpose(-2, -1)  # [b, H, K, N]
+    for images in chunks(layer, chunk_elements=chunk_elements):
+        query, key = layer.scaled_query_and_key(images)
         for start in range(0, tokens, queries_at_once):
             rows = slice(start, start + queries_at_once)
-            weights = (query[images, :, rows] @ keys).softmax(dim=-1)  # [b, H, rows, N]
+            weights = (query[:, :, rows] @ key.transpose(-2, -1)).softmax(dim=-1)  # [b, H, rows, N]
             result[images] += torch.einsum("br,bhrn->bn", row[images, rows], weights)
     return result / heads
 
@@ -169,10 +180,4 @@ def check_rollout_options(
     if not 0 <= residual <= 1:
         raise ValueError(f"residual {residual} is outside [0, 1]; 0.5 is the published half")
     if not 0 <= start_layer < num_layers:
-        raise ValueError(
-            f"start_layer {start_layer} is outside 0 … {num_layers - 1}, the layers of this model"
-        )
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+        raise ValueError(f"start_layer {start_layer} is outside 0 to {num_layers - 1}, this model's layers")

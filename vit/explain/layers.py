@@ -1,0 +1,283 @@
+"""How to read the attention layers of each family of vision transformers, unmodified.
+
+Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+EVERY_IMAGE = slice(None)
+SUPPORTED = "this project's models, timm's VisionTransformer and Eva, torchvision's and Hugging Face's ViT"
+_PROVED_ROWS = 64  # queries whose result is compared; all of them would form the N×N matrix
+
+
+class AttentionLayer:
+    """One attention layer and what the last forward pass left of it.
+
+    This class reads modules with timm's names, `qkv`, `q_norm`, `k_norm` and `proj` (and `norm` before it);
+    subclasses read the other families.
+    """
+
+    def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
+        self.name, self.block = name, block
+        self.module: Any = module
+        self.captured = False
+        self.query: Tensor | None = None  # [B, H, N, K], as the module's own code made it
+        self.key: Tensor | None = None
+        self.options: dict[str, Any] = {}  # what the module was called with, besides the tokens
+        # with gradients only, still in the autograd graph:
+        self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module
+        self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
+        self.block_tokens: Tensor | None = None  # [B, N, D], what left the block
+        self._proved = False
+
+    @classmethod
+    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
+        """Is `module`, a child of `block`, of this family?"""
+        names = ("qkv", "q_norm", "k_norm", "proj", "num_heads", "scale")
+        # branches in parallel (timm's ParallelThingsBlock) are Sequential: their attentions don't multiply
+        return not isinstance(block, nn.Sequential) and all(hasattr(module, name) for name in names)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.module.num_heads)
+
+    @property
+    def scale(self) -> float:
+        return float(self.module.scale)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_and_key(slice(1))[1].shape[-2]
+
+    def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
+        """What attention multiplies, [b, H, N, K] each, before scaling."""
+        assert self.query is not None
+        assert self.key is not None
+        return self.query[images], self.key[images]
+
+    def scaled_query_and_key(
+        self, images: slice = EVERY_IMAGE
+    ) -> tuple[Float[Tensor, "B H N K"], Float[Tensor, "B H N K"]]:
+        """Attention is softmax(query keyᵀ) of these; at least float32."""
+        query, key = self.query_and_key(images)
+        return at_least_float32(query) * self.scale, at_least_float32(key)
+
+    def attention(self, images: slice = EVERY_IMAGE) -> Float[Tensor, "B H N N"]:
+        """The weights after the softmax: rows are queries and sum to one."""
+        query, key = self.scaled_query_and_key(images)
+        return (query @ key.transpose(-2, -1)).softmax(dim=-1)
+
+    def attention_gradient(
+        self, heads_gradient: Float[Tensor, "B N E"], images: slice = EVERY_IMAGE
+    ) -> Float[Tensor, "b H N N"]:
+        """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
+        assert self.tokens is not None
+        value = self._split(self.value(self.tokens[images].detach()).detach())
+        gradient = self._split(heads_gradient[images])
+        return at_least_float32(gradient) @ at_least_float32(value).transpose(-2, -1)
+
+    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
+        """The values, heads side by side."""
+        qkv, size = self.module.qkv, self.module.qkv.out_features // 3
+        separate = getattr(self.module, "v_bias", None)  # Eva adds its biases to a qkv without any
+        return F.linear(tokens, qkv.weight[-size:], separate if qkv.bias is None else qkv.bias[-size:])
+
+    def attach(self, *, gradients: bool) -> list[RemovableHandle]:
+        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
+
+        def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            self.tokens, self.options, self.captured = args[0], options, False
+
+        def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self.block_tokens = _first(result)
+
+        handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True)]
+        handles += self._attach_inside(gradients)
+        if gradients:
+            handles.append(self.block.register_forward_hook(on_block))
+        return handles
+
+    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+        def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            # a copy where the output is a view, which would keep the whole qkv output alive
+            self.query = output.detach().contiguous()
+
+        def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self.key = output.detach().contiguous()
+
+        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._keep(args[0], gradients)
+
+        receiver = self.module.norm if hasattr(self.module, "norm") else self.module.proj
+        return [
+            self.module.q_norm.register_forward_hook(on_query),
+            self.module.k_norm.register_forward_hook(on_key),
+            receiver.register_forward_pre_hook(on_heads),
+        ]
+
+    def _keep(self, heads: Tensor, gradients: bool) -> None:
+        """The last thing captured of a layer. Raises ValueError unless attention · value reproduces it."""
+        if not self._proved and not self.module.training:  # attention dropout would make them differ
+            self._prove(heads)
+        self.captured = True
+        self.heads = heads if gradients else None
+        self._drop_tokens(gradients)
+
+    def _drop_tokens(self, gradients: bool) -> None:
+        if not gradients:
+            self.tokens = None
+
+    @torch.no_grad()
+    def _prove(self, heads: Tensor) -> None:
+        assert self.tokens is not None
+        query, key = self.scaled_query_and_key(slice(1))
+        attention = (query[:, :, :_PROVED_ROWS] @ key.transpose(-2, -1)).softmax(dim=-1)
+        expected = attention @ at_least_float32(self._split(self.value(self.tokens[:1])))
+        expected = self._project_heads(expected.transpose(1, 2).flatten(2))  # [1, rows, H·K]
+        actual = at_least_float32(heads[:1, :_PROVED_ROWS])
+        tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
+        if expected.shape != actual.shape or (expected - actual).abs().max() > tolerance * actual.abs().max():
+            raise ValueError(
+                f"{self.name} ({type(self.module).__name__}) computes something else than softmax(q kᵀ)·v, "
+                "perhaps with a mask or a position bias, so its attention cannot be recomputed; "
+                f"known: {SUPPORTED}"
+            )
+        self._proved = True
+
+    def _project_heads(self, heads: Tensor) -> Tensor:
+        """What `heads` keeps, from A·V."""
+        return heads
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        return torch.unflatten(tensor, -1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, K]
+
+
+class RotaryLayer(AttentionLayer):
+    """timm's Eva and rotary attention: patches' queries and keys are rotated after `q_norm` and `k_norm`."""
+
+    @classmethod
+    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
+        return type(module).__name__ in ("EvaAttention", "AttentionRope") and hasattr(module, "q_norm")
+
+    def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
+        query, key = super().query_and_key(images)
+        rope = self.options.get("rope")
+        return (query, key) if rope is None else (self._rotate(query, rope), self._rotate(key, rope))
+
+    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
+        return super().value(tokens) if self.module.qkv is not None else self.module.v_proj(tokens)
+
+    def _rotate(self, tensor: Tensor, rope: Tensor) -> Tensor:
+        """Rotary position embedding (Su et al. 2021, eq. 34) of patches; prefix tokens have no position."""
+        prefix, patches = tensor.tensor_split([self.module.num_prefix_tokens], dim=2)
+        sine, cosine = rope.to(tensor.dtype).chunk(2, dim=-1)
+        if self.module.rotate_half:
+            first, second = patches.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+        else:
+            turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
+        return torch.cat([prefix, patches * cosine + turned * sine], dim=2)
+
+
+class HuggingFaceLayer(AttentionLayer):
+    """Hugging Face's ViT: separate `q_proj`, `k_proj`, `v_proj` and `o_proj`."""
+
+    @classmethod
+    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "num_attention_heads", "scaling")
+        return all(hasattr(module, name) for name in names)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.module.num_attention_heads)
+
+    @property
+    def scale(self) -> float:
+        return float(self.module.scaling)
+
+    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
+        value: Tensor = self.module.v_proj(tokens)
+        return value
+
+    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+        def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self.query = self._split(output.detach())
+
+        def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self.key = self._split(output.detach())
+
+        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._keep(args[0], gradients)
+
+        return [
+            self.module.q_proj.register_forward_hook(on_query),
+            self.module.k_proj.register_forward_hook(on_key),
+            self.module.o_proj.register_forward_pre_hook(on_heads),
+        ]
+
+
+class TorchvisionLayer(AttentionLayer):
+    """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run.
+
+    Queries and keys are projected again from its input. Its result is kept instead of O; the output
+    projection is linear, so ∂f/∂O is ∂f/∂result · W.
+    """
+
+    @classmethod
+    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
+        return isinstance(module, nn.MultiheadAttention) and type(block).__name__ == "EncoderBlock"
+
+    @property
+    def scale(self) -> float:
+        return float(self.module.head_dim**-0.5)
+
+    def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
+        assert self.tokens is not None
+        tokens = self.tokens[images].detach()
+        with torch.no_grad():
+            return self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
+
+    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
+        return self._project(tokens, 2)
+
+    def attention_gradient(
+        self, heads_gradient: Float[Tensor, "B N E"], images: slice = EVERY_IMAGE
+    ) -> Float[Tensor, "b H N N"]:
+        return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
+
+    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+        def on_result(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self._keep(_first(result), gradients)
+
+        return [self.module.register_forward_hook(on_result)]
+
+    def _drop_tokens(self, gradients: bool) -> None:
+        pass  # queries and keys come from them
+
+    def _project_heads(self, heads: Tensor) -> Tensor:
+        projection = self.module.out_proj
+        return F.linear(heads, projection.weight.to(heads.dtype), projection.bias.to(heads.dtype))
+
+    def _project(self, tokens: Tensor, which: int) -> Tensor:
+        rows = slice(which * self.module.embed_dim, (which + 1) * self.module.embed_dim)
+        bias = self.module.in_proj_bias
+        return F.linear(tokens, self.module.in_proj_weight[rows], None if bias is None else bias[rows])
+
+
+LAYER_KINDS = (RotaryLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision as float32; others as they are."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _first(result: Any) -> Tensor:
+    tensor: Tensor = result[0] if isinstance(result, tuple) else result
+    return tensor
