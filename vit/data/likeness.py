@@ -37,7 +37,7 @@ def hash_appearance(image: Image.Image) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Duplicates:
-    """Pairs [m, 2] of (index among the queries, index in the training set), at most one of each kind a query."""
+    """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query."""
 
     exact: np.ndarray  # same pixels
     near: np.ndarray  # same looks, other pixels: the closest

@@ -1,54 +1,104 @@
-"""Batches whose order and every draw are functions of (seed, epoch, sample)."""
+"""Batches whose order and every draw are functions of (seed, epoch, sample).
 
-from collections.abc import Iterator
-from typing import NamedTuple
+So a run that stops in mid-epoch goes on at `start_step` with the batches it would have had, and neither the
+number of workers nor of ranks changes what a sample looks like.
+"""
 
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from vit.data.augment import Augment
+from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
 from vit.data.draws import Draws
+from vit.data.image_source import ImageSource
 from vit.data.images import Preprocess
 from vit.data.stores import Store
+from vit.data.transforms import ImageGeometry, use_one_thread
+
+_PREFETCH = 2  # batches that each worker decodes ahead
 
 
 class Batch(NamedTuple):
-    """What a step takes."""
+    """What a step takes; all on the training device."""
 
     images: Float[Tensor, "B 3 H W"]  # normalised
     targets: Tensor  # int64 [B], or float32 [B, C] when samples are mixed
     labels: Int64[Tensor, " B"]
-    sample_ids: Int64[Tensor, " B"]  # index in the store or source
+    sample_ids: Int64[Tensor, " B"]  # index in the store
 
 
-class ResidentLoader:
-    """Batches of a store that is held whole on the device as uint8.
+@dataclass(frozen=True)
+class _Schedule:
+    """Which samples a rank takes in which step."""
 
-    `batch_size` counts the samples of all ranks; a rank takes its contiguous part of every batch.
+    num_samples: int
+    batch_size: int  # of all ranks together
+    seed: int
+    shuffle: bool
+    rank: int
+    world_size: int
+
+    def sample_ids(self, epoch: int, step: int) -> Int64[Tensor, " B"]:
+        n = self.num_samples
+        order = _permutation(self.seed, epoch, n) if self.shuffle else torch.arange(n)
+        batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+        share = -(-len(batch) // self.world_size)
+        if len(batch) < self.batch_size:
+            share += share % 2  # so that neighbours, which may be mixed, stay together
+        return batch[self.rank * share : (self.rank + 1) * share]
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, n: int) -> Int64[Tensor, " n"]:
+    return Draws(seed, epoch).permutation(n)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Loader(ABC):
+    """What both loaders share.
+
+    `batch_size` counts the samples of all ranks; a rank takes its contiguous part of every batch. The last
+    batch may be smaller when `drop_last` is false, and empty on some ranks.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
-        preprocess: Preprocess,
-        augment: Augment | None,
-        shuffle: bool,
-        drop_last: bool,
-        num_classes: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        assert store.images is not None
-        self.images = torch.from_numpy(store.images.copy()).to(device)
-        self.labels = torch.from_numpy(store.labels).to(device)
-        self.batch_size, self.seed, self.preprocess, self.augment = batch_size, seed, preprocess, augment
-        self.shuffle, self.drop_last, self.num_classes = shuffle, drop_last, num_classes
-        self.rank, self.world_size = rank, world_size
+    store: Store = field(kw_only=False)
+    batch_size: int
+    seed: int
+    device: torch.device | str
+    preprocess: Preprocess
+    augment: Augment | None
+    shuffle: bool
+    drop_last: bool
+    num_classes: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        each, rest = divmod(self.batch_size, self.world_size)
+        if each < 1 or rest:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a positive multiple of the {self.world_size} processes"
+            )
+        self._augment = self.augment or Augment()
+        if self._augment.mixes and each % 2:
+            raise ValueError(f"mixup and cutmix pair samples, but each process has {each} of a batch: not even")
+        if self.drop_last and self.batch_size > len(self.store):
+            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.store)} images there are")
+        self.labels = torch.from_numpy(self.store.labels)
+        self._schedule = _Schedule(
+            len(self.store), self.batch_size, self.seed, self.shuffle, self.rank, self.world_size
+        )
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -56,54 +106,156 @@ class ResidentLoader:
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
     def epoch(
-        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None
+        self,
+        epoch: int,
+        *,
+        start_step: int = 0,
+        image_size: tuple[int, int] | None = None,
+        mix: bool = True,
     ) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on."""
+        """The batches of an epoch from `start_step` on, scaled to `image_size`, without mixing on request."""
         draws = Draws(self.seed, epoch)
-        n = len(self.labels)
-        order = (draws.permutation(n) if self.shuffle else torch.arange(n)).to(self.labels.device)
+        size = image_size or self.preprocess.image_size
+        with closing(self._pixels(draws, start_step, size)) as parts:
+            for ids, pixels in parts:
+                yield self._finish(pixels, ids, draws, size, mix=mix and self._augment.mixes)
+
+    @abstractmethod
+    def _pixels(
+        self, draws: Draws, start_step: int, size: tuple[int, int]
+    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+        """(sample ids on the host, what `cut_pixels` gives) of each step."""
+
+    def _finish(
+        self, pixels: Tensor, ids: Int64[Tensor, " B"], draws: Draws, size: tuple[int, int], *, mix: bool
+    ) -> Batch:
+        images = finish_images(
+            pixels, ids, draws=draws, augment=self._augment, preprocess=self.preprocess, size=size
+        )
+        labels = self.labels[ids].to(self.device, non_blocking=True)
+        targets = labels
+        if mix:
+            images, targets = mix_batch(
+                images, labels, ids, draws=draws, augment=self._augment, num_classes=self.num_classes
+            )
+        return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
+
+
+@dataclass(kw_only=True, eq=False)
+class ResidentLoader(_Loader):
+    """Batches of a store that lies whole on the device as uint8; on a CPU it is read where it is mapped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.store.images is not None, "a scanned store has no pixels"
+        self.images = torch.from_numpy(self.store.images).to(self.device)
+
+    def _pixels(
+        self, draws: Draws, start_step: int, size: tuple[int, int]
+    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+        cut_size = self.preprocess.image_size if self._augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
-            ids = order[step * self.batch_size : (step + 1) * self.batch_size]
-            ids = ids.tensor_split(self.world_size)[self.rank]
-            pixels = self._pixels(draws, ids)
-            images = self.preprocess.normalize(pixels)
-            if self.augment and self.augment.cutout:
-                images = _cutout(images, draws, ids, self.augment.cutout)
-            if image_size is not None and image_size != tuple(images.shape[-2:]):
-                images = torch.nn.functional.interpolate(images, image_size, mode="bilinear", antialias=True)
-            labels = self.labels[ids]
-            yield Batch(images, labels, labels, ids)
-
-    def _pixels(self, draws: Draws, ids: Int64[Tensor, " B"]) -> Tensor:
-        """Gather [B, H, W, 3] uint8 pixels, cut and flipped by index arithmetic."""
-        (height, width), full = self.preprocess.image_size, self.images.shape[1:3]
-        rows = torch.arange(height, device=ids.device) + (full[0] - height) // 2
-        columns = torch.arange(width, device=ids.device) + (full[1] - width) // 2
-        rows, columns = rows.expand(len(ids), -1), columns.expand(len(ids), -1)
-        if self.augment and self.augment.crop_padding:
-            padding = self.augment.crop_padding
-            span = 2 * padding + 1
-            rows = rows + (draws.integers("crop y", ids, below=span) - padding)[:, None]
-            columns = columns + (draws.integers("crop x", ids, below=span) - padding)[:, None]
-            rows, columns = _reflect(rows, full[0]), _reflect(columns, full[1])
-        if self.augment and self.augment.flip != "none":
-            flipped = draws.bits("flip", ids) < 0
-            columns = torch.where(flipped[:, None], columns.flip(1), columns)
-        return self.images[ids[:, None, None], rows[:, :, None], columns[:, None, :]]
+            ids = self._schedule.sample_ids(draws.epoch, step)
+            yield ids, cut_pixels(self.images, ids, ids, draws=draws, augment=self._augment, size=cut_size)
 
 
-def _reflect(index: Tensor, size: int) -> Tensor:
-    """Fold indices a little outside 0 … size - 1 back in, without repeating the edge."""
-    index = index.abs()
-    return torch.minimum(index, 2 * (size - 1) - index)
+@dataclass(kw_only=True, eq=False)
+class WorkerLoader(_Loader):
+    """Batches decoded from full-size images by worker processes, whose geometry albumentations draws.
+
+    `store` is a scan, or a store whose pixels are not used: it says which images are readable. `workers` is
+    None for one a core, 0 for none; `start_method` is multiprocessing's. The workers live until `close()`
+    or the loader's end.
+    """
+
+    workers: int | None = None
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers is None:
+        self.workers = len(os.sched_getaffinity(0)) self._steps: list[tuple[int, int]] = []  # (epoch, step)
+        still to be decoded: the sampler reads it self._dataset = _DecodedSteps(self.store.source,
+        self._schedule, ImageGeometry(self._augment, self.preprocess)) self._decoder: DataLoader[Tensor |
+        str] | None = None
+
+    def close(self) -> None:
+        """End the workers."""
+        self._decoder = None
+
+    def _pixels(
+        self, draws: Draws, start_step: int, size: tuple[int, int]
+    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+        self._steps[:] = [(draws.epoch, step) for step in range(start_step, len(self))]
+        if self._decoder is None:
+            self._decoder = DataLoader(
+                self._dataset,
+                sampler=self._steps,
+                batch_size=None,  # the data set gives whole batches
+                num_workers=self.workers,
+                persistent_workers=self.workers > 0,
+                prefetch_factor=_PREFETCH if self.workers else None,
+                pin_memory=torch.device(self.device).type == "cuda",
+                worker_init_fn=_prepare_worker,
+                multiprocessing_context=self.start_method if self.workers else None,
+            )
+        rest = self._augment.without_random_crop()
+        for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
+            if isinstance(pixels, str):
+                raise ValueError(pixels)  # the image that a worker could not read
+            ids = self._schedule.sample_ids(epoch, step)
+            pixels = pixels.to(self.device, non_blocking=True)
+            own = torch.arange(len(ids))
+            yield (
+                ids,
+                cut_pixels(pixels, own, ids, draws=draws, augment=rest, size=self.preprocess.image_size),
+            )
 
 
-def _cutout(images: Tensor, draws: Draws, ids: Tensor, side: int) -> Tensor:
-    """Set a square of each image to the mean: 0 after normalisation (DeVries & Taylor 2017)."""
-    height, width = images.shape[-2:]
-    top = draws.integers("cutout y", ids, below=height) - side // 2
-    left = draws.integers("cutout x", ids, below=width) - side // 2
-    rows = torch.arange(height, device=ids.device) - top[:, None]
-    columns = torch.arange(width, device=ids.device) - left[:, None]
-    inside = ((rows >= 0) & (rows < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None, :]
-    return images.masked_fill(inside[:, None], 0.0)
+class _DecodedSteps(Dataset[Tensor | str]):
+    """(epoch, step) → uint8 [B, H, W, 3], or what was wrong with an image."""
+
+    def __init__(self, source: ImageSource, schedule: _Schedule, geometry: ImageGeometry) -> None:
+        self.source, self.schedule, self.geometry = source, schedule, geometry
+
+    def __getitem__(self, place: tuple[int, int]) -> Tensor | str:
+        epoch, step = place
+        ids = self.schedule.sample_ids(epoch, step)
+        seeds = Draws(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
+        pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
+        for row, (index, seed) in enumerate(zip(ids.tolist(), seeds.tolist(), strict=True)):
+            try:
+                pixels[row] = self.geometry(self.source.read(index), seed=seed)
+            except (ValueError, OSError) as error:
+                return f"{self.source.ids[index]} was readable before, but no longer: {error}"
+        return torch.from_numpy(pixels)
+
+
+def _prepare_worker(_: int) -> None:
+    use_one_thread()
+
+
+def choose_pipeline(
+    num_bytes: int, *, device: torch.device | str, share: float
+) -> tuple[Literal["resident", "workers"], str]:
+    """Whether `num_bytes` of pixels fit in a `share` of the device's free memory, and a clause that says so."""
+    device = torch.device(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
+    fits = num_bytes <= share * free
+    reason = (
+        f"{num_bytes / 2**20:,.0f} MiB of pixels {'fit' if fits else 'do not fit'} in {share:.0%} of the "
+        f"{free / 2**20:,.0f} MiB free on {device.type}"
+    )
+    return ("resident" if fits else "workers"), reason
+
+
+def _free_host_memory() -> int:
+    """Bytes: what the kernel says is available, or what the container's limit leaves, if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return free

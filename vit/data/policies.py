@@ -1,0 +1,115 @@
+"""One of fourteen operations for each sample: the alphabet of RandAugment and TrivialAugment.
+
+Ranges are torchvision's. `strength` in 0..1 becomes an operation's magnitude; those with a direction draw
+its sign.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from vit.data import kernels
+from vit.data.draws import Draws
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Magnitudes at strength 1."""
+
+    shear: float  # tangent of the angle
+    translate_share: float  # of the image's side, in addition to
+    translate_pixels: float
+    rotate: float  # degrees
+    enhance: float  # brightness, colour, contrast and sharpness factors are 1 ± this
+    posterize: int  # bits lost
+
+
+RAND_AUGMENT = Ranges(0.3, translate_share=150 / 331, translate_pixels=0, rotate=30, enhance=0.9, posterize=4)
+TRIVIAL_AUGMENT = Ranges(0.99, translate_share=0, translate_pixels=32, rotate=135, enhance=0.99, posterize=6)
+
+_GEOMETRIC = ("identity", "shear x", "shear y", "translate x", "translate y", "rotate")
+_ENHANCING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "brightness": kernels.adjust_brightness,
+    "color": kernels.adjust_saturation,
+    "contrast": kernels.adjust_contrast,
+    "sharpness": kernels.adjust_sharpness,
+}
+OPERATIONS = (*_GEOMETRIC, *_ENHANCING, "posterize", "solarize", "autocontrast", "equalize")
+
+
+def apply_operations(
+    images: Float[Tensor, "B 3 H W"],
+    draws: Draws,
+    sample_ids: Int64[Tensor, " B"],
+    strength: Float[Tensor, " B"],
+    *,
+    stream: str,
+    ranges: Ranges,
+) -> Float[Tensor, "B 3 H W"]:
+    """Apply an operation drawn for each sample; `sample_ids` and `strength` are on the host."""
+    chosen = draws.integers(stream, sample_ids, below=len(OPERATIONS))
+    signed = torch.where(draws.bits(f"{stream} sign", sample_ids) < 0, -strength, strength)
+    result = images.clone()
+    # the host knows who gets what, so that no list of indices is ever read back from the device
+    for number in range(len(_GEOMETRIC), len(OPERATIONS)):
+        members = torch.nonzero(chosen == number).flatten()
+        if len(members):
+            place = members.to(images.device, non_blocking=True)
+            colored = _recolor(
+                OPERATIONS[number], images[place], strength[members], signed[members], ranges=ranges
+            )
+            result[place] = colored
+    moved = torch.nonzero((chosen > 0) & (chosen < len(_GEOMETRIC))).flatten()
+    if len(moved):
+        size = (images.shape[2], images.shape[3])
+        matrices = compute_matrices(chosen[moved], signed[moved], ranges=ranges, size=size)
+        place = moved.to(images.device, non_blocking=True)
+        result[place] = kernels.affine(images[place], matrices.to(images.device, non_blocking=True))
+    return result
+
+
+def compute_matrices(
+    chosen: Int64[Tensor, " B"], signed: Float[Tensor, " B"], *, ranges: Ranges, size: tuple[int, int]
+) -> Float[Tensor, "B 2 3"]:
+    """From output to input coordinates, measured from the centre, for operations 0 … 5."""
+    height, width = size
+
+    def only(name: str, reach: float) -> Tensor:
+        return torch.where(chosen == OPERATIONS.index(name), signed * reach, 0.0)
+
+    def shift(axis: str, side: int) -> Tensor:
+        pixels = ranges.translate_share * side + ranges.translate_pixels
+        return only(f"translate {axis}", pixels).trunc()
+
+    angle, shear_x, shear_y = (
+        only("rotate", math.radians(ranges.rotate)),
+        only("shear x", ranges.shear),
+        only("shear y", ranges.shear),
+    )
+    # shears leave the upper left corner where it is, so they move the centre
+    across = [angle.cos(), -angle.sin() - shear_x, -shift("x", width) - shear_x * height / 2]
+    down = [angle.sin() - shear_y, angle.cos(), -shift("y", height) - shear_y * width / 2]
+    return torch.stack([torch.stack(across, dim=1), torch.stack(down, dim=1)], dim=1)
+
+
+def _recolor(
+    name: str,
+    images: Float[Tensor, "B 3 H W"],
+    strength: Float[Tensor, " B"],
+    signed: Float[Tensor, " B"],
+    *,
+    ranges: Ranges,
+) -> Tensor:
+    device = images.device
+    if name in _ENHANCING:
+        return _ENHANCING[name](images, (1 + signed * ranges.enhance).to(device, non_blocking=True))
+    if name == "posterize":
+        bits = 8 - (strength * ranges.posterize).round()
+        return kernels.posterize(images, bits.to(device, non_blocking=True))
+    if name == "solarize":
+        return kernels.solarize(images, (255 * (1 - strength)).to(device, non_blocking=True))
+    return {"autocontrast": kernels.autocontrast, "equalize": kernels.equalize}[name](images)
