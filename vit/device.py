@@ -1,6 +1,7 @@
 """Which device and precision a run uses, and how they are named."""
 
 import platform
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -45,17 +46,19 @@ def describe_device(device: torch.device) -> str:
     if info.is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = f"{names[0]}, {len(names)} cores" if names else cpu
-    extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in _cpu_flags()]
+    extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    return bool({"amx_bf16", "avx512_bf16"} & _cpu_flags())
+    return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
 
 
-def _cpu_flags() -> set[str]:
+@lru_cache
+def cpu_flags() -> frozenset[str]:
+    """The processor's features by Linux's names (`amx_bf16`, `avx512_bf16`, …); none on other systems."""
     info = Path("/proc/cpuinfo")
     if not info.is_file():
-        return set()
+        return frozenset()
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")]
-    return set(flags[0].split()) if flags else set()
+    return frozenset(flags[0].split()) if flags else frozenset()
