@@ -231,10 +231,11 @@ def build_loaders(
         )
     else:
         train = WorkerLoader(
-            data.sources["train"],
             data.train,
             batch_size=batch_size,
             augment=augment,
+            shuffle=True,
+            drop_last=True,
             workers=config.data.workers,
             **shared,
         )

@@ -56,7 +56,7 @@ class Augment:
         return self.mixup > 0 or self.cutmix > 0
 
     def without_random_crop(self) -> "Augment":
-        """What is left to do when resized crop and random flip were done for each image where it was decoded."""
+        """What is left when resized crop and random flip were done where the image was decoded."""
         if self.resized_crop_scale is None:
             return self
         flip: Literal["none", "alternating"] = "alternating" if self.flip == "alternating" else "none"
@@ -143,7 +143,7 @@ def mix_batch(
     augment: Augment,
     num_classes: int,
 ) -> tuple[Float[Tensor, "B 3 H W"], Float[Tensor, "B C"]]:
-    """Mixup or cutmix of each sample with its neighbour (an odd last one stays), and the shares of classes."""
+    """Mixup or cutmix of each sample with its neighbour (an odd last one stays), and the class shares."""
     count, (height, width) = len(sample_ids), images.shape[-2:]
     partner = (torch.arange(count) ^ 1).clamp(max=count - 1).to(images.device, non_blocking=True)
     cuts = torch.full((count,), augment.cutmix > 0)

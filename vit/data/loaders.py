@@ -92,9 +92,9 @@ class _Loader(ABC):
             )
         self._augment = self.augment or Augment()
         if self._augment.mixes and each % 2:
-            raise ValueError(f"mixup and cutmix pair samples, but each process has {each} of a batch: not even")
+            raise ValueError(f"mixup and cutmix pair samples: {each} a process and step is not even")
         if self.drop_last and self.batch_size > len(self.store):
-            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.store)} images there are")
+            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.store)} images")
         self.labels = torch.from_numpy(self.store.labels)
         self._schedule = _Schedule(
             len(self.store), self.batch_size, self.seed, self.shuffle, self.rank, self.world_size
@@ -173,32 +173,35 @@ class WorkerLoader(_Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers is None:
-        self.workers = len(os.sched_getaffinity(0)) self._steps: list[tuple[int, int]] = []  # (epoch, step)
-        still to be decoded: the sampler reads it self._dataset = _DecodedSteps(self.store.source,
-        self._schedule, ImageGeometry(self._augment, self.preprocess)) self._decoder: DataLoader[Tensor |
-        str] | None = None
+        self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
+        geometry = ImageGeometry(self._augment, self.preprocess)
+        self._dataset = _DecodedSteps(self.store.source, self._schedule, geometry)
+        self._decoder: DataLoader[Tensor | str] | None = None
 
     def close(self) -> None:
         """End the workers."""
         self._decoder = None
+
+    def _start_workers(self) -> "DataLoader[Tensor | str]":
+        workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
+        return DataLoader(
+            self._dataset,
+            sampler=self._steps,
+            batch_size=None,  # the data set gives whole batches
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            prefetch_factor=_PREFETCH if workers else None,
+            pin_memory=torch.device(self.device).type == "cuda",
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=self.start_method if workers else None,
+        )
 
     def _pixels(
         self, draws: Draws, start_step: int, size: tuple[int, int]
     ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
         self._steps[:] = [(draws.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
-            self._decoder = DataLoader(
-                self._dataset,
-                sampler=self._steps,
-                batch_size=None,  # the data set gives whole batches
-                num_workers=self.workers,
-                persistent_workers=self.workers > 0,
-                prefetch_factor=_PREFETCH if self.workers else None,
-                pin_memory=torch.device(self.device).type == "cuda",
-                worker_init_fn=_prepare_worker,
-                multiprocessing_context=self.start_method if self.workers else None,
-            )
+            self._decoder = self._start_workers()
         rest = self._augment.without_random_crop()
         for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
             if isinstance(pixels, str):
@@ -238,7 +241,7 @@ def _prepare_worker(_: int) -> None:
 def choose_pipeline(
     num_bytes: int, *, device: torch.device | str, share: float
 ) -> tuple[Literal["resident", "workers"], str]:
-    """Whether `num_bytes` of pixels fit in a `share` of the device's free memory, and a clause that says so."""
+    """Whether `num_bytes` of pixels fit in a `share` of the device's free memory, and that in words."""
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
     fits = num_bytes <= share * free

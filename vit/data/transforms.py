@@ -43,9 +43,10 @@ def _random_crop(size: tuple[int, int], augment: Augment) -> Any:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
-    crop = albumentations.RandomResizedCrop(size, scale=augment.resized_crop_scale,
-    area_for_downscale="image") flip = albumentations.HorizontalFlip(p=0.5 if augment.flip == "random" else
-    0.0) return albumentations.Compose([crop, flip])
+    scale = augment.resized_crop_scale
+    crop = albumentations.RandomResizedCrop(size, scale=scale, area_for_downscale="image")
+    flip = albumentations.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)
+    return albumentations.Compose([crop, flip])
 
 
 def use_one_thread() -> None:
