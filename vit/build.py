@@ -142,6 +142,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
     if wanted.freeze != "none":
         model.freeze(wanted.freeze)
+    model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
     model.grad_checkpointing = config.train.activation_checkpointing
     return model, preprocess
 

@@ -1,5 +1,7 @@
 """The model: geometry, capture, initialisation, and what each option promises."""
 
+import copy
+
 import pytest
 import torch
 
@@ -54,3 +56,20 @@ def test_architecture_rebuilds_the_model(options):
     rebuilt = VisionTransformer(**model.architecture)
     rebuilt.load_state_dict(model.state_dict(), strict=True)
     assert rebuilt.architecture == model.architecture
+
+
+@pytest.mark.parametrize(("pool", "pos_embed"), [("token", "learned"), ("avg", "sincos")])
+def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(pool: str, pos_embed: str) -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(16, 4, 3, 5, 16, 2, 2, pool=pool, pos_embed=pos_embed)
+    small = torch.randn(2, 3, 8, 12)
+    with pytest.raises(ValueError, match="set_input_size"):
+        model(small)
+    model.patch_embed.dynamic_img_size = True
+    logits = model(small)
+    logits.sum().backward()
+    if pos_embed == "learned":
+        assert model.pos_embed.grad.abs().sum() > 0
+        expected = copy.deepcopy(model)
+        expected.set_input_size((8, 12))
+        torch.testing.assert_close(logits, expected(small))

@@ -45,6 +45,7 @@ class PatchEmbed(nn.Module):
         self.patch_size = as_pair(patch_size, name="patch_size")
         self.in_chans = in_chans
         self._cpu_has_amx = "amx_bf16" in cpu_flags()
+        self.dynamic_img_size = False  # lets images of other sizes through, for training on a few sizes
         self.set_input_size(img_size)
         if stem not in STEMS:
             raise ValueError(f"unknown stem {stem!r}; known: {', '.join(STEMS)}")
@@ -77,7 +78,8 @@ class PatchEmbed(nn.Module):
         self.img_size = sides
 
     def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
-        if images.shape[1:] != (self.in_chans, *self.img_size):
+        expected = images.shape[2:] if self.dynamic_img_size else self.img_size
+        if images.shape[1:] != (self.in_chans, *expected):
             raise ValueError(
                 f"images of shape {list(images.shape[1:])} (channels, height, width) given to a model for "
                 f"{[self.in_chans, *self.img_size]}; call set_input_size for another size"

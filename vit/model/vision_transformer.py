@@ -220,14 +220,28 @@ class VisionTransformer(nn.Module):
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
-        if self.pos_embed is not None and not self.num_embedded_prefix_tokens:
-            tokens = tokens + self.pos_embed
+        positions = self._find_positions((images.shape[2], images.shape[3]))
+        if positions is not None and not self.num_embedded_prefix_tokens:
+            tokens = tokens + positions
         prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         if prefix:
             tokens = torch.cat([*(token.expand(len(tokens), -1, -1) for token in prefix), tokens], dim=1)
-        if self.pos_embed is not None and self.num_embedded_prefix_tokens:
-            tokens = tokens + self.pos_embed
+        if positions is not None and self.num_embedded_prefix_tokens:
+            tokens = tokens + positions
         return tokens
+
+    def _find_positions(self, img_size: tuple[int, int]) -> Float[Tensor, "1 N D"] | None:
+        """The positions of an image's grid; of another size than the model's own, where `patch_embed` lets one
+        through (`dynamic_img_size`), they are resampled, gradient included."""
+        if self.pos_embed is None or img_size == self.patch_embed.img_size:
+            return self.pos_embed
+        rows, columns = self.patch_embed.patch_size
+        return resample_positions(
+            self.pos_embed,
+            old_grid=self.grid_size,
+            new_grid=(img_size[0] // rows, img_size[1] // columns),
+            num_prefix_tokens=self.num_embedded_prefix_tokens,
+        )
 
     def _pool(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
         if self.pool == "token":
