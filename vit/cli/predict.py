@@ -34,26 +34,34 @@ def predict(
     from vit.bundle import load_bundle
     from vit.device import choose_device, choose_precision
     from vit.evaluate.files import find_images, predict_files, write_csv, write_jsonl
+    from vit.evaluate.predict import Predictor
 
     chosen = choose_device(device)
     bundle = load_bundle(model, device=chosen)
-    predictions = predict_files(
-        find_images(images, listed=sys.stdin),
+    predictor = Predictor(
         model=bundle.model,
         preprocess=bundle.preprocess,
-        class_names=bundle.class_names,
-        temperature=bundle.temperature,
-        top_k=top_k,
+        num_classes=len(bundle.class_names),
         batch_size=batch_size,
         device=chosen,
         precision=choose_precision(precision, chosen),
     )
+    predictions = predict_files(
+        find_images(images, listed=sys.stdin),
+        predictor=predictor,
+        class_names=bundle.class_names,
+        temperature=bundle.temperature,
+        top_k=top_k,
+    )
+    write = write_jsonl if output_format is Format.JSONL else write_csv
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn())
+    done = unreadable = 0
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("images", total=None)
-        write = write_jsonl if output_format is Format.JSONL else write_csv
-        done, unreadable = write(predictions, file=sys.stdout, on_progress=lambda: progress.advance(task))
+        for prediction in write(predictions, file=sys.stdout):
+            done, unreadable = done + 1, unreadable + (prediction.error is not None)
+            progress.advance(task)
     if done == 0:
         raise ValueError("there were no images to predict")
     if unreadable:

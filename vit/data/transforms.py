@@ -1,10 +1,11 @@
-"""Per-image geometry in decoding workers, through albumentations.
+"""Per-image geometry in decoding workers, and corruptions of test images, through albumentations.
 
 The library looks for a newer version of itself over the network when it is imported; that is switched off
 first.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,3 +55,29 @@ def use_one_thread() -> None:
     import cv2
 
     cv2.setNumThreads(0)
+
+
+def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...], seed: int) -> np.ndarray:
+    """A uint8 test image [H, W, 3] corrupted at a level, as `vit.evaluate.corruptions` has it; the seed draws."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    import albumentations as A
+    import cv2
+
+    first, side = (level[0], level[0]), min(pixels.shape[:2])
+    scales = {"downscale": cv2.INTER_AREA, "upscale": cv2.INTER_NEAREST_EXACT}
+    edges = cv2.BORDER_REFLECT_101
+    build: dict[str, Callable[[], Any]] = {
+        "gaussian_noise": lambda: A.GaussNoise(std_range=first, p=1),
+        "impulse_noise": lambda: A.SaltAndPepper(amount=first, salt_vs_pepper=(0.5, 0.5), p=1),
+        "glass_blur": lambda: A.GlassBlur(level[0], max_delta=int(level[1]), iterations=int(level[2]), p=1),
+        "zoom_blur": lambda: A.ZoomBlur(first, step_factor=(level[1], level[1]), p=1),
+        "elastic_transform": lambda: A.ElasticTransform(
+            level[0] * side, sigma=max(level[1] * side, 1), border_mode=edges, p=1
+        ),
+        "pixelate": lambda: A.Downscale(scale_range=first, interpolation_pair=scales, p=1),
+        "jpeg_compression": lambda: A.ImageCompression(quality_range=(int(level[0]), int(level[0])), p=1),
+    }
+    transform = build[name]()
+    transform.set_random_seed(seed)
+    corrupted: np.ndarray = transform(image=np.ascontiguousarray(pixels))["image"]
+    return corrupted

@@ -1,12 +1,15 @@
-"""Two models on the same images: what differs, and how sure is that."""
+"""Models on the same images: what differs, and how sure is that."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2
 
 from vit.evaluate.intervals import LEVEL, RESAMPLES, draw_weights
+from vit.evaluate.metrics import Floats
 from vit.evaluate.record import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -21,61 +24,118 @@ _EXACT_UP_TO = 1000  # discordant images; above, the chi-square form agrees to t
 
 @dataclass(frozen=True)
 class Arm:
-    """One evaluation to compare."""
+    """One evaluation to compare. Its predictions are in the order of the first arm's images."""
 
     name: str
     evaluation: Evaluation
     predictions: Predictions
 
+    @property
+    def correct(self) -> NDArray[np.bool_]:
+        return np.equal(self.predictions.rank, 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Evaluations that differ in nothing but the training seed; usually one."""
+
+    name: str
+    arms: list[Arm]
+
+    @property
+    def top1(self) -> Floats:
+        """One value a seed."""
+        return np.array([arm.evaluation.top1 for arm in self.arms])
+
+    @property
+    def deviation(self) -> float | None:
+        """Sample standard deviation of top-1 over the seeds; None of one seed."""
+        return float(self.top1.std(ddof=1)) if len(self.arms) > 1 else None
+
+
+@dataclass(frozen=True)
+class ClassMove:
+    """A class whose recall changed."""
+
+    name: str
+    recall_a: float
+    recall_b: float
+    support: int
+
 
 @dataclass(frozen=True)
 class Pair:
-    """B against A on the same images."""
+    """B against A, image by image."""
 
-    difference: float  # top-1 of B minus top-1 of A
-    interval: tuple[float, float]  # 95 %, paired bootstrap
-    p_value: float  # McNemar's test
-    only_a: list[int]  # indices of images that A alone gets right
-    only_b: list[int]
+    a: str
+    b: str
+    difference: float  # top-1 of B minus top-1 of A; of several seeds the mean's
+    interval: tuple[
+        float, float
+    ]  # 95 %, paired bootstrap over images, and over seeds where there are several
+    loss_difference: float
+    p_value: float | None  # McNemar's test; None where a side has several seeds
+    moved: list[ClassMove]  # by the size of the move
+    only_a: list[str]  # images that every seed of A gets right and none of B
+    only_b: list[str]
 
 
-def load_arms(directories: list[Path]) -> list[Arm]:
+def load_arms(directories: Sequence[Path]) -> list[Arm]:
     """Read evaluations. Raises ValueError where there are fewer than two or their images differ."""
     if len(directories) < 2:
         raise ValueError("vit compare needs two or more evaluations")
-    arms = [
-        Arm(
-            name=str(directory),
-            evaluation=load_evaluation(directory / EVALUATION_FILE),
-            predictions=load_predictions(directory / PREDICTIONS_FILE),
-        )
-        for directory in directories
-    ]
-    first = arms[0].evaluation
-    for arm in arms[1:]:
-        if arm.evaluation.fingerprint != first.fingerprint:
+    arms: list[Arm] = []
+    for directory in directories:
+        if not (directory / EVALUATION_FILE).is_file():
+            raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
+        evaluation = load_evaluation(directory / EVALUATION_FILE)
+        predictions = load_predictions(directory / PREDICTIONS_FILE)
+        if len(predictions.ids) != evaluation.num_images:
             raise ValueError(
-                f"{arms[0].name} and {arm.name} were evaluated on different images "
-                f"({first.data} {first.split} {first.fingerprint[:12]}, {arm.evaluation.data} "
-                f"{arm.evaluation.split} {arm.evaluation.fingerprint[:12]}); evaluate both on the same"
+                f"{directory / PREDICTIONS_FILE} has {len(predictions.ids)} predictions of "
+                f"{evaluation.num_images} images; evaluate again"
             )
+        if arms:
+            predictions = _align(Arm(str(directory), evaluation, predictions), arms[0])
+        arms.append(Arm(str(directory), evaluation, predictions))
     return arms
 
 
-def compare_pair(a: Arm, b: Arm, *, resamples: int = RESAMPLES, seed: int = 0) -> Pair:
-    """Compare B with A image by image."""
-    correct_a, correct_b = a.predictions.rank == 0, b.predictions.rank == 0
-    change = correct_b.astype(np.float64) - correct_a
-    generator = np.random.default_rng(seed)
-    draws = [draw_weights(len(change), generator) @ change / len(change) for _ in range(resamples)]
-    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    only_a, only_b = np.flatnonzero(change < 0), np.flatnonzero(change > 0)
+def fold_seeds(arms: Sequence[Arm]) -> list[Group]:
+    """Put runs of one recipe with different seeds together; everything else stays by itself."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in arms:
+        groups.setdefault(arm.evaluation.recipe or arm.name, []).append(arm)
+    folded = []
+    for members in groups.values():
+        seeds = {arm.evaluation.seed for arm in members}
+        if len(seeds) == len(members) > 1 and None not in seeds:
+            folded.append(Group(name=" + ".join(arm.name for arm in members), arms=members))
+        else:
+            folded += [Group(name=arm.name, arms=[arm]) for arm in members]
+    return folded
+
+
+def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int = 0) -> Pair:
+    """Compare B with A on the same images."""
+    correct_a = np.array([arm.correct for arm in a.arms], dtype=np.float64)  # [seeds, n]
+    correct_b = np.array([arm.correct for arm in b.arms], dtype=np.float64)
+    share_a, share_b = correct_a.mean(axis=0), correct_b.mean(axis=0)
+    p_value = None
+    if len(a.arms) == len(b.arms) == 1:
+        p_value = compute_mcnemar(int((share_a > share_b).sum()), int((share_b > share_a).sum()))
+    ids = np.array(a.arms[0].predictions.ids, dtype=object)
+    loss_a, loss_b = (np.mean([arm.evaluation.loss for arm in group.arms]) for group in (a, b))
     return Pair(
-        difference=float(change.mean()),
-        interval=(float(low), float(high)),
-        p_value=compute_mcnemar(len(only_a), len(only_b)),
-        only_a=only_a.tolist(),
-        only_b=only_b.tolist(),
+        a=a.name,
+        b=b.name,
+        difference=float((share_b - share_a).mean()),
+        interval=_bootstrap_difference(correct_a, correct_b, resamples=resamples, seed=seed),
+        loss_difference=float(loss_b - loss_a),
+        p_value=p_value,
+        moved=_find_moves(np.array(a.arms[0].predictions.labels), share_a, share_b),
+        only_a=ids[(share_a == 1) & (share_b == 0)].tolist(),
+        only_b=ids[(share_b == 1) & (share_a == 0)].tolist(),
     )
 
 
@@ -90,3 +150,50 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     if discordant <= _EXACT_UP_TO:
         return float(binomtest(only_a, discordant).pvalue)
     return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
+
+
+def _align(arm: Arm, first: Arm) -> Predictions:
+    """The predictions of `arm` in the order of `first`; ValueError where they are of other images."""
+    own, other = first.evaluation, arm.evaluation
+    if own.fingerprint != other.fingerprint:
+        raise ValueError(
+            f"{first.name} and {arm.name} were evaluated on different images "
+            f"({own.data} {own.split} {own.fingerprint[:12]}, {other.data} {other.split} "
+            f"{other.fingerprint[:12]}); evaluate both on the same"
+        )
+    position = {name: index for index, name in enumerate(arm.predictions.ids)}
+    if len(position) < len(arm.predictions.ids) or set(position) != set(first.predictions.ids):
+        raise ValueError(
+            f"{first.name} and {arm.name} name the same images differently; evaluate both on one copy"
+        )
+    order = [position[name] for name in first.predictions.ids]
+    predictions = arm.predictions
+    return Predictions(
+        ids=first.predictions.ids,
+        labels=[predictions.labels[index] for index in order],
+        predicted=[predictions.predicted[index] for index in order],
+        loss=predictions.loss[order],
+        rank=predictions.rank[order],
+    )
+
+
+def _bootstrap_difference(
+    correct_a: Floats, correct_b: Floats, *, resamples: int, seed: int
+) -> tuple[float, float]:
+    """95 % percentile interval of top-1 of B minus A: images are drawn for both together, seeds for each."""
+    generator = np.random.default_rng(seed)
+    count = correct_a.shape[1]
+    draws = np.empty(resamples)
+    for index in range(resamples):
+        seeds_a, seeds_b = (draw_weights(len(rows), generator) / len(rows) for rows in (correct_a, correct_b))
+        draws[index] = (seeds_b @ correct_b - seeds_a @ correct_a) @ draw_weights(count, generator) / count
+    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return float(low), float(high)
+
+
+def _find_moves(labels: NDArray[np.str_], share_a: Floats, share_b: Floats) -> list[ClassMove]:
+    names, index, support = np.unique(labels, return_inverse=True, return_counts=True)
+    recall_a, recall_b = np.bincount(index, share_a) / support, np.bincount(index, share_b) / support
+    columns = (names.tolist(), recall_a.tolist(), recall_b.tolist(), support.tolist())
+    moves = [ClassMove(*row) for row in zip(*columns, strict=True)]
+    return sorted(moves, key=lambda move: -abs(move.recall_b - move.recall_a))

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
+from scipy.special import softmax
 
+from vit.data.folders import IMAGE_SUFFIXES
 from vit.data.images import Preprocess, read_image
-from vit.data.sources import IMAGE_SUFFIXES
-from vit.evaluate.predict import Precision, compute_logits
+from vit.evaluate.predict import Pixels, Predictor
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def find_images(names: Iterable[str], *, listed: Iterable[str]) -> Iterator[str]
     """
     for name in names:
         if name == "-":
-            yield from find_images((line.rstrip("\n") for line in listed if line.strip()), listed=())
+            yield from find_images((line.rstrip("\r\n") for line in listed if line.strip()), listed=())
         elif Path(name).is_dir():
             paths = [str(path) for path in Path(name).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES]
             if not paths:
@@ -48,54 +46,26 @@ def find_images(names: Iterable[str], *, listed: Iterable[str]) -> Iterator[str]
 def predict_files(
     paths: Iterator[str],
     *,
-    model: nn.Module,
-    preprocess: Preprocess,
+    predictor: Predictor,
     class_names: tuple[str, ...],
     temperature: float,
     top_k: int,
-    batch_size: int,
-    device: torch.device,
-    precision: Precision,
 ) -> Iterator[Prediction]:
     """Predictions in the order of `paths`; a file that can't be read gives one with its error."""
-
-    def decode(path: str) -> NDArray[np.uint8] | str:
-        try:
-            return preprocess.to_uint8(read_image(Path(path)))
-        except (ValueError, OSError) as error:
-            return str(error)
-
     with ThreadPoolExecutor() as pool:
-        while batch := list(islice(paths, batch_size)):
-            pixels = list(pool.map(decode, batch))
-            readable = [image for image in pixels if not isinstance(image, str)]
-            top: Iterator[list[tuple[int, str, float]]] = iter(())
-            if readable:
-                with (
-                    torch.inference_mode(),
-                    torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32"),
-                ):
-                    images = preprocess.normalize(torch.from_numpy(np.stack(readable)).to(device))
-                    logits = compute_logits(model, images)
-                probabilities, indices = (
-                    (logits / temperature).softmax(dim=1).topk(min(top_k, len(class_names)))
-                )
-                top = (
-                    [(index, class_names[index], value) for index, value in zip(row, values, strict=True)]
-                    for row, values in zip(indices.tolist(), probabilities.tolist(), strict=True)
-                )
-            for path, image in zip(batch, pixels, strict=True):
+        while batch := list(islice(paths, predictor.batch_size)):
+            decoded = list(pool.map(lambda path: _decode(path, predictor.preprocess), batch))
+            readable = [image for image in decoded if not isinstance(image, str)]
+            top = iter(_rank(readable, predictor, class_names, temperature=temperature, top_k=top_k))
+            for path, image in zip(batch, decoded, strict=True):
                 if isinstance(image, str):
                     yield Prediction(path, [], error=image)
                 else:
                     yield Prediction(path, next(top))
 
 
-def write_jsonl(
-    predictions: Iterable[Prediction], *, file: TextIO, on_progress: Callable[[], object]
-) -> tuple[int, int]:
-    """One object a line; returns how many lines, and how many of them are errors."""
-    done = unreadable = 0
+def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write one object a line, and hand each prediction on once it is written."""
     for prediction in predictions:
         line: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
@@ -106,23 +76,43 @@ def write_jsonl(
         else:
             line["error"] = prediction.error
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        done, unreadable = done + 1, unreadable + (prediction.error is not None)
-        on_progress()
-    return done, unreadable
+        yield prediction
 
 
-def write_csv(
-    predictions: Iterable[Prediction], *, file: TextIO, on_progress: Callable[[], object]
-) -> tuple[int, int]:
-    """One line a class of an image: path, rank from 1, name, probability, error; returns as `write_jsonl`."""
-    done = unreadable = 0
-    writer = csv.writer(file)
+def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write one line for each class of an image: path, rank from 1, name, probability, error."""
+    writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("path", "rank", "name", "probability", "error"))
     for prediction in predictions:
         for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
             writer.writerow((prediction.path, rank, name, probability, ""))
         if prediction.error is not None:
             writer.writerow((prediction.path, "", "", "", prediction.error))
-        done, unreadable = done + 1, unreadable + (prediction.error is not None)
-        on_progress()
-    return done, unreadable
+        yield prediction
+
+
+def _decode(path: str, preprocess: Preprocess) -> Pixels | str:
+    try:
+        return preprocess.to_uint8(read_image(Path(path)))
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+
+
+def _rank(
+    images: list[Pixels],
+    predictor: Predictor,
+    class_names: tuple[str, ...],
+    *,
+    temperature: float,
+    top_k: int,
+) -> list[list[tuple[int, str, float]]]:
+    """(index, name, probability) of the `top_k` most probable classes of each image."""
+    logits = predictor.predict(lambda start, stop: np.stack(images[start:stop]), count=len(images))
+    probabilities = softmax(logits.astype(np.float64) / temperature, axis=1)
+    order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
+    return [
+        [(int(index), class_names[index], float(row[index])) for index in best]
+        for row, best in zip(probabilities, order, strict=True)
+    ]
