@@ -119,6 +119,8 @@ def make_source(
 
 def join_sources(parts: Sequence[ImageSource]) -> ImageSource:
     """One source of the images of several, which name the same classes."""
+    if len(parts) == 1:
+        return replace(parts[0], split="all")
     assert all(part.class_names == parts[0].class_names for part in parts)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     return ImageSource(

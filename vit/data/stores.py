@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,9 +78,10 @@ def build_store(
     """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the store made earlier.
 
     Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
-    decode, one for each core by default. Raises ValueError when more than `max_bad_share` of the images are
+    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_bad_share` of the images are
     unreadable, OSError when the cache can't be written or is full.
     """
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
     key = hashlib.sha256(f"{_FORMAT} {source.signature()} {size} {interpolation}".encode()).hexdigest()[:16]
@@ -91,7 +93,7 @@ def build_store(
         with _locked(folder.with_suffix(".lock")):
             store = _open_store(folder, source)  # another process may have built it while we waited
             if store is None:
-                _build(source, folder, preprocess, workers or len(os.sched_getaffinity(0)), progress)
+                _build(source, folder, preprocess, workers, progress)
                 store = _open_store(folder, source)
                 assert store is not None
     bad = len(store.unreadable)
@@ -111,7 +113,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-# --- building ----------------------------------------------------------------------------------------------
+# --- building --------------------
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _decode_all(
         for start in range(0, len(source), _CHUNK)
     ]
     with _progress_bar(f"decoding {source.name} {source.split}", len(source), progress) as advance:
-        if workers == 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
+        if workers <= 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
         else:
             # joblib's processes start afresh (no fork of a process with threads) without importing __main__
@@ -236,14 +238,14 @@ def _progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int
         yield lambda count: bar.advance(task, count)
 
 
-# --- opening -----------------------------------------------------------------------------------------------
+# --- opening --------------------
 
 
 def _open_store(folder: Path, source: ImageSource) -> Store | None:
     """The store in `folder`, or None where there is none, or a damaged one."""
     try:
         index = json.loads((folder / "index.json").read_text())
-        with np.load(folder / "index.npz", allow_pickle=False) as arrays:
+        with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
         images = _open_images(folder / "images.u8", len(good), index["size"], index["checksums"])
         readable = source.subset(good)
@@ -260,8 +262,7 @@ def _open_store(folder: Path, source: ImageSource) -> Store | None:
             notes=(*source.notes, *index["notes"]),
             source=readable,
         )
-    # zipfile's and json's complaints about damaged bytes are ValueError, KeyError or OSError
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
 
 
@@ -277,6 +278,8 @@ def _open_images(
     blocks = range(0, len(checksums), step)
     if _checksums(path, blocks) != [checksums[block] for block in blocks]:
         raise ValueError(f"{path} is damaged")
+    if not count:
+        return np.zeros(shape, dtype=np.uint8)  # no file can be mapped
     # copy-on-write: torch takes the memory as it is, and the file can't be changed through it
     return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
 

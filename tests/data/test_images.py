@@ -1,0 +1,190 @@
+"""Every kind of image file becomes upright RGB, or one sentence; geometry says where the input lies."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from vit.data.images import Preprocess, read_image
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    y, x = np.mgrid[0:height, 0:width]
+    return np.stack([x * 255 // width, y * 255 // height, (x + y) * 127 // (height + width)], -1).astype(
+        np.uint8
+    )
+
+
+def save(image: Image.Image, path: Path, **options: object) -> Path:
+    image.save(path, **options)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "bmp", "tif", "ppm"])
+def test_lossless_formats_give_their_pixels(tmp_path: Path, suffix: str) -> None:
+    options = {"lossless": True} if suffix == "webp" else {}
+    path = save(Image.fromarray(smooth(20, 30)), tmp_path / f"a.{suffix}", **options)
+    image = read_image(path)
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(image), smooth(20, 30))
+
+
+def test_jpeg_and_cmyk_jpeg_keep_the_colours(tmp_path: Path) -> None:
+    original = Image.fromarray(smooth(40, 60))
+    for mode in ("RGB", "CMYK"):
+        path = save(original.convert(mode), tmp_path / f"{mode}.jpg", quality=95)
+        image = read_image(path)
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image).astype(int) - smooth(40, 60)).mean() < 3
+
+
+def test_grey_bilevel_and_palette(tmp_path: Path) -> None:
+    grey = smooth(20, 30)[..., 0]
+    for mode in ("L", "1", "P"):
+        source = Image.fromarray(grey).convert(mode)
+        image = read_image(save(source, tmp_path / f"{mode}.png"))
+        assert image.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(source.convert("RGB")))
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path: Path, suffix: str) -> None:
+    wide = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(16, 16)
+    image = np.asarray(read_image(save(Image.fromarray(wide), tmp_path / f"wide.{suffix}")))
+    np.testing.assert_array_equal(image[..., 0].ravel(), np.arange(256))
+
+
+def test_transparency_is_laid_on_white(tmp_path: Path) -> None:
+    rgba = np.zeros((4, 4, 4), dtype=np.uint8)
+    rgba[..., 0], rgba[:, 2:, 3], rgba[2:, :2, 3] = 200, 255, 128
+    image = np.asarray(read_image(save(Image.fromarray(rgba), tmp_path / "a.png")))
+    np.testing.assert_array_equal(image[0, 0], [255, 255, 255])
+    np.testing.assert_array_equal(image[0, 3], [200, 0, 0])
+    np.testing.assert_allclose(image[3, 0], [227, 127, 127], atol=1)
+    palette = Image.fromarray(rgba[..., 0]).convert("P")
+    hole = palette.getpixel((0, 0))
+    keyed = save(palette, tmp_path / "keyed.png", transparency=hole)
+    np.testing.assert_array_equal(np.asarray(read_image(keyed))[0, 0], [255, 255, 255])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_is_applied(tmp_path: Path, orientation: int) -> None:
+    upright = smooth(20, 30)
+    undo = {
+        1: lambda a: a,
+        2: lambda a: a[:, ::-1],
+        3: lambda a: a[::-1, ::-1],
+        4: lambda a: a[::-1],
+        5: lambda a: a.transpose(1, 0, 2),
+        6: lambda a: np.rot90(a, 1),
+        7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+        8: lambda a: np.rot90(a, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(Image.fromarray(np.ascontiguousarray(undo(upright))), tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(np.asarray(read_image(path)), upright)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp"])
+def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    path = save(Image.fromarray(noise), tmp_path / f"whole.{suffix}")
+    data = path.read_bytes()
+    for share in (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99):
+        cut = tmp_path / f"cut.{suffix}"
+        cut.write_bytes(data[: int(len(data) * share)])
+        with pytest.raises(ValueError, match=rf"cut\.{suffix} can't be read as an image"):
+            read_image(cut)
+
+
+def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.jpg").write_text("not an image")
+    with pytest.raises(ValueError, match=r"notes\.jpg can't be read as an image"):
+        read_image(tmp_path / "notes.jpg")
+    with pytest.raises(FileNotFoundError):
+        read_image(tmp_path / "absent.jpg")
+    float_path = save(Image.fromarray(np.ones((4, 4), np.float32)), tmp_path / "f.tif")
+    with pytest.raises(ValueError, match="floating-point pixels have no fixed range"):
+        read_image(float_path)
+
+
+def test_an_open_file_is_read_and_named() -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(smooth(8, 8)).save(buffer, "PNG")
+    np.testing.assert_array_equal(np.asarray(read_image(io.BytesIO(buffer.getvalue()))), smooth(8, 8))
+    with pytest.raises(ValueError, match=r"shard\.tar/7 can't be read"):
+        read_image(io.BytesIO(buffer.getvalue()[:40]), name="shard.tar/7")
+
+
+def test_preprocess_equals_torchvisions_resize_and_centre_crop() -> None:
+    # 48×64 scaled by a half covers 24×32 exactly, so no sub-pixel choice differs
+    image = Image.fromarray(smooth(48, 64))
+    reference = v2.Compose([v2.Resize(24, v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(20)])
+    got = Preprocess((20, 20), crop_fraction=20 / 24).to_uint8(image)
+    np.testing.assert_array_equal(got, np.asarray(reference(image)))
+
+
+@pytest.mark.parametrize("size", [(64, 48), (48, 64), (300, 40), (33, 97), (20, 20)])
+@pytest.mark.parametrize("crop_fraction", [1.0, 0.875])
+def test_geometry_is_where_the_pixels_come_from(size: tuple[int, int], crop_fraction: float) -> None:
+    """A ramp along x and y tells for each input pixel which place of the original it shows."""
+    width, height = size
+    preprocess = Preprocess((16, 24), crop_fraction=crop_fraction, interpolation="bilinear")
+    left, top, right, bottom = preprocess.geometry(size).box
+    x_ramp = np.broadcast_to((np.arange(width) + 0.5) / width * 255, (height, width))
+    y_ramp = np.broadcast_to(((np.arange(height) + 0.5) / height * 255)[:, None], (height, width))
+    picture = np.stack([x_ramp, y_ramp, x_ramp], -1).round().astype(np.uint8)
+    got = preprocess.to_uint8(Image.fromarray(picture)).astype(float)
+    x_shown = got[8, :, 0] / 255 * width
+    y_shown = got[:, 12, 1] / 255 * height
+    x_claimed = left + (np.arange(24) + 0.5) * (right - left) / 24
+    y_claimed = top + (np.arange(16) + 0.5) * (bottom - top) / 16
+    inside = slice(2, -2)  # at the rim the filter leans inwards
+    np.testing.assert_allclose(x_shown[inside], x_claimed[inside], atol=0.006 * width + 0.02)
+    np.testing.assert_allclose(y_shown[inside], y_claimed[inside], atol=0.006 * height + 0.02)
+    assert left >= 0
+    assert right <= width + 1e-9
+    assert (right - left) / 24 == pytest.approx((bottom - top) / 16)  # aspect is kept
+
+
+def test_stored_pixels_cut_later_equal_pixels_cut_at_once() -> None:
+    image = Image.fromarray(smooth(50, 70))
+    once = Preprocess((28, 28), crop_fraction=0.875)
+    stored = Preprocess(once.resize_size).to_uint8(image)
+    np.testing.assert_array_equal(once.crop(stored), once.to_uint8(image))
+
+
+def test_normalization_is_the_formula_in_both_layouts() -> None:
+    preprocess = Preprocess((5, 4), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    pixels = torch.randint(
+        0, 256, (2, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    expected = (pixels.double() / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor([0.5, 0.6, 0.7])
+    expected = expected.permute(0, 3, 1, 2)
+    torch.testing.assert_close(preprocess.normalize(pixels).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        preprocess.normalize(pixels.permute(0, 3, 1, 2)).double(), expected, atol=1e-6, rtol=0
+    )
+    images = [Image.fromarray(pixels[0].numpy()), Image.fromarray(smooth(9, 30))]
+    assert preprocess(images).shape == (2, 3, 5, 4)
+    torch.testing.assert_close(preprocess(images)[0].double(), expected[0], atol=1e-6, rtol=0)
+
+
+def test_preprocess_survives_json_and_refuses_nonsense() -> None:
+    preprocess = Preprocess((16, 24), crop_fraction=0.9, interpolation="bilinear")
+    assert Preprocess.from_dict(preprocess.to_dict()) == preprocess
+    for wrong in ({"image_size": (0, 3)}, {"crop_fraction": 1.5}, {"interpolation": "nearest"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Preprocess.from_dict(preprocess.to_dict() | wrong)
+
+
+def test_decoding_needs_no_torch() -> None:
+    code = "import sys, vit.data.stores; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
