@@ -4,17 +4,23 @@ import shutil
 from pathlib import Path
 
 
+_MARK = ".vit-output"  # in a directory that a command of ours made, and may therefore clear
+
+
 def prepare_output(path: Path, *, overwrite: bool = False) -> Path:
     """Create the output directory `path`.
 
-    Raises FileExistsError where it already holds something and `overwrite` is false, NotADirectoryError where it
-    is a file.
+    Raises FileExistsError where it already holds something, unless `overwrite` is given and one of our commands
+    made it; NotADirectoryError where it is a file.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     if path.is_dir() and any(path.iterdir()):
         if not overwrite:
             raise FileExistsError(f"{path} already holds files; choose another --output or add --overwrite")
+        if not (path / _MARK).exists():
+            raise FileExistsError(f"{path} holds files that no command of ours made; choose another --output")
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
+    (path / _MARK).touch()
     return path
