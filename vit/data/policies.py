@@ -91,8 +91,8 @@ def compute_matrices(
         only("shear y", ranges.shear),
     )
     # shears leave the upper left corner where it is, so they move the centre
-    across = [angle.cos(), -angle.sin() - shear_x, -shift("x", width) - shear_x * height / 2]
-    down = [angle.sin() - shear_y, angle.cos(), -shift("y", height) - shear_y * width / 2]
+    across = [angle.cos(), shear_x - angle.sin(), shear_x * height / 2 - shift("x", width)]
+    down = [shear_y + angle.sin(), angle.cos(), shear_y * width / 2 - shift("y", height)]
     return torch.stack([torch.stack(across, dim=1), torch.stack(down, dim=1)], dim=1)
 
 

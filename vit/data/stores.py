@@ -78,8 +78,8 @@ def build_store(
     """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the store made earlier.
 
     Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
-    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_bad_share` of the images are
-    unreadable, OSError when the cache can't be written or is full.
+    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_bad_share` of the
+    images are unreadable, OSError when the cache can't be written or is full.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)

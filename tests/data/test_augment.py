@@ -1,0 +1,263 @@
+"""Every sample gets its own fresh draw, and gets what one would do to it alone with those parameters."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, autoaugment
+
+from vit.data.augment import Augment, _draw_beta, cut_pixels, finish_images, mix_batch
+from vit.data.draws import Draws
+from vit.data.images import Preprocess
+from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations
+
+SIZE = (16, 20)
+PREPROCESS = Preprocess(SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+IDS = torch.arange(200)
+
+
+def pictures(count: int = 200, size: tuple[int, int] = SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, 256, (count, *size, 3), dtype=torch.uint8, generator=generator)
+
+
+def cut(augment: Augment, epoch: int = 0, ids: Tensor = IDS, images: Tensor | None = None) -> Tensor:
+    images = pictures() if images is None else images
+    return cut_pixels(images, ids, ids, draws=Draws(0, epoch), augment=augment, size=SIZE)
+
+
+def finish(augment: Augment, pixels: Tensor, epoch: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
+    ids = torch.arange(len(pixels))
+    return finish_images(
+        pixels, ids, draws=Draws(0, epoch), augment=augment, preprocess=PREPROCESS, size=size
+    )
+
+
+def test_without_augmentation_the_pixels_are_only_normalised() -> None:
+    pixels = cut(Augment())
+    assert torch.equal(pixels, pictures())
+    torch.testing.assert_close(finish(Augment(), pixels), PREPROCESS.normalize(pictures()))
+
+
+def test_crop_with_padding_is_a_shift_of_the_reflected_image_by_each_samples_own_draw() -> None:
+    got, padding, draws = cut(Augment(crop_padding=4)), 4, Draws(0, 0)
+    down = draws.integers("crop y", IDS, below=9)
+    right = draws.integers("crop x", IDS, below=9)
+    assert set(down.tolist()) == set(right.tolist()) == set(range(9))
+    for index, image in enumerate(pictures().numpy()):
+        padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+        top, left = down[index], right[index]
+        np.testing.assert_array_equal(got[index].numpy(), padded[top : top + 16, left : left + 20])
+
+
+def test_a_larger_store_is_cut_at_its_centre_and_shifts_show_real_pixels() -> None:
+    images = pictures(size=(22, 26))
+    assert torch.equal(cut(Augment(), images=images), images[:, 3:19, 3:23])
+    shifted = cut(Augment(crop_padding=3), images=images)
+    down = Draws(0, 0).integers("crop y", IDS, below=7)
+    right = Draws(0, 0).integers("crop x", IDS, below=7)
+    for index in range(200):
+        top, left = down[index], right[index]
+        assert torch.equal(shifted[index], images[index, top : top + 16, left : left + 20])
+
+
+def test_about_half_are_flipped_and_others_each_epoch() -> None:
+    images = pictures()
+    flips = torch.stack(
+        [(cut(Augment(flip="random"), epoch) != images).flatten(1).any(1) for epoch in range(20)]
+    ).float()
+    assert 0.4 < flips.mean() < 0.6
+    assert (flips.mean(0) > 0).all()
+    assert (flips.mean(0) < 1).all()
+    got = cut(Augment(flip="random"))
+    assert torch.equal(got[flips[0] == 1], images.flip(2)[flips[0] == 1])
+
+
+def test_alternating_flip_shows_each_side_every_other_epoch() -> None:
+    epochs = [cut(Augment(flip="alternating"), epoch) for epoch in range(4)]
+    assert torch.equal(epochs[0], epochs[2])
+    assert torch.equal(epochs[1], epochs[3])
+    assert torch.equal(epochs[0], epochs[1].flip(2))
+    flipped = (epochs[0] != pictures()).flatten(1).any(1).float().mean()
+    assert 0.4 < flipped < 0.6
+
+
+def test_resized_crops_keep_their_share_of_area_and_their_aspect() -> None:
+    """A ramp shows where each crop began and ended."""
+    x_ramp = (torch.arange(120) + 0.5)[None, :].expand(90, 120)
+    y_ramp = (torch.arange(90) + 0.5)[:, None].expand(90, 120)
+    image = torch.stack([x_ramp, y_ramp, x_ramp], -1).round().to(torch.uint8)
+    images = image[None].expand(200, -1, -1, -1).contiguous()
+    crops = cut(Augment(resized_crop_scale=(0.25, 0.8), flip="random"), images=images)
+    across = (crops[:, 0].amax((1, 2)) - crops[:, 0].amin((1, 2))) / 19 * 20
+    down = (crops[:, 1].amax((1, 2)) - crops[:, 1].amin((1, 2))) / 15 * 16
+    area = across * down / (90 * 120)
+    assert area.min() > 0.2
+    assert area.max() < 0.85
+    assert area.std() > 0.1
+    aspect = (across / down).log()
+    assert aspect.abs().max() < np.log(4 / 3) + 0.15
+    assert (crops[:, 0, 0, 0] > crops[:, 0, 0, -1]).float().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_resized_crop_can_come_out_smaller() -> None:
+    crops = cut_pixels(
+        pictures(), IDS, IDS, draws=Draws(0, 0), augment=Augment(resized_crop_scale=(0.5, 1.0)), size=(8, 10)
+    )
+    assert crops.shape == (200, 3, 8, 10)
+
+
+def test_cutout_sets_one_square_a_sample_to_the_mean() -> None:
+    images = finish(Augment(cutout=6), torch.full((200, *SIZE, 3), 255, dtype=torch.uint8))
+    hidden = (images == 0).all(1)
+    sides = hidden.any(2).sum(1), hidden.any(1).sum(1)
+    assert torch.equal(hidden.sum((1, 2)), sides[0] * sides[1])  # a rectangle
+    assert sides[0].max() == sides[1].max() == 6
+    assert sides[0].min() >= 3  # the centre is inside
+    assert hidden.flatten(1).float().mean(0).min() > 0  # everywhere
+    smaller = finish(Augment(cutout=6), torch.full((200, *SIZE, 3), 255, dtype=torch.uint8), size=(8, 10))
+    assert (smaller == 0).all(1).any(2).sum(1).max() == 3
+
+
+def test_erasing_hits_its_share_of_samples_with_its_share_of_area() -> None:
+    white = torch.full((2000, *SIZE, 3), 255, dtype=torch.uint8)
+    hidden = (finish(Augment(erasing=0.25), white) == 0).all(1).flatten(1).float().mean(1)
+    assert (hidden > 0).float().mean() == pytest.approx(0.25, abs=0.03)
+    assert hidden[hidden > 0].mean() == pytest.approx(0.17, abs=0.03)
+    assert hidden.max() < 0.36
+
+
+def test_colour_jitter_draws_each_samples_three_factors() -> None:
+    grey = torch.full((500, *SIZE, 3), 100, dtype=torch.uint8)
+    brightness = (finish(Augment(color_jitter=0.4), grey)[:, 0, 0, 0] * 0.25 + 0.5) * 255
+    assert brightness.min() >= 59.9
+    assert brightness.max() <= 140.1
+    assert brightness.std() == pytest.approx(80 / np.sqrt(12), rel=0.1)
+    half = pictures(500)
+    changed = finish(Augment(color_jitter=0.4), half) - finish(Augment(), half)
+    assert changed.abs().amax((1, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize(("ranges", "strength"), [(RAND_AUGMENT, 0.9), (TRIVIAL_AUGMENT, 0.5)])
+def test_policy_operations_equal_torchvisions_one_by_one(ranges: Ranges, strength: float) -> None:
+    coarse = torch.randint(0, 256, (400, 3, 5, 5), generator=torch.Generator().manual_seed(3)).float()
+    images = torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear").round()
+    ids = torch.arange(400)
+    draws = Draws(0, 0)
+    got = apply_operations(images, draws, ids, torch.full((400,), strength), stream="s", ranges=ranges)
+    chosen = draws.integers("s", ids, below=len(OPERATIONS))
+    negative = draws.bits("s sign", ids) < 0
+    magnitude = {
+        "ShearX": ranges.shear,
+        "ShearY": ranges.shear,
+        "TranslateX": ranges.translate_share * 32 + ranges.translate_pixels,
+        "TranslateY": ranges.translate_share * 32 + ranges.translate_pixels,
+        "Rotate": ranges.rotate,
+        "Brightness": ranges.enhance,
+        "Color": ranges.enhance,
+        "Contrast": ranges.enhance,
+        "Sharpness": ranges.enhance,
+    }
+    fixed = {"Posterize": 8 - round(strength * ranges.posterize), "Solarize": 255 * (1 - strength)}
+    seen = set()
+    for index in range(400):
+        name = OPERATIONS[chosen[index]].title().replace(" ", "").replace("contrast", "Contrast")
+        name = {"Autocontrast": "AutoContrast"}.get(name, name)
+        seen.add(name)
+        sign = -1 if negative[index] else 1
+        value = fixed.get(name, sign * strength * magnitude.get(name, 0.0))
+        expected = autoaugment._apply_op(
+            images[index].to(torch.uint8), name, value, InterpolationMode.BILINEAR, None
+        ).float()
+        difference = (got[index] - expected).abs()
+        assert difference.max() <= 2, (name, value)
+    assert len(seen) == 14
+
+
+def test_policies_change_samples_differently_and_anew_each_epoch() -> None:
+    for augment in (Augment(rand_augment=(2, 9)), Augment(trivial_augment=True)):
+        same = torch.stack([finish(augment, pictures(), epoch) for epoch in (0, 0, 1)])
+        assert torch.equal(same[0], same[1])
+        moved = (same[0] != same[2]).flatten(1).any(1).float().mean()
+        assert moved > 0.8
+
+
+def mixed(augment: Augment, count: int = 400, epoch: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = torch.arange(count)
+    images = PREPROCESS.normalize(pictures(count))
+    labels = ids % 7
+    out, targets = mix_batch(images, labels, ids, draws=Draws(0, epoch), augment=augment, num_classes=7)
+    return images, labels, out, targets
+
+
+def test_mixup_blends_neighbours_and_targets_by_the_same_share() -> None:
+    images, labels, out, targets = mixed(Augment(mixup=0.8))
+    for index in range(400):
+        partner = index ^ 1
+        share = targets[index, labels[index]].item()
+        assert targets[index, labels[partner]].item() == pytest.approx(1 - share, abs=1e-6)
+        expected = share * images[index] + (1 - share) * images[partner]
+        torch.testing.assert_close(out[index], expected, atol=1e-5, rtol=0)
+    shares = targets[torch.arange(400), labels]
+    assert shares.std() > 0.2
+
+
+def test_cutmix_shares_are_the_pixel_counts() -> None:
+    images, labels, out, targets = mixed(Augment(cutmix=1.0))
+    for index in range(400):
+        own = (out[index] == images[index]).all(0)
+        other = (out[index] == images[index ^ 1]).all(0)
+        assert (own | other).all()
+        assert targets[index, labels[index]].item() == pytest.approx(own.float().mean().item(), abs=1e-2)
+        rows, columns = (~own).any(1).sum(), (~own).any(0).sum()
+        assert (~own).sum() == rows * columns  # one box
+
+
+def test_targets_of_mixed_batches_sum_to_one_and_a_coin_chooses_the_kind() -> None:
+    images, _, out, targets = mixed(Augment(mixup=0.8, cutmix=1.0))
+    torch.testing.assert_close(targets.sum(1), torch.ones(400))
+    partner = torch.arange(400) ^ 1
+    patched = ((out == images) | (out == images[partner])).all(1).flatten(1).all(1).float().mean()
+    assert 0.4 < patched < 0.62
+
+
+def test_the_last_of_an_odd_batch_stays_itself() -> None:
+    images, labels, out, targets = mixed(Augment(mixup=0.8), count=5)
+    torch.testing.assert_close(out[4], images[4])
+    assert targets[4, labels[4]] == 1
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.8, 1.0, 3.0])
+def test_shares_follow_the_beta_distribution(alpha: float) -> None:
+    from scipy.stats import beta, kstest
+
+    values = _draw_beta(Draws(0, 0), "mixup", torch.arange(20_000), alpha).numpy()
+    assert kstest(values, beta(alpha, alpha).cdf).pvalue > 1e-3
+
+
+def test_an_image_is_never_drawn_the_same_twice_in_a_run() -> None:
+    augment = Augment(resized_crop_scale=(0.3, 1.0), flip="random", color_jitter=0.3)
+    image = pictures(1).expand(50, -1, -1, -1).contiguous()
+    seen = Counter()
+    for epoch in range(20):
+        pixels = cut(augment, epoch, torch.arange(50), image)
+        for picture in finish(augment, pixels, epoch):
+            seen[picture.numpy().tobytes()] += 1
+    assert max(seen.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"flip": "vertical"}, "unknown flip 'vertical'; known: none, random, alternating"),
+        ({"resized_crop_scale": (0.8, 0.3)}, "must rise within"),
+        ({"resized_crop_scale": (0.3, 1.0), "crop_padding": 4}, "two ways to crop; choose one"),
+        ({"rand_augment": (2, 9), "trivial_augment": True}, "two policies; choose one"),
+        ({"mixup": -1.0}, "mixup -1.0 must not be negative"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Augment(**arguments)
