@@ -7,13 +7,13 @@ the parts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 
 from vit.explain.methods import METHODS, Explainable, MapOptions, compute_maps
 from vit.explain.rollout import attention_rollout
+from vit.explain.targets import build_target_chooser
 
 __all__ = ["METHODS", "Explainable", "Explanation", "MapOptions", "attention_rollout", "explain_images"]
 
@@ -44,13 +44,7 @@ def explain_images(
 ) -> Explanation:
     """Explain RGB images with one method. `target`: "auto" (the predicted class), a class index or a class
     name."""
-    target_index = None if target == "auto" else find_class(bundle.class_names, target)
-
-    def choose_targets(logits: Tensor) -> Tensor:
-        if target_index is None:
-            return logits.argmax(dim=1, keepdim=True)
-        return torch.full((len(logits), 1), target_index, device=logits.device)
-
+    choose_targets = build_target_chooser(target, bundle.class_names)
     device = next(bundle.model.parameters()).device
     batch = bundle.preprocess(list(images)).to(device)
     logits, targets, (maps,) = compute_maps(
@@ -63,15 +57,4 @@ def explain_images(
         probabilities=logits.softmax(dim=1),
         prefix_mass=maps.prefix_mass[:, 0],
         entropy=maps.entropy[:, 0],
-    )
-
-
-def find_class(class_names: Sequence[str], target: int | str) -> int:
-    """The index of a class given by index or name."""
-    if isinstance(target, str) and target in class_names:
-        return list(class_names).index(target)
-    if str(target).isdigit() and int(target) < len(class_names):
-        return int(target)
-    raise ValueError(
-        f"unknown class {target!r}; known: 0 to {len(class_names) - 1} or {', '.join(class_names[:20])}"
     )

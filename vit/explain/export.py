@@ -1,259 +1,233 @@
-"""From images to files: overlays, exact arrays and a manifest that says how each was made.
+"""Explained images to files: overlays, exact arrays and a manifest that says how each was made.
 
-The model works on one batch while a pool of threads decodes the next and draws and writes the last. Equal
-input gives equal bytes: no times, no random numbers, sorted order.
+Overlays are drawn and written by the threads that also decode, beside the model's work. Equal input and
+settings give equal bytes: no times, no random numbers, sorted order.
 """
 
-import hashlib
 import io
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from vit.data.images import read_image
-from vit.data.sources import ImageSource
-from vit.explain.methods import METHODS, Explainable, MapOptions, compute_maps
-from vit.explain.overlay import draw_overlay, find_range
+from vit.explain.items import ImageItem
+from vit.explain.methods import Explainable
+from vit.explain.overlay import as_even_shares, draw_overlay, draw_sheet
+from vit.explain.pipeline import ExplainedImage, ExplainedMap, Settings, explain_items
 from vit.files import write_atomically, write_text
 
 SCHEMA_VERSION = 1
-_LIBRARIES = ("vit-pipeline", "torch", "numpy", "Pillow", "matplotlib")
-
-
-@dataclass(frozen=True)
-class ImageItem:
-    """An image to explain: `path` names it for people, `name` starts its files' names."""
-
-    path: str
-    name: str
-    read: Callable[[], tuple[Image.Image, str]]  # the image and the SHA-256 of its bytes
+ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
+_LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
+_SAVE_EVERY_SECONDS = 60.0
+_BATCHES_IN_WRITING = 2  # more would pile photos up in memory where drawing is the slower part
 
 
 @dataclass
-class Summary:
-    """What an export did."""
+class Results:
+    """What is known so far: manifest entries, arrays by key, and what could not be read."""
 
-    explained: int = 0
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
     unreadable: list[dict[str, str]] = field(default_factory=list)
 
+    @property
+    def paths(self) -> set[str]:
+        return {entry["path"] for entry in self.entries}
 
-def items_from_files(paths: Sequence[str]) -> list[ImageItem]:
-    """Image files in sorted order, named by their stems; equal stems are told apart by their folders."""
-    ordered = sorted(set(paths))
-    return [
-        ImageItem(path, name, partial(_read_file, path))
-        for path, name in zip(ordered, name_images(ordered), strict=True)
-    ]
-
-
-def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
-    """`count` images spread evenly over a data set's split."""
-    chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)
-    names = [re.sub(r"\.\w+$", "", source.ids[index]).replace("/", "-") for index in chosen]
-    return [
-        ImageItem(source.ids[index], _safe(name), partial(_read_from, source, int(index)))
-        for index, name in zip(chosen, names, strict=True)
-    ]
-
-
-def name_images(paths: Sequence[str]) -> list[str]:
-    """A file name for each path that no other has: its stem, or with its folders, or with a hash of the
-    path."""
-    parts = [Path(path).parts for path in paths]
-    shared = 0
-    while parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
-        shared += 1
-    stems = [_safe(Path(path).stem) for path in paths]
-    with_folders = [_safe("-".join((*p[shared:-1], Path(p[-1]).stem))) for p in parts]
-    hashed = [
-        f"{stem}-{hashlib.sha256(str(path).encode('utf-8', 'surrogateescape')).hexdigest()[:12]}"
-        for stem, path in zip(stems, paths, strict=True)
-    ]
-    names = _unique_or(stems, _unique_or(with_folders, hashed))
-    return names if len({name.casefold() for name in names}) == len(names) else hashed
-
-
-def _unique_or(names: list[str], alternatives: list[str]) -> list[str]:
-    counts = Counter(name.casefold() for name in names)
-    return [n if counts[n.casefold()] == 1 else a for n, a in zip(names, alternatives, strict=True)]
-
-
-def _safe(name: str) -> str:
-    """`name` without what a file system or a shell trips over."""
-    name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
-    return name[:120] or "image"
-
-
-def _read_file(path: str) -> tuple[Image.Image, str]:
-    content = Path(path).read_bytes()
-    try:
-        image = read_image(io.BytesIO(content))
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("image ")) from error
-    return image, hashlib.sha256(content).hexdigest()
-
-
-def _read_from(source: ImageSource, index: int) -> tuple[Image.Image, str]:
-    image = source.read(index)
-    return image, hashlib.sha256(image.tobytes()).hexdigest()
+    @property
+    def names(self) -> set[str]:
+        return {entry["name"] for entry in self.entries}
 
 
 def export_maps(
     bundle: Explainable,
     items: Sequence[ImageItem],
     output: Path,
+    settings: Settings,
     *,
-    methods: Sequence[str] = ("rollout",),
-    options: MapOptions | None = None,
-    batch_size: int = 16,
+    pictures: bool = True,
+    arrays: bool = True,
+    done: Results | None = None,
+    row_budget: int = 0,
+    on_batch: Callable[[list[ExplainedImage]], object] = lambda explained: None,
     on_progress: Callable[[int], None] = lambda count: None,
-) -> Summary:
-    """Explain `items` and write overlays, maps.npz and manifest.json below `output`, which exists."""
-    options = options or MapOptions()
-    summary = Summary()
-    entries: list[dict[str, Any]] = []
-    arrays: dict[str, np.ndarray] = {}
-    batches = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        writing: list[Future[None]] = []
-        coming = _submit_reads(pool, batches[0]) if batches else []
-        for index, batch in enumerate(batches):
-            decoded = _collect(batch, coming, summary)
-            coming = _submit_reads(pool, batches[index + 1]) if index + 1 < len(batches) else []
-            if decoded:
-                writing += _explain_batch(bundle, decoded, output, methods, options, entries, arrays, pool)
-            on_progress(len(batch))
-        for future in writing:
+) -> Results:
+    """Explain `items` and write `NAME.METHOD.png`, maps.npz and manifest.json into `output`, which exists.
+
+    `done` is what an interrupted export left (`load_results`), to be continued. `on_batch` sees every batch
+    of explained images, for other formats. An interruption leaves a manifest of what was finished.
+    """
+    results, last_saved = done or Results(), monotonic()
+    size = settings.batch_size
+
+    def save() -> None:
+        for future in [future for of_batch in writing for future in of_batch]:
             future.result()
-    summary.explained = len(entries)
-    _write_arrays(output / "maps.npz", arrays)
+        writing.clear()
+        _save(output, bundle, settings, results, arrays=arrays)
+
+    def note_unreadable(item: ImageItem, reason: str) -> None:
+        results.unreadable.append({"path": item.path, "reason": reason})
+
+    with ThreadPoolExecutor() as pool:
+        writing: list[list[Future[None]]] = []
+        try:
+            batches = explain_items(
+                bundle, items, settings, pool=pool, on_unreadable=note_unreadable, row_budget=row_budget
+            )
+            for number, explained in enumerate(batches):
+                on_batch(explained)
+                writing.append(
+                    [pool.submit(_write_overlay, output, of_image, found, bundle.class_names)
+                     for of_image in explained for found in of_image.maps if pictures]
+                )  # fmt: skip
+                for of_image in explained:
+                    results.entries.append(_describe(of_image, bundle.class_names, pictures=pictures))
+                    results.arrays.update({found.key: found.values for found in of_image.maps})
+                on_progress(min(size, len(items) - number * size))
+                while len(writing) > _BATCHES_IN_WRITING:
+                    for future in writing.pop(0):
+                        future.result()
+                if monotonic() - last_saved > _SAVE_EVERY_SECONDS:
+                    save()
+                    last_saved = monotonic()
+        finally:
+            if results.entries or results.unreadable:
+                save()
+    return results
+
+
+def load_results(output: Path, bundle: Explainable, settings: Settings) -> Results:
+    """What an interrupted export left in `output`; nothing where there is no manifest.
+
+    Raises ValueError where it was made by another model or with other settings.
+    """
+    path = output / MANIFEST_FILE
+    if not path.is_file():
+        return Results()
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    parameters, theirs = _parameters(settings), manifest.get("parameters", {})
+    changed = [key for key in parameters if parameters[key] != theirs.get(key)]
+    if manifest.get("model_sha256") != getattr(bundle, "sha256", None):
+        changed.append("the model")
+    if changed:
+        raise ValueError(
+            f"{output} was made with another choice of {', '.join(changed)}; "
+            "give the same, or another --output"
+        )
+    arrays: dict[str, np.ndarray] = {}
+    if (output / ARRAYS_FILE).is_file():
+        with np.load(output / ARRAYS_FILE, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+    return Results(entries=manifest["images"], arrays=arrays)
+
+
+def _save(output: Path, bundle: Explainable, settings: Settings, results: Results, *, arrays: bool) -> None:
+    """Write what is known, in the order of the paths."""
+    results.entries.sort(key=lambda entry: entry["path"])
+    if arrays:
+        ordered = {key: results.arrays[key] for key in sorted(results.arrays)}
+        content = io.BytesIO()
+        np.savez(content, allow_pickle=False, **ordered)
+        write_atomically(output / ARRAYS_FILE, lambda temporary: _write_bytes(temporary, content.getvalue()))
     manifest = {
         "schema_version": SCHEMA_VERSION,
-        "method": ",".join(methods),
-        "parameters": asdict(options),
+        "method": ",".join(settings.methods),
+        "parameters": _parameters(settings),
+        "model": getattr(bundle, "name", type(bundle.model).__name__),
         "model_sha256": getattr(bundle, "sha256", None),
+        "preprocess": bundle.preprocess.to_dict(),
         "versions": {name: version(name) for name in _LIBRARIES},
-        "images": entries,
-        "unreadable": summary.unreadable,
+        "images": results.entries,
+        "unreadable": results.unreadable,
     }
-    write_text(output / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    return summary
+    write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
-Decoded = tuple[ImageItem, Image.Image, str]
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
-def _submit_reads(
-    pool: ThreadPoolExecutor, batch: Sequence[ImageItem]
-) -> list[Future[tuple[Image.Image, str]]]:
-    return [pool.submit(item.read) for item in batch]
+def _parameters(settings: Settings) -> dict[str, Any]:
+    values = asdict(settings)
+    return {**values.pop("maps"), **values, "methods": list(settings.methods)}
 
 
-def _collect(
-    batch: Sequence[ImageItem], futures: Sequence[Future[tuple[Image.Image, str]]], summary: Summary
-) -> list[Decoded]:
-    decoded = []
-    for item, future in zip(batch, futures, strict=True):
-        try:
-            decoded.append((item, *future.result()))
-        except (ValueError, OSError) as error:
-            summary.unreadable.append({"path": item.path, "reason": " ".join(str(error).split())})
-    return decoded
+def _describe(explained: ExplainedImage, class_names: Sequence[str], *, pictures: bool) -> dict[str, Any]:
+    """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
+    maps = [
+        {
+            "method": found.method.name,
+            "class_specific": found.method.class_specific,
+            "target": None if found.target is None else _class(found.target, class_names, explained),
+            "logit": found.logit,
+            "map_key": found.key,
+            "overlay": f"{found.key}.png" if pictures else None,
+            "prefix_mass": found.prefix_mass,
+            "entropy": found.entropy,
+            "trust": None if found.trust is None else found.trust.to_dict(),
+        }
+        for found in explained.maps
+    ]
+    return {
+        "path": explained.item.path,
+        "name": explained.item.name,
+        "sha256": explained.sha256,
+        "size": list(explained.image.size),
+        "box": list(explained.geometry.box),
+        "predicted": _class(explained.predicted, class_names, explained),
+        "grid": list(explained.grid),
+        "map_key": maps[0]["map_key"],
+        "overlay": maps[0]["overlay"],
+        "maps": maps,
+    }
 
 
-def _explain_batch(
-    bundle: Explainable,
-    decoded: Sequence[Decoded],
-    output: Path,
-    methods: Sequence[str],
-    options: MapOptions,
-    entries: list[dict[str, Any]],
-    arrays: dict[str, np.ndarray],
-    pool: ThreadPoolExecutor,
-) -> list[Future[None]]:
-    """Maps of one batch into `entries` and `arrays`; their pictures into the pool."""
-    device = next(bundle.model.parameters()).device
-    images = bundle.preprocess([image for _, image, _ in decoded]).to(device)
-    logits, _, all_maps = compute_maps(bundle.model, images, methods=methods, options=options)
-    probabilities: Tensor = logits.softmax(dim=1).cpu()
-    writing = []
-    for row, (item, image, sha256) in enumerate(decoded):
-        probability, predicted = probabilities[row].max(dim=0)
-        name = bundle.class_names[int(predicted)]
-        geometry = bundle.preprocess.geometry(image.size)
-        written = []
-        for maps in all_maps:
-            values = maps.values[row, 0].cpu().numpy()
-            key = f"{item.name}.{maps.method.name}"
-            arrays[key] = values
-            written.append(
-                {
-                    "method": maps.method.name,
-                    "class_specific": maps.method.class_specific,
-                    "map_key": key,
-                    "overlay": f"{key}.png",
-                    "prefix_mass": float(maps.prefix_mass[row, 0]),
-                    "entropy": float(maps.entropy[row, 0]),
-                }
-            )
-            writing.append(
-                pool.submit(
-                    _write_overlay,
-                    output / f"{key}.png",
-                    image,
-                    values,
-                    geometry,
-                    method=maps.method.name,
-                    predicted=f"predicted: {name}  {100 * float(probability):.1f} %",
-                )
-            )
-        entries.append(
-            {
-                "path": item.path,
-                "sha256": sha256,
-                "size": list(image.size),
-                "predicted": {"index": int(predicted), "name": name, "probability": float(probability)},
-                "grid": list(all_maps[0].values.shape[-2:]),
-                "box": list(geometry.box),
-                "map_key": written[0]["map_key"],
-                "overlay": written[0]["overlay"],
-                "maps": written,
-            }
-        )
-    return writing
+def _class(index: int, class_names: Sequence[str], explained: ExplainedImage) -> dict[str, Any]:
+    return {"index": index, "name": class_names[index], "probability": float(explained.probabilities[index])}
 
 
 def _write_overlay(
-    path: Path, image: Image.Image, values: np.ndarray, geometry: Any, *, method: str, predicted: str
+    output: Path, explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]
 ) -> None:
-    kind = METHODS[method]
-    about = "class-specific" if kind.class_specific else "class-agnostic"
-    picture = draw_overlay(
-        image,
-        values,
-        geometry,
-        value_range=find_range([values], signed=kind.signed),
-        signed=kind.signed,
-        caption=[predicted, f"{kind.title} ({about})"],
-        legend="scale: this image",
+    """Draw and write one picture; it is whole or absent."""
+    picture = draw_map(explained, found, class_names)
+    temporary = output / f".{found.key}.png.tmp"
+    picture.save(temporary, format="PNG", compress_level=1)
+    temporary.replace(output / f"{found.key}.png")
+
+
+def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]) -> Image.Image:
+    """The picture of one map, or the contact sheet of several."""
+    assert found.scale is not None
+    shares = 100 * explained.probabilities
+    caption = [f"predicted: {class_names[explained.predicted]}  {shares[explained.predicted]:.1f} %"]
+    if found.values.ndim == 4:
+        layers, heads = found.values.shape[:2]
+        return draw_sheet(
+            found.values,
+            layers=[f"layer {layer}" for layer in range(layers)] if layers > 1 else [""],
+            heads=[f"head {head}" for head in range(heads)] if heads > 1 else ["mean"],
+            scale=found.scale,
+            caption=[*caption, found.method.title],
+        )
+    about = "knows no class"
+    if found.target is not None:
+        about = f"for {class_names[found.target]}  {shares[found.target]:.1f} %"
+    fixed = found.scale.label.endswith("fixed scale")
+    return draw_overlay(
+        explained.image,
+        as_even_shares(found.values) if fixed else found.values,
+        explained.geometry,
+        scale=found.scale,
+        caption=[*caption, f"{found.method.title}, {about}"],
+        warnings=() if found.trust is None else found.trust.warnings,
     )
-    picture.save(path, format="PNG", compress_level=4)
-
-
-def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-
-    write_atomically(path, write)

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.data.images import Preprocess
-from vit.explain.capture import find_attention_layers
 from vit.explain.compat import vit_explain_gradient_rollout, vit_explain_rollout
 from vit.explain.gradients import (
     compute_attention_gradcam,
@@ -28,6 +27,7 @@ from vit.explain.rollout import (
     rollout_row,
     rollout_row_from,
 )
+from vit.explain.targets import ChooseTargets
 
 COMPATIBLE = ("vit-explain",)
 
@@ -88,21 +88,42 @@ def compute_maps(
     images: Float[Tensor, "B 3 height width"],
     *,
     methods: Sequence[str] = ("rollout",),
-    choose_targets: Callable[[Float[Tensor, "B C"]], Int[Tensor, "B T"]] | None = None,
+    choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
 ) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B T"], list[Maps]]:
     """Logits, the classes explained and the maps of every method, from one forward pass.
 
     `choose_targets` picks T classes an image from the logits; without it, the predicted one.
     """
-    chosen, options = find_methods(methods), options or MapOptions()
-    _check_options(options, num_layers=len(find_attention_layers(model)))
-    needs_gradients = any(method.class_specific for method in chosen)
-    forward = run_forward(model, images, gradients=needs_gradients)
+    chosen = find_methods(methods)
+    forward = run_forward(model, images, gradients=any(method.class_specific for method in chosen))
+    targets, maps = explain_forward(forward, chosen, choose_targets=choose_targets, options=options)
+    return forward.logits.detach(), targets, maps
+
+
+def explain_forward(
+    forward: Forward,
+    methods: Sequence[Method],
+    *,
+    choose_targets: ChooseTargets | None = None,
+    options: MapOptions | None = None,
+) -> tuple[Int[Tensor, "B T"], list[Maps]]:
+    """The classes explained and the maps of every method. Class-specific methods need a forward pass with
+    gradients."""
+    options = options or MapOptions()
+    check_rollout_options(
+        len(forward.record.layers),
+        options.head_fusion,
+        options.discard_ratio,
+        options.residual,
+        options.start_layer,
+    )
+    if options.compat is not None and options.compat not in COMPATIBLE:
+        raise ValueError(f"unknown compat {options.compat!r}; known: {', '.join(COMPATIBLE)}")
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
-    with torch.set_grad_enabled(needs_gradients):
-        return logits, targets, [_compute(method, forward, targets, options) for method in chosen]
+    with torch.set_grad_enabled(forward.logits.requires_grad):
+        return targets, [_compute(method, forward, targets, options) for method in methods]
 
 
 def _compute(method: Method, forward: Forward, targets: Tensor, options: MapOptions) -> Maps:
@@ -189,14 +210,6 @@ def _read_layer(forward: Forward, layer: AttentionLayer) -> Float[Tensor, "B H N
             for images in chunks(layer)
         ]
     )
-
-
-def _check_options(options: MapOptions, *, num_layers: int) -> None:
-    check_rollout_options(
-        num_layers, options.head_fusion, options.discard_ratio, options.residual, options.start_layer
-    )
-    if options.compat is not None and options.compat not in COMPATIBLE:
-        raise ValueError(f"unknown compat {options.compat!r}; known: {', '.join(COMPATIBLE)}")
 
 
 def _logit(forward: Forward, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:

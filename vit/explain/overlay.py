@@ -1,10 +1,11 @@
 """From a map on the patch grid to a picture: the photo beside its heat map, with caption and legend.
 
 A map is laid on the pixels it came from: `Preprocess.geometry` says which box of the upright original the
-model saw.
+model saw. What it did not see is shown in grey.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,29 +14,41 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vit.data.images import Geometry
 
-SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"  # perceptually even, and told apart with any colour vision
+# perceptually even, and told apart with any colour vision; blue is negative, red positive
+SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
 OPACITY = 0.6
-_MIN_SIDE, _MAX_SIDE = 256, 640  # of a panel, in pixels
-_MARGIN, _FONT_SIZE = 8, 14
+SCALES = ("image", "batch", "fixed")
+FIXED_SHARES = 4.0  # the fixed scale ends at this many times an even share of the map
+_MIN_SIDE, _MAX_SIDE = 224, 640  # of a panel, in pixels
+_MARGIN, _FONT_SIZE, _LINE = 8, 14, 19
+_BAR_WIDTH, _BAR_HEIGHT = 96, 12
+_TILE, _LABEL_WIDTH = 96, 64  # of a contact sheet
+
+
+@dataclass(frozen=True)
+class ColourScale:
+    """What the ends of the colour map stand for, and the words that say so in the legend."""
+
+    low: float
+    high: float
+    signed: bool
+    label: str
 
 
 def place_map(
     values: Float[np.ndarray, "rows columns"], geometry: Geometry, *, size: tuple[int, int], smooth: bool
 ) -> tuple[Float[np.ndarray, "height width"], Float[np.ndarray, "height width"]]:
-    """The map on an image of `size` (width, height), which shows the whole upright original, and where it
-    covers it.
+    """The map on an image of `size` (width, height), which shows the whole upright original.
 
-    Returns the values (0 outside the box the model saw) and a coverage of 0 or 1. `smooth` interpolates
-    between the patches' centres; otherwise a pixel has the value of the patch it lies in.
+    Returns the values (0 outside the box the model saw) and the coverage, 1 inside it and 0 outside. `smooth`
+    interpolates between the patches' centres; otherwise a pixel has the value of the patch it lies in.
     """
     width, height = size
     left, top, right, bottom = geometry.box
-    across = _axis_weights(
-        width, geometry.original_size[0], start=left, stop=right, cells=values.shape[1], smooth=smooth
-    )
-    down = _axis_weights(
-        height, geometry.original_size[1], start=top, stop=bottom, cells=values.shape[0], smooth=smooth
-    )
+    original_width, original_height = geometry.original_size
+    rows, columns = values.shape
+    across = _axis_weights(width, original_width, start=left, stop=right, cells=columns, smooth=smooth)
+    down = _axis_weights(height, original_height, start=top, stop=bottom, cells=rows, smooth=smooth)
     placed = (down @ values.astype(np.float64) @ across.T).astype(np.float32)
     coverage = (down.sum(axis=1)[:, None] * across.sum(axis=1)[None, :]).round().astype(np.float32)
     return placed, coverage
@@ -49,20 +62,19 @@ def _axis_weights(
     position = (centres - start) / (stop - start) * cells  # cell i is from i to i + 1
     weights = np.zeros((pixels, cells))
     inside = np.flatnonzero((position >= 0) & (position < cells))
-    if smooth:
-        shifted = np.clip(position[inside] - 0.5, 0, cells - 1)
-        lower = np.minimum(shifted.astype(int), cells - 1)
-        upper = np.minimum(lower + 1, cells - 1)
-        np.add.at(weights, (inside, lower), 1 - (shifted - lower))
-        np.add.at(weights, (inside, upper), shifted - lower)
-    else:
+    if not smooth:
         weights[inside, position[inside].astype(int)] = 1
+        return weights
+    shifted = np.clip(position[inside] - 0.5, 0, cells - 1)
+    lower = np.minimum(shifted.astype(int), cells - 1)
+    upper = np.minimum(lower + 1, cells - 1)
+    np.add.at(weights, (inside, lower), 1 - (shifted - lower))
+    np.add.at(weights, (inside, upper), shifted - lower)
     return weights
 
 
 def find_range(maps: Sequence[Float[np.ndarray, "rows columns"]], *, signed: bool) -> tuple[float, float]:
-    """What the ends of the colour map stand for: lowest and highest value, symmetric about zero when
-    signed."""
+    """Lowest and highest value, symmetric about zero when signed."""
     low, high = min(float(values.min()) for values in maps), max(float(values.max()) for values in maps)
     if signed:
         high = max(abs(low), abs(high))
@@ -70,14 +82,18 @@ def find_range(maps: Sequence[Float[np.ndarray, "rows columns"]], *, signed: boo
     return low, high
 
 
+def as_even_shares(values: Float[np.ndarray, "rows columns"]) -> Float[np.ndarray, "rows columns"]:
+    """A map in multiples of an even share of it: 1 is what each patch would have if all had the same."""
+    total = float(np.abs(values).sum())
+    return values * np.float32(values.size / total) if total > 0 else values
+
+
 def colour(
     values: Float[np.ndarray, "height width"], *, low: float, high: float, signed: bool
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Values as colours; a constant map is the middle one."""
     share = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
-    return _palette(DIVERGING if signed else SEQUENTIAL)[
-        (np.clip(share, 0, 1) * 255).round().astype(np.uint8)
-    ]
+    return palette(signed=signed)[(np.clip(share, 0, 1) * 255).round().astype(np.uint8)]
 
 
 def draw_overlay(
@@ -85,59 +101,89 @@ def draw_overlay(
     values: Float[np.ndarray, "rows columns"],
     geometry: Geometry,
     *,
-    value_range: tuple[float, float],
-    signed: bool,
+    scale: ColourScale,
     caption: Sequence[str],
-    legend: str,
+    warnings: Sequence[str] = (),
     opacity: float = OPACITY,
 ) -> Image.Image:
-    """The photo, its heat map beside it, lines of caption and a legend with the range's numbers."""
+    """The photo, its heat map beside it, lines of caption and warning, and the legend."""
     photo = image.resize(_panel_size(image.size), Image.Resampling.LANCZOS)
-    pixels = np.asarray(photo, dtype=np.float32)
-    placed, coverage = place_map(values, geometry, size=photo.size, smooth=True)
-    low, high = value_range
-    heat = colour(placed, low=low, high=high, signed=signed)
-    alpha = (opacity * coverage)[..., None]
-    blended = Image.fromarray((pixels * (1 - alpha) + heat * alpha).round().astype(np.uint8))
-    return _compose([photo, blended], caption=caption, legend=legend, value_range=value_range, signed=signed)
+    heated = Image.fromarray(blend(np.asarray(photo), values, geometry, scale=scale, opacity=opacity))
+    page = Image.new("RGB", (photo.width + heated.width + _MARGIN, photo.height), "white")
+    page.paste(photo, (0, 0))
+    page.paste(heated, (photo.width + _MARGIN, 0))
+    return _add_text(page, scale=scale, caption=caption, warnings=warnings)
+
+
+def blend(
+    photo: UInt8[np.ndarray, "height width 3"],
+    values: Float[np.ndarray, "rows columns"],
+    geometry: Geometry,
+    *,
+    scale: ColourScale,
+    opacity: float = OPACITY,
+) -> UInt8[np.ndarray, "height width 3"]:
+    """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own."""
+    placed, coverage = place_map(values, geometry, size=(photo.shape[1], photo.shape[0]), smooth=True)
+    heat = colour(placed, low=scale.low, high=scale.high, signed=scale.signed)
+    blended = photo * np.float32(1 - opacity) + heat * np.float32(opacity)
+    unseen = photo.mean(axis=-1, keepdims=True, dtype=np.float32) * np.float32(0.5) + np.float32(96)
+    return np.where(coverage[..., None] > 0, blended, unseen).round().astype(np.uint8)
+
+
+def draw_sheet(
+    tiles: Float[np.ndarray, "layers heads rows columns"],
+    *,
+    layers: Sequence[str],
+    heads: Sequence[str],
+    scale: ColourScale,
+    caption: Sequence[str],
+) -> Image.Image:
+    """A contact sheet: a row of maps for each layer, a column for each head, patches as squares."""
+    rows, columns = tiles.shape[-2:]
+    cell = max(_TILE // max(rows, columns), 1)
+    width, height = columns * cell + 4, rows * cell + 4
+    page = Image.new("RGB", (_LABEL_WIDTH + width * len(heads), _LINE + height * len(layers)), "white")
+    draw = ImageDraw.Draw(page)
+    for column, head in enumerate(heads):
+        draw.text((_LABEL_WIDTH + column * width, 0), _fit(head, width), fill="black", font=_font())
+    for row, layer in enumerate(layers):
+        top = _LINE + row * height
+        draw.text((0, top), layer, fill="black", font=_font())
+        for column in range(len(heads)):
+            heat = colour(tiles[row, column], low=scale.low, high=scale.high, signed=scale.signed)
+            tile = Image.fromarray(heat).resize((columns * cell, rows * cell), Image.Resampling.NEAREST)
+            page.paste(tile, (_LABEL_WIDTH + column * width, top))
+    return _add_text(page, scale=scale, caption=caption, warnings=())
 
 
 def _panel_size(size: tuple[int, int]) -> tuple[int, int]:
     longest = max(size)
-    scale = np.clip(longest, _MIN_SIDE, _MAX_SIDE) / longest
+    scale = min(max(longest, _MIN_SIDE), _MAX_SIDE) / longest
     return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
 
 
-def _compose(
-    panels: Sequence[Image.Image],
-    *,
-    caption: Sequence[str],
-    legend: str,
-    value_range: tuple[float, float],
-    signed: bool,
+def _add_text(
+    picture: Image.Image, *, scale: ColourScale, caption: Sequence[str], warnings: Sequence[str]
 ) -> Image.Image:
-    """Panels side by side on white, lines of text and the colour bar under them."""
-    line = _FONT_SIZE + 5
-    width = sum(panel.width for panel in panels) + _MARGIN * (len(panels) + 1)
-    height = max(panel.height for panel in panels)
-    page = Image.new("RGB", (width, height + 2 * _MARGIN + line * (len(caption) + 1) + _MARGIN), "white")
-    left = _MARGIN
-    for panel in panels:
-        page.paste(panel, (left, _MARGIN))
-        left += panel.width + _MARGIN
+    """The picture on white, with lines of text and the colour bar under it."""
+    texts = [(text, "black") for text in caption] + [(f"! {text}", "#b00020") for text in warnings]
+    width = max(picture.width, 3 * _BAR_WIDTH) + 2 * _MARGIN
+    page = Image.new("RGB", (width, picture.height + 3 * _MARGIN + _LINE * (len(texts) + 1)), "white")
+    page.paste(picture, (_MARGIN, _MARGIN))
     draw = ImageDraw.Draw(page)
-    top = height + 2 * _MARGIN
-    for text in caption:
-        draw.text((_MARGIN, top), _fit(text, width - 2 * _MARGIN), fill="black", font=_font())
-        top += line
-    low, high = value_range
-    ramp = np.linspace(low, high, 96, dtype=np.float32)[None].repeat(_FONT_SIZE - 2, axis=0)
-    text = f"{low:.3g}"
-    draw.text((_MARGIN, top), text, fill="black", font=_font())
-    left = _MARGIN + round(draw.textlength(text, font=_font())) + 4
-    page.paste(Image.fromarray(colour(ramp, low=low, high=high, signed=signed)), (left, top + 2))
-    rest = _fit(f"{high:.3g}   {legend}", width - left - 104)
-    draw.text((left + 100, top), rest, fill="black", font=_font())
+    top = picture.height + 2 * _MARGIN
+    for text, ink in texts:
+        draw.text((_MARGIN, top), _fit(text, width - 2 * _MARGIN), fill=ink, font=_font())
+        top += _LINE
+    low = f"{scale.low:.3g}"
+    draw.text((_MARGIN, top), low, fill="black", font=_font())
+    left = _MARGIN + round(draw.textlength(low, font=_font())) + 4
+    ramp = np.linspace(scale.low, scale.high, _BAR_WIDTH, dtype=np.float32)[None].repeat(_BAR_HEIGHT, axis=0)
+    bar = colour(ramp, low=scale.low, high=scale.high, signed=scale.signed)
+    page.paste(Image.fromarray(bar), (left, top + 3))
+    left += _BAR_WIDTH + 4
+    draw.text((left, top), _fit(f"{scale.high:.3g}  {scale.label}", width - left), fill="black", font=_font())
     return page
 
 
@@ -156,7 +202,9 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 @lru_cache
-def _palette(name: str) -> UInt8[np.ndarray, "256 3"]:
+def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
+    """The colours of 0 to 255."""
     from matplotlib import colormaps
 
+    name = DIVERGING if signed else SEQUENTIAL
     return (colormaps[name](np.arange(256))[:, :3] * 255).round().astype(np.uint8)

@@ -1,0 +1,41 @@
+"""Which classes a map is asked about."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ChooseTargets = Callable[[Float[Tensor, "B C"]], Int[Tensor, "B T"]]
+_MOST_CLASSES = 100
+
+
+def build_target_chooser(target: int | str, class_names: Sequence[str]) -> ChooseTargets:
+    """From logits to the T classes of each image that are to be explained.
+
+    `target`: "auto" (the predicted class), a class's name or index, "all", or "top3" (any number), the most
+    probable first. Raises ValueError for anything else.
+    """
+    top = re.fullmatch(r"top(\d+)", str(target))
+    if str(target) not in class_names and (target in ("auto", "all") or top):
+        count = 1 if target == "auto" else len(class_names) if target == "all" else int(top[1]) if top else 0
+        if not 0 < count <= len(class_names):
+            raise ValueError(f"class {target!r} asks for {count} of {len(class_names)} classes")
+        if count > _MOST_CLASSES:
+            raise ValueError(f"class {target!r} would draw {count} maps an image; name a class or use top3")
+        return lambda logits: logits.topk(count, dim=1).indices
+    index = find_class(target, class_names)
+    return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
+
+
+def find_class(target: int | str, class_names: Sequence[str]) -> int:
+    """The index of the class with this name or, where no class is called so, this index."""
+    if target in class_names:
+        return list(class_names).index(str(target))
+    if str(target).isdigit() and int(target) < len(class_names):
+        return int(target)
+    shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
+    raise ValueError(
+        f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}"
+    )

@@ -1,0 +1,134 @@
+"""The gallery: one HTML file in which attention maps are compared, faded and asked about patch by patch."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from PIL import Image
+
+from vit.explain.hover import PatchRows
+from vit.explain.overlay import FIXED_SHARES, as_even_shares, palette
+from vit.explain.pipeline import ExplainedImage, ExplainedMap
+from vit.files import write_text
+from vit.pages.page import render_page
+
+MOST_IMAGES = 64
+_BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
+_ROW_BYTES = 166_000  # of them, before base64: rollout and every layer of a 14×14 grid
+_PHOTO_BYTES = 32_000
+_PHOTO_SIDE = 400  # pixels
+
+
+class Gallery:
+    """Collects explained images and writes them as one page; after `MOST_IMAGES` it only counts."""
+
+    row_budget = _ROW_BYTES
+
+    def __init__(self, class_names: Sequence[str]) -> None:
+        self._class_names = class_names
+        self._images: list[dict[str, object]] = []
+        self._count = 0
+
+    def add(self, explained: Sequence[ExplainedImage]) -> None:
+        """Take a batch; its photos are kept as small JPEGs, its maps in 8 bits."""
+        self._count += len(explained)
+        for of_image in explained[: MOST_IMAGES - len(self._images)]:
+            self._images.append(self._describe(of_image))
+
+    def write(self, path: Path, *, title: str) -> None:
+        """Write the page to `path`."""
+        context = {
+            "title": title,
+            "shown": len(self._images),
+            "count": self._count,
+            "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
+            "images": self._images,
+        }
+        write_text(path, render_page("gallery.html.jinja", context))
+
+    def _describe(self, explained: ExplainedImage) -> dict[str, object]:
+        width, height = explained.geometry.original_size
+        left, top, right, bottom = explained.geometry.box
+        described: dict[str, object] = {
+            "path": explained.item.path.encode("utf-8", "replace").decode(),
+            "photo": _encode_photo(explained.image),
+            "size": _shown_size(explained.image.size),
+            "box": [left / width, top / height, right / width, bottom / height],
+            "grid": list(explained.grid),
+            "predicted": self._class(explained, explained.predicted),
+            "maps": [
+                self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2
+            ],
+        }
+        rows = [_describe_rows(of_matrix) for of_matrix in explained.rows]
+        room = _BYTES_AN_IMAGE - len(json.dumps(described))
+        while rows and len(json.dumps(rows)) > room:
+            last = str(rows[-1]["name"])  # all heads go together, then all layers
+            rows = [
+                row
+                for row in rows
+                if ("head" in str(row["name"])) != ("head" in last) or row["name"] == "rollout"
+            ]
+        return described | {"rows": rows}
+
+    def _describe_map(self, explained: ExplainedImage, found: ExplainedMap) -> dict[str, object]:
+        assert found.scale is not None
+        fixed = found.scale.high == FIXED_SHARES and "fixed" in found.scale.label
+        values = as_even_shares(found.values) if fixed else found.values
+        return {
+            "method": found.method.name,
+            "title": found.method.title,
+            "target": None if found.target is None else self._class(explained, found.target),
+            "signed": found.method.signed,
+            "low": found.scale.low,
+            "high": found.scale.high,
+            "scale": found.scale.label,
+            "values": _encode(_quantise(values, found.scale.low, found.scale.high)),
+            "prefix_mass": round(found.prefix_mass, 4),
+            "entropy": round(found.entropy, 4),
+            "trust": None if found.trust is None else found.trust.to_dict(),
+        }
+
+    def _class(self, explained: ExplainedImage, index: int) -> dict[str, object]:
+        return {
+            "name": self._class_names[index],
+            "percent": round(100 * float(explained.probabilities[index]), 1),
+        }
+
+
+def _quantise(values: Float[np.ndarray, "rows columns"], low: float, high: float) -> np.ndarray:
+    """Values as 0 (low) to 255 (high); a constant map is the middle."""
+    share = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
+    return (np.clip(share, 0, 1) * 255).round().astype(np.uint8)
+
+
+def _describe_rows(rows: PatchRows) -> dict[str, object]:
+    maxima = rows.maxima.astype("<f4")
+    return {"name": rows.name, "grid": list(rows.grid), "rows": _encode(rows.rows), "maxima": _encode(maxima)}
+
+
+def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
+    scale = _PHOTO_SIDE / max(size)
+    return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
+
+
+def _encode_photo(image: Image.Image) -> str:
+    """A JPEG of at most `_PHOTO_BYTES` as a data address; small images are not enlarged."""
+    if max(image.size) > _PHOTO_SIDE:
+        image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
+    content = b""
+    for quality in (88, 75, 60, 40):
+        file = io.BytesIO()
+        image.save(file, format="JPEG", quality=quality, optimize=True)
+        content = file.getvalue()
+        if len(content) <= _PHOTO_BYTES:
+            break
+    return "data:image/jpeg;base64," + base64.b64encode(content).decode()
+
+
+def _encode(values: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
