@@ -59,7 +59,7 @@ class Data:
                 if store is not None
             },
             "unreadable": sum(len(store.unreadable) for store in stores.values() if store is not None),
-            "notes": list(self.sources["train"].notes),
+            "notes": list(self.train.notes),
         }
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,20 +38,21 @@ def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
     return load_source("folder", root=root, split="all")
 
 
+@dataclass(frozen=True, eq=False)
 class CountingBacking(ArrayBacking):
-    """Counts what is decoded."""
+    """Notes each image that is decoded, and can break off."""
 
-    reads: list[int]
+    reads: list[bytes] = field(default_factory=list)
+    break_after: int = 10**9
 
-    def read(self, position: int) -> Image.Image:
-        self.reads.append(position)
-        return super().read(position)
+    def read(self, index: int) -> Image.Image:
+        self.reads.append(self.pixels[index].tobytes())
+        if len(self.reads) > self.break_after:
+            raise KeyboardInterrupt
+        return super().read(index)
 
-
-def count_reads(source: ImageSource) -> tuple[ImageSource, list[int]]:
-    backing = CountingBacking(source.backing.pixels)
-    object.__setattr__(backing, "reads", [])
-    return replace(source, backing=backing), backing.reads
+    def subset(self, indices: np.ndarray) -> "CountingBacking":
+        return CountingBacking(self.pixels[indices], self.reads, self.break_after)
 
 
 def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path) -> None:
@@ -78,7 +79,8 @@ def test_processes_and_this_process_build_the_same(
 
 
 def test_a_store_is_decoded_once(array_source: ImageSource, cache: Path) -> None:
-    source, reads = count_reads(array_source)
+    backing = CountingBacking(array_source.backing.pixels)
+    source, reads = replace(array_source, backing=backing), backing.reads
     first = build(source, cache)
     decoded = len(reads)
     again = build(source, cache)
@@ -124,14 +126,7 @@ def test_a_damaged_store_is_built_again(array_source: ImageSource, cache: Path, 
 
 
 def test_a_builder_that_died_leaves_nothing_that_is_used(array_source: ImageSource, cache: Path) -> None:
-    source, _ = count_reads(array_source)
-
-    def fail(position: int) -> Image.Image:
-        if position == 40:
-            raise KeyboardInterrupt
-        return array_source.backing.read(position)
-
-    object.__setattr__(source.backing, "read", fail)
+    source = replace(array_source, backing=CountingBacking(array_source.backing.pixels, break_after=40))
     with pytest.raises(KeyboardInterrupt):
         build(source, cache)
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []

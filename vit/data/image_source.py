@@ -16,13 +16,16 @@ from vit.data.images import read_image
 
 
 class Backing(Protocol):
-    """Where the pixels are; an image is named by its position."""
+    """Where the pixels of a source are."""
 
-    def read(self, position: int) -> Image.Image:
+    def read(self, index: int) -> Image.Image:
         """The RGB image; raises ValueError or OSError naming it when it can't be decoded."""
 
-    def stamp(self, positions: np.ndarray) -> bytes:
-        """Bytes that change when the images at `positions` change, without decoding them."""
+    def stamp(self) -> bytes:
+        """Bytes that change when an image changes, found without decoding any."""
+
+    def subset(self, indices: np.ndarray) -> Backing:
+        """These images in this order, and nothing else: it may be sent to another process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +34,14 @@ class ArrayBacking:
 
     pixels: np.ndarray
 
-    def read(self, position: int) -> Image.Image:
-        return Image.fromarray(self.pixels[position])
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
 
-    def stamp(self, positions: np.ndarray) -> bytes:
-        digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
-        digest.update(positions.tobytes())
-        return digest.digest()
+    def stamp(self) -> bytes:
+        return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
+
+    def subset(self, indices: np.ndarray) -> ArrayBacking:
+        return ArrayBacking(self.pixels[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +51,15 @@ class FileBacking:
     root: Path
     paths: Sequence[str]  # relative to the root
 
-    def read(self, position: int) -> Image.Image:
-        return read_image(self.root / self.paths[position])
+    def read(self, index: int) -> Image.Image:
+        return read_image(self.root / self.paths[index])
 
-    def stamp(self, positions: np.ndarray) -> bytes:
-        stats = [os.stat(self.root / self.paths[position]) for position in positions]
+    def stamp(self) -> bytes:
+        stats = [os.stat(self.root / path) for path in self.paths]
         return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
+
+    def subset(self, indices: np.ndarray) -> FileBacking:
+        return FileBacking(self.root, [self.paths[index] for index in indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +72,6 @@ class ImageSource:
     labels: np.ndarray  # int64 [n]
     ids: Sequence[str]
     backing: Backing
-    positions: np.ndarray  # int64 [n], into the backing
     notes: tuple[str, ...] = ()  # what a person should know: files ignored, a split under another name
 
     def __len__(self) -> int:
@@ -73,7 +79,7 @@ class ImageSource:
 
     def read(self, index: int) -> Image.Image:
         """The RGB image at `index`; raises ValueError or OSError naming it when it can't be decoded."""
-        return self.backing.read(int(self.positions[index]))
+        return self.backing.read(index)
 
     def signature(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
@@ -81,7 +87,7 @@ class ImageSource:
         for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
             digest.update(part.encode(errors="surrogateescape") + b"\0")
         digest.update(self.labels.tobytes())
-        digest.update(self.backing.stamp(self.positions))
+        digest.update(self.backing.stamp())
         return digest.hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
@@ -91,7 +97,7 @@ class ImageSource:
             self,
             labels=self.labels[chosen],
             ids=[self.ids[index] for index in chosen],
-            positions=self.positions[chosen],
+            backing=self.backing.subset(chosen),
         )
 
 
@@ -112,40 +118,46 @@ def make_source(
         labels=np.asarray(labels, dtype=np.int64),
         ids=ids,
         backing=backing,
-        positions=np.arange(len(ids)),
         notes=notes,
     )
 
 
 def join_sources(parts: Sequence[ImageSource]) -> ImageSource:
     """One source of the images of several, which name the same classes."""
+    assert all(part.class_names == parts[0].class_names for part in parts)
     if len(parts) == 1:
         return replace(parts[0], split="all")
-    assert all(part.class_names == parts[0].class_names for part in parts)
-    starts = np.cumsum([0, *(len(part) for part in parts)])
-    return ImageSource(
-        name=parts[0].name,
-        split="all",
+    places = [(number, index) for number, part in enumerate(parts) for index in range(len(part))]
+    return make_source(
+        parts[0].name,
         class_names=parts[0].class_names,
         labels=np.concatenate([part.labels for part in parts]),
         ids=[name for part in parts for name in part.ids],
-        backing=_JoinedBacking(tuple(parts), starts),
-        positions=np.arange(starts[-1]),
+        backing=_JoinedBacking([part.backing for part in parts], np.array(places, dtype=np.int64)),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _JoinedBacking:
-    parts: tuple[ImageSource, ...]
-    starts: np.ndarray  # [parts + 1]
+    parts: Sequence[Backing]
+    places: np.ndarray  # int64 [n, 2]: part, index in it
 
-    def read(self, position: int) -> Image.Image:
-        part = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return self.parts[part].read(position - int(self.starts[part]))
+    def read(self, index: int) -> Image.Image:
+        part, place = self.places[index]
+        return self.parts[int(part)].read(int(place))
 
-    def stamp(self, positions: np.ndarray) -> bytes:
-        return "".join(part.signature() for part in self.parts).encode() + positions.tobytes()
+    def stamp(self) -> bytes:
+        return b"".join([part.stamp() for part in self.parts]) + self.places.tobytes()
+
+    def subset(self, indices: np.ndarray) -> _JoinedBacking:
+        chosen = self.places[indices]
+        parts, places = list(self.parts), chosen.copy()
+        for number, part in enumerate(parts):
+            own = chosen[:, 0] == number
+            parts[number] = part.subset(chosen[own, 1])
+            places[own, 1] = np.arange(own.sum())
+        return _JoinedBacking(parts, places)
 
 
 def choose_classes(

@@ -37,17 +37,19 @@ class ShardBacking:
     names: Sequence[str]
     places: np.ndarray  # int64 [n, 3]: shard, offset, size in bytes
 
-    def read(self, position: int) -> Image.Image:
-        shard, offset, size = self.places[position].tolist()
+    def read(self, index: int) -> Image.Image:
+        shard, offset, size = self.places[index].tolist()
         with self.shards[shard].open("rb") as file:
             file.seek(offset)
-            return read_image(io.BytesIO(file.read(size)), name=self.names[position])
+            return read_image(io.BytesIO(file.read(size)), name=self.names[index])
 
-    def stamp(self, positions: np.ndarray) -> bytes:
+    def stamp(self) -> bytes:
         stats = [os.stat(shard) for shard in self.shards]
-        digest = hashlib.sha256(repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode())
-        digest.update(self.places[positions].tobytes())
-        return digest.digest()
+        files = repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()
+        return files + self.places.tobytes()
+
+    def subset(self, indices: np.ndarray) -> ShardBacking:
+        return ShardBacking(self.shards, [self.names[index] for index in indices], self.places[indices])
 
 
 def find_shards(

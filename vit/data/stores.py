@@ -169,16 +169,15 @@ def _allocate(path: Path, size: int) -> None:
 def _decode_all(
     source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
 ) -> Iterator[_Decoded]:
-    tasks = [
+    tasks = (
         (source.subset(range(start, min(start + _CHUNK, len(source)))), start, pixels, preprocess)
         for start in range(0, len(source), _CHUNK)
-    ]
+    )
     with _progress_bar(f"decoding {source.name} {source.split}", len(source), progress) as advance:
         if workers <= 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
         else:
-            # joblib's processes start afresh (no fork of a process with threads) without importing __main__
-            # again
+            # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
