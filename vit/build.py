@@ -73,6 +73,7 @@ class Run:
     model: VisionTransformer
     device: torch.device
     train_loader: Loader
+    is_compiled: bool
 
 
 def source_arguments(config: Config) -> dict[str, Any]:
@@ -184,6 +185,7 @@ def build_run(
         total_steps=plan.total_steps,
         cooldown_fraction=config.schedule.cooldown_fraction,
     )
+    is_compiled = _should_compile(config, plan, device)
     step = TrainStep(
         wrap_model(model, process=process, parallel=train.parallel),
         optimizer,
@@ -193,7 +195,7 @@ def build_run(
         clip_grad=train.clip_grad,
         accumulate=train.accumulate,
         ema_decay=train.ema_decay,
-        compile=_should_compile(config, plan, device),
+        compile=is_compiled,
     )
     if observers is None:
         observers = build_observers(config, data, train_loader, directory=directory) if process.is_main else []
@@ -208,7 +210,7 @@ def build_run(
         process=process,
         sample_name=lambda index: str(data.train.ids[index]),
     )
-    return Run(trainer, config, data, model, device, train_loader)
+    return Run(trainer, config, data, model, device, train_loader, is_compiled)
 
 
 def build_loaders(

@@ -129,7 +129,7 @@ def _summarize(run: "Run") -> dict[str, str]:
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
         "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, {precision}, "
-        f"{'compiled' if run.trainer.step.is_compiled else 'not compiled'}",
+        f"{'compiled' if run.is_compiled else 'not compiled'}",
         "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
         "estimate": f"{minutes:.1f} minutes, {cost.memory_bytes / 2**20:,.0f} MiB beside the images",
     }
