@@ -1,7 +1,7 @@
 """Is this the same picture? Hashes of pixels and of looks, duplicates between sets, traces of JPEG coding."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -115,7 +115,7 @@ def _close_pairs(
                 yield query[close], other[close], distance[close]
 
 
-def jpeg_note(class_names: tuple[str, ...], images: list[Image.Image]) -> str | None:
+def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> str | None:
     """A sentence when a sample of 32×32 images was JPEG-encoded, as the well-known copy of CIFAR-10 is.
 
     Rounding in JPEG empties the high frequencies of 8×8 blocks on the coding grid, and only there, so the
@@ -123,9 +123,14 @@ def jpeg_note(class_names: tuple[str, ...], images: list[Image.Image]) -> str | 
     differ by 0.6, at 95 by 0.1, on pixels that were never encoded by 0.04. The original CIFAR-10 itself was
     not at hand when this was measured; stand-ins were photographs scaled to 32×32.
     """
-    if not images or any(image.size != (32, 32) for image in images):
+    planes = []
+    for image in images:
+        if image.size != (32, 32):
+            return None
+        planes.append(np.asarray(image.convert("L"), dtype=np.float32))
+    if not planes:
         return None
-    grey = np.stack([np.asarray(image.convert("L"), dtype=np.float32) for image in images])
+    grey = np.stack(planes)
     if _smooth_share(grey) - _smooth_share(grey[:, 4:28, 4:28]) < 0.15:
         return None
     name = "CIFAR-10 (JPEG copy)" if set(class_names) == _CIFAR10 else "JPEG-encoded 32×32 images"

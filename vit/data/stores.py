@@ -145,7 +145,7 @@ def _build(
         _compact(pixels, good, row_bytes)
         np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
         sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
-        note = jpeg_note(source.class_names, [sample.read(row) for row in range(len(sample))])
+        note = jpeg_note(source.class_names, map(sample.read, range(len(sample))))
         index = {
             "size": None if preprocess is None else preprocess.image_size,
             "unreadable": [(source.ids[failed], failures[failed]) for failed in sorted(failures)],

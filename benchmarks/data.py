@@ -1,0 +1,174 @@
+"""Time the data path alone: the ways a training image reaches the model, beside torchvision's.
+
+    python benchmarks/data.py ROOT --image-size 32 --output benchmarks/results
+
+ROOT is an image folder with a train/ split. Arms take turns round by round, each in an epoch of its own; a
+figure is the median over the rounds. The store is built in an empty cache from files that are in the page cache.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from vit.data.augment import Augment
+from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vit.data.loaders import ResidentLoader, WorkerLoader
+from vit.data.sources import load_source
+from vit.data.stores import Store, build_store
+
+WORKERS = 2
+
+
+def recipes(size: int) -> dict[str, Augment]:
+    return {
+        "nothing": Augment(),
+        "crop, flip, cutout": Augment(crop_padding=size // 8, flip="random", cutout=size // 4),
+        "resized crop, flip": Augment(resized_crop_scale=(0.35, 1.0), flip="random"),
+        "colour jitter": Augment(color_jitter=0.4),
+        "RandAugment(2, 9)": Augment(rand_augment=(2, 9)),
+        "TrivialAugment": Augment(trivial_augment=True),
+        "mixup, cutmix": Augment(mixup=0.8, cutmix=1.0),
+    }
+
+
+def torchvision_batches(root: Path, size: int, batch_size: int) -> Generator[Any, None, None]:
+    """The usual loader: a data set of files, per-image transforms in two workers."""
+    steps = [
+        transforms.RandomResizedCrop(size, scale=(0.35, 1.0)),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+    images = ImageFolder(root / "train", transforms.Compose(steps))
+    yield from DataLoader(images, batch_size, shuffle=True, num_workers=WORKERS)
+
+
+def worker_batches(
+    store: Store, epoch: int, options: dict[str, Any], augment: Augment
+) -> Generator[Any, None, None]:
+    loader = WorkerLoader(store, augment=augment, workers=WORKERS, **options)
+    try:
+        yield from loader.epoch(epoch)
+    finally:
+        loader.close()  # or they would decode ahead while the next arm is timed
+
+
+def images_per_second(batches: Generator[Any, None, None], steps: int, batch_size: int) -> float:
+    """The first batches, which wait for workers to start or were decoded meanwhile, are not counted."""
+    for _ in range(2 * WORKERS + 1):
+        next(batches)
+    start = time.perf_counter()
+    done = sum(1 for _ in islice(batches, steps))
+    rate = done * batch_size / (time.perf_counter() - start)
+    batches.close()
+    return rate
+
+
+def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) -> dict[str, float]:
+    """Images a second of each arm."""
+    preprocess = Preprocess((size, size))
+    with tempfile.TemporaryDirectory() as cache:
+        source = load_source("folder", root=root, split="train")
+        for path in source.ids:
+            (root / path).read_bytes()
+        start = time.perf_counter()
+        store = build_store(source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False)
+        figures = {f"store built by {WORKERS} processes": len(store) / (time.perf_counter() - start)}
+        arms = build_arms(root, store, preprocess, batch_size)
+        timings: dict[str, list[float]] = {name: [] for name in arms}
+        for epoch in range(rounds):
+            for name, batches in arms.items():
+                timings[name].append(images_per_second(batches(epoch), steps, batch_size))
+    return figures | {name: statistics.median(values) for name, values in timings.items()}
+
+
+def build_arms(
+    root: Path, store: Store, preprocess: Preprocess, batch_size: int
+) -> dict[str, Callable[[int], Any]]:
+    """Name → the batches of an epoch."""
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": 0,
+        "device": "cpu",
+        "preprocess": preprocess,
+        "shuffle": True,
+        "drop_last": True,
+        "num_classes": len(store.class_names),
+    }
+    size = preprocess.image_size[0]
+    crop = recipes(size)["resized crop, flip"]
+    arms: dict[str, Callable[[int], Any]] = {
+        f"torchvision, {WORKERS} workers": lambda _: torchvision_batches(root, size, batch_size),
+        f"worker loader, {WORKERS} workers": lambda epoch: worker_batches(store, epoch, options, crop),
+    }
+    for name, augment in recipes(size).items():
+        arms[f"resident: {name}"] = ResidentLoader(store, augment=augment, **options).epoch
+    return arms
+
+
+def describe_machine() -> dict[str, str | int]:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--image-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    figures = measure(
+        options.root,
+        size=options.image_size,
+        batch_size=options.batch_size,
+        steps=options.steps,
+        rounds=options.rounds,
+    )
+    machine = describe_machine()
+    table = Table("path", "images/s", "ms a batch", title=", ".join(f"{k} {v}" for k, v in machine.items()))
+    for name, rate in figures.items():
+        table.add_row(name, f"{rate:,.0f}", f"{1e3 * options.batch_size / rate:.2f}")
+    Console().print(table)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        report = {"machine": machine, "image_size": options.image_size, "batch_size": options.batch_size}
+        text = json.dumps(report | {"images_per_second": figures}, indent=1) + "\n"
+        (options.output / f"data-{options.image_size}px.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
