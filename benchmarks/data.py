@@ -3,7 +3,7 @@
     python benchmarks/data.py ROOT --image-size 32 --output benchmarks/results
 
 ROOT is an image folder with a train/ split. Arms take turns round by round, each in an epoch of its own; a
-figure is the median over the rounds. The store is built in an empty cache from files that are in the page cache.
+figure is the median over the rounds. The store is built in an empty cache; its files are in the page cache.
 """
 
 import argparse
