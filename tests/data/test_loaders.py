@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -240,6 +241,21 @@ def test_resuming_decodes_only_what_is_left(file_store: Store) -> None:
     last = list(loader.epoch(0, start_step=2))
     assert len(last) == 1
     assert sorted(read) == sorted(last[0].sample_ids.tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_takes_nothing_from_anyones_random_state(file_store: Store, workers: int) -> None:
+    """Or dropout after a resume in mid-epoch would differ from that of an uninterrupted run."""
+
+    def states() -> tuple[object, ...]:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    before = states()
+    loader = make(WorkerLoader, file_store, augment=replace(GEOMETRY, mixup=0.8), workers=workers)
+    for epoch in range(2):
+        list(loader.epoch(epoch))
+    loader.close()
+    assert states() == before
 
 
 def wait_until_gone(before: set[int]) -> set[int]:

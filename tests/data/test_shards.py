@@ -99,6 +99,14 @@ def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
     )
 
 
+def test_all_splits_number_their_classes_alike(tmp_path: Path) -> None:
+    write_shard(tmp_path / "train-0.tar", ["elk", "owl", "yak"] * 5)
+    write_shard(tmp_path / "test-0.tar", ["yak", "owl"])
+    test = load_source("webdataset", root=tmp_path, split="test")
+    assert (test.class_names, test.labels.tolist()) == (("elk", "owl", "yak"), [2, 1])
+    assert len(load_source("webdataset", root=tmp_path, split="all")) == 17
+
+
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.tar", [0, 1, 2])
     whole = shard.read_bytes()

@@ -84,7 +84,7 @@ def cut_pixels(
         cropped = kernels.resized_crop(pixels, boxes.to(device, non_blocking=True), size)
         mirror = flipped.to(device, non_blocking=True)[:, None, None, None]
         return torch.where(mirror, cropped.flip(3), cropped)
-    top, left = ((full[0] - size[0]) // 2, (full[1] - size[1]) // 2)
+    top, left = (full[0] - size[0]) // 2, (full[1] - size[1]) // 2
     rows, columns = top + torch.arange(size[0])[None], left + torch.arange(size[1])[None]
     if augment.crop_padding:
         span = 2 * augment.crop_padding + 1
@@ -164,8 +164,7 @@ def mix_batch(
     return mixed, own * classes + (1 - own) * classes[partner]
 
 
-# --- draws: on the host, one for each sample
-# ------------------------------------------------------------------
+# --- draws: on the host, one for each sample --------------------
 
 
 def _draw_flips(draws: Draws, ids: Int64[Tensor, " B"], flip: str) -> Tensor:
@@ -238,15 +237,11 @@ def _draw_patches(
 ) -> Int64[Tensor, "B 4"]:
     """Boxes of the image's aspect, a share 1 - kept of its area, centred anywhere, cut off at the edges."""
     half = 0.5 * (1 - kept).sqrt()
-    middle = [
-        draws.integers(name, ids, below=side) for name, side in (("cutmix x", size[1]), ("cutmix y", size[0]))
-    ]
-    reach = [(half * side).long() for side in (size[1], size[0])]
-    low = [(at - by).clamp(min=0) for at, by in zip(middle, reach, strict=True)]
-    high = [
-        torch.minimum(at + by, torch.tensor(side))
-        for at, by, side in zip(middle, reach, (size[1], size[0]), strict=True)
-    ]
+    low, high = [], []
+    for axis, side in (("x", size[1]), ("y", size[0])):
+        middle, reach = draws.integers(f"cutmix {axis}", ids, below=side), (half * side).long()
+        low.append((middle - reach).clamp(min=0))
+        high.append((middle + reach).clamp(max=side))
     return torch.stack([*low, *high], dim=1)
 
 

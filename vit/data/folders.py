@@ -11,7 +11,8 @@ from pathlib import Path
 from vit.data.image_source import FileBacking, ImageSource, choose_classes, keep_classes, make_source
 
 IMAGE_SUFFIXES = (
-    ".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split()  # noqa: SIM905
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
+    *(".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 )
 _SPLIT_FOLDERS = {
     "train": ("train", "training"),
@@ -93,7 +94,7 @@ def _scan(
         before = len(paths)
         for path in _files(split_folder / folder):
             file_name = os.path.basename(path)
-            if file_name.startswith(".") or not file_name.lower().endswith(tuple(IMAGE_SUFFIXES)):
+            if file_name.startswith(".") or not file_name.lower().endswith(IMAGE_SUFFIXES):
                 ignored += 1
                 continue
             paths.append(os.path.relpath(path, root))

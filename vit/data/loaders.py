@@ -50,8 +50,7 @@ class _Schedule:
     world_size: int
 
     def sample_ids(self, epoch: int, step: int) -> Int64[Tensor, " B"]:
-        n = self.num_samples
-        order = _permutation(self.seed, epoch, n) if self.shuffle else torch.arange(n)
+        order = _order(self.num_samples, Draws(self.seed, epoch) if self.shuffle else None)
         batch = order[step * self.batch_size : (step + 1) * self.batch_size]
         share = -(-len(batch) // self.world_size)
         if len(batch) < self.batch_size:
@@ -60,8 +59,8 @@ class _Schedule:
 
 
 @lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, n: int) -> Int64[Tensor, " n"]:
-    return Draws(seed, epoch).permutation(n)
+def _order(n: int, draws: Draws | None) -> Int64[Tensor, " n"]:
+    return torch.arange(n) if draws is None else draws.permutation(n)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,6 +147,7 @@ class ResidentLoader(_Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.store.images is not None, "a scanned store has no pixels"
+        assert self.store.images.shape[1:3] == self.preprocess.resize_size
         self.images = torch.from_numpy(self.store.images).to(self.device)
 
     def _pixels(
@@ -194,6 +194,7 @@ class WorkerLoader(_Loader):
             pin_memory=torch.device(self.device).type == "cuda",
             worker_init_fn=_prepare_worker,
             multiprocessing_context=self.start_method if workers else None,
+            generator=torch.Generator(),  # or each epoch would take a number from torch's own
         )
 
     def _pixels(

@@ -15,7 +15,7 @@ import shutil
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from vit.data.folders import IMAGE_SUFFIXES
 from vit.data.image_source import ImageSource, keep_classes, make_source
 from vit.data.images import read_image
 
-_SPLIT_PREFIXES = {"train": ("train",), "validation": ("val",), "test": ("test",)}
+_SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,8 @@ def find_shards(
 
     A folder holds <split>/*.tar or <split>*.tar (train, val, test), or *.tar as one set. A pattern is one
     set: globs, braces ("shards-{000..009}.tar") and commands ("pipe:cat shards.tar"), several joined by
-    "::". As with image folders, val without test is the test split.
+    "::". As with image folders, val without test is the test split. Names of classes are the lines of
+    classes.txt beside the first shard, else the labels.
     """
     if root is None:
         raise ValueError(
@@ -67,19 +68,20 @@ def find_shards(
         )
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        return {"train": partial(_load, _expand(str(root)), classes)}
-    splits = {
-        split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
-        for split, (prefix,) in _SPLIT_PREFIXES.items()
-    }
-    splits = {split: shards for split, shards in splits.items() if shards}
-    if not splits:
-        splits = {"train": sorted(folder.glob("*.tar"))}
-    if not any(splits.values()):
-        raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
+        splits = {"train": _expand(str(root))}
+    else:
+        splits = {
+            split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
+            for split, prefix in _SPLIT_PREFIXES.items()
+        }
+        splits = {split: shards for split, shards in splits.items() if shards}
+        splits = splits or {"train": sorted(folder.glob("*.tar"))}
+        if not any(splits.values()):
+            raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
     if "validation" in splits and "test" not in splits:
         splits["test"] = splits.pop("validation")
-    return {split: partial(_load, shards, classes) for split, shards in splits.items()}
+    index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
+    return {split: partial(_load, split, splits, index, classes) for split in splits}
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -116,17 +118,24 @@ def _spool(url: str) -> Path:
     return shard
 
 
-def _load(shards: Sequence[Path], classes: Sequence[str] | None) -> ImageSource:
+_Index = Callable[[Path], list[tuple[str, str, int, int]]]
+
+
+def _load(
+    split: str, splits: Mapping[str, Sequence[Path]], index: _Index, classes: Sequence[str] | None
+) -> ImageSource:
+    everything = [shard for shards in splits.values() for shard in shards]
+    texts = {text for shard in everything for _, text, _, _ in index(shard)}
+    class_names, numbers = _number_classes(texts, everything[0].parent)
     names: list[str] = []
-    texts: list[str] = []
+    labels: list[int] = []
     places: list[tuple[int, int, int]] = []
-    for number, shard in enumerate(shards):
-        for key, text, offset, size in _index(shard):
+    for number, shard in enumerate(splits[split]):
+        for key, text, offset, size in index(shard):
             names.append(f"{shard.name}/{key}")
-            texts.append(text)
+            labels.append(numbers[text])
             places.append((number, offset, size))
-    class_names, labels = _number_classes(texts, shards)
-    backing = ShardBacking(shards, names, np.array(places, dtype=np.int64))
+    backing = ShardBacking(splits[split], names, np.array(places, dtype=np.int64))
     source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, backing=backing)
     return keep_classes(source, classes)
 
@@ -158,20 +167,22 @@ def _index(shard: Path) -> list[tuple[str, str, int, int]]:
     return [(key, texts[key], *place) for key, place in images.items()]
 
 
-def _number_classes(texts: Sequence[str], shards: Sequence[Path]) -> tuple[list[str], list[int]]:
-    """Class names and labels; numbers count the lines of classes.txt beside the shards, if there is one."""
-    listed = shards[0].parent / "classes.txt"
+def _number_classes(texts: set[str], folder: Path) -> tuple[list[str], dict[str, int]]:
+    """Class names, and label text → label. Numbers count the lines of classes.txt, if there is one."""
     if all(text.isdecimal() for text in texts):
-        labels = [int(text) for text in texts]
-        names = (
-            listed.read_text().split("\n") if listed.is_file() else [str(n) for n in range(max(labels) + 1)]
+        numbers = {text: int(text) for text in texts}
+        listed = folder / "classes.txt"
+        lines = (
+            listed.read_text().splitlines()
+            if listed.is_file()
+            else map(str, range(max(numbers.values()) + 1))
         )
-        names = [name.strip() for name in names if name.strip()]
-        if max(labels) >= len(names):
-            raise ValueError(f"{listed} names {len(names)} classes, but a label is {max(labels)}")
+        names = [line.strip() for line in lines if line.strip()]
+        if max(numbers.values()) >= len(names):
+            raise ValueError(f"{listed} names {len(names)} classes, but a label is {max(numbers.values())}")
     else:
-        names = sorted(set(texts))
-        labels = [names.index(text) for text in texts]
+        names = sorted(texts)
+        numbers = {name: number for number, name in enumerate(names)}
     if len(names) < 2:
-        raise ValueError(f"{shards[0].parent} holds one class, {names[0]!r}; a classifier needs at least two")
-    return names, labels
+        raise ValueError(f"{folder} holds one class, {names[0]!r}; a classifier needs at least two")
+    return names, numbers
