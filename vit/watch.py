@@ -52,7 +52,7 @@ class AttentionWatch:
         columns = []
         for image, values in zip(self.images, maps, strict=True):
             photo = image.repeat(scale, axis=0).repeat(scale, axis=1)
-            geometry = Geometry(original_size=(width, height), box=(0, 0, width, height))
+            geometry = Geometry(original_size=(width, height), box=(0.0, 0.0, float(width), float(height)))
             placed, _ = place_map(values, geometry, size=(width * scale, height * scale), smooth=True)
             low, high = find_range([values], signed=False)
             heat = colour(placed, low=low, high=high, signed=False)

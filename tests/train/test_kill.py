@@ -102,10 +102,11 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
 
 
 def test_two_runs_cannot_write_one_directory(tmp_path: Path, cache: Path) -> None:
-    first = start(tmp_path / "run", cache)
+    first = start(tmp_path / "run", cache, "train.epochs=10000")
     wait_for(first, tmp_path / "run", step=1, while_writing=False)
-    second = start(tmp_path / "run", cache, "--resume")
+    second = start(tmp_path / "run", cache, "train.epochs=10000", "--resume")
     _, errors = second.communicate(timeout=60)
+    first.kill()
+    first.communicate(timeout=60)
     assert second.returncode == 2
     assert "another process is training" in errors
-    finish(first)

@@ -15,9 +15,11 @@ def info(
 
     rows = _describe_model(model) if model else _describe_machine()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", str(value))
-    Console(soft_wrap=True).print(table)
+    Console(highlight=False).print(table)
 
 
 def _describe_machine() -> dict[str, object]:

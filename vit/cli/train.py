@@ -87,6 +87,8 @@ def _show_summary(run: "Run", *, resumed_at: int | None) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _summarize(run).items():
         table.add_row(f"[bold]{name}", value)
     console = Console(stderr=True, highlight=False)
