@@ -24,14 +24,18 @@ FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches taken away:
 Predict = Callable[[Int[Tensor, "B kept"]], Float[Tensor, " B"]]
 
 
+def can_drop_tokens(model: nn.Module) -> bool:
+    """Not for rotary models, whose blocks are told the positions of all patches."""
+    return not isinstance(find_attention_layers(model)[0], RotaryLayer)
+
+
 @contextmanager
 def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]:
     """Only the patches `kept` (indices from 0, row by row) and the prefix tokens enter the encoder.
 
-    Raises ValueError for rotary models, whose blocks are told the positions of all patches.
+    Raises ValueError where `can_drop_tokens` says no.
     """
-    first = find_attention_layers(model)[0]
-    if isinstance(first, RotaryLayer):
+    if not can_drop_tokens(model):
         raise ValueError(
             f"{type(model).__name__} has rotary positions, so its tokens cannot be left out; use fill='mean'"
         )
@@ -42,7 +46,7 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
         index = (kept + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
         return (torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1), *args[1:])
 
-    handle = first.block.register_forward_pre_hook(select)
+    handle = find_attention_layers(model)[0].block.register_forward_pre_hook(select)
     try:
         yield
     finally:
@@ -65,7 +69,7 @@ def build_predictor(
     if fill not in FILLS:
         raise ValueError(f"unknown fill {fill!r}; known: {', '.join(FILLS)}")
     if fill == "auto":
-        fill = "mean" if isinstance(find_attention_layers(model)[0], RotaryLayer) else "drop"
+        fill = "drop" if can_drop_tokens(model) else "mean"
     paint = images.mean(dim=(-1, -2), keepdim=True)
     if fill == "blur":
         paint = _blur(images, sigma=images.shape[-1] / 8)

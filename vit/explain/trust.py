@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from vit.explain.capture import find_attention_layers
 from vit.explain.dropping import area_under, build_predictor, deletion_curve
 from vit.explain.methods import MapOptions, Maps, compute_maps
 
@@ -46,7 +47,7 @@ class MapJudge:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.scrambled = scramble_weights(model)
+        self.scrambled = scramble(model)
 
     def judge(
         self,
@@ -122,18 +123,27 @@ class RandomDeletion:
         return area_under(deletion_curve(self._predict, order, fractions=FRACTIONS), fractions=FRACTIONS)
 
 
-def scramble_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
+def scramble(model: nn.Module, *, share_of_blocks: float = 1.0, seed: int = 0) -> nn.Module:
     """A copy whose parameters each have their numbers shuffled: nothing learned is left, but every scale is.
 
-    The control of Adebayo et al. 2018. Shuffled trained weights are the harder control than fresh ones, whose
-    small numbers make attention uniform and any map look different from it.
+    The head and the last `share_of_blocks` are; with 1 the embedding too. The control of Adebayo et al. 2018;
+    shuffled trained weights are harder than fresh ones, whose small numbers make attention uniform and any
+    map look different.
     """
     scrambled = copy.deepcopy(model)
+    blocks = [layer.block for layer in find_attention_layers(scrambled)]
+    of_block = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
+    keep_below = round(len(blocks) * (1 - share_of_blocks))
     generator = torch.Generator().manual_seed(seed)
+    before = True  # parameters are registered in the order of the walk: embedding, blocks, head
     with torch.no_grad():
         for parameter in scrambled.parameters():
-            order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
-            parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
+            number = of_block.get(id(parameter))
+            before = before and number is None
+            kept = share_of_blocks < 1 if before else number is not None and number < keep_below
+            if not kept:
+                order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+                parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
     return scrambled
 
 
