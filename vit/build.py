@@ -218,7 +218,9 @@ def build_loaders(
 ) -> tuple[Loader, ResidentLoader | None]:
     """Augmented training batches, and the validation images as they are."""
     augment = Augment(**config.augment.model_dump(exclude={"mix_until"}))
-    batch_size = min(config.train.batch_size, len(data.train.labels))
+    # of a set smaller than the batch, all images that can be shared out in pairs
+    share = 2 * process.world_size
+    batch_size = min(config.train.batch_size, len(data.train) // share * share)
     shared: dict[str, Any] = {
         "preprocess": data.preprocess,
         "device": device,
@@ -245,7 +247,12 @@ def build_loaders(
     if data.validation is None:
         return train, None
     validation = ResidentLoader(
-        data.validation, batch_size=max(batch_size, 256), augment=None, shuffle=False, drop_last=False, **shared
+        data.validation,
+        batch_size=128 * share,
+        augment=None,
+        shuffle=False,
+        drop_last=False,
+        **shared,
     )
     return train, validation
 
@@ -262,6 +269,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
         evaluate_every_epochs=train.evaluate_every_epochs,
         checkpoint_every_steps=train.checkpoint_every_steps,
         keep_every_epochs=train.keep_every_epochs,
+        mix_until=config.augment.mix_until,
         image_sizes=tuple((until, as_pair(size)) for until, size in train.image_sizes or ()),
         on_nonfinite=train.on_nonfinite,
     )

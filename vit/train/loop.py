@@ -46,7 +46,7 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
     def epoch(
-        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None
+        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None, mix: bool = True
     ) -> Iterator[Any]: ...
 
 
@@ -62,6 +62,7 @@ class Plan:
     checkpoint_every_steps: int | None = None
     keep_every_epochs: int | None = None
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (share of the run until which, (H, W))
+    mix_until: float = 1.0  # share of the run after which mixup and cutmix stop
     on_nonfinite: str = "stop"
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
@@ -159,10 +160,7 @@ class Trainer:
         progress, plan = self.progress, self.plan
         self.step.model.train()
         before = time.perf_counter() - progress.epoch_seconds
-        batches = self.train_batches.epoch(
-            progress.epoch, start_step=progress.step_in_epoch, image_size=plan.image_size(progress.epoch)
-        )
-        for batch in batches:
+        for batch in self._batches(start_step=progress.step_in_epoch):
             seed_step(plan.seed, progress.step, self.process.rank)
             result = self.step(batch.images, batch.targets)
             progress.step += 1
@@ -181,6 +179,15 @@ class Trainer:
                 self._save()
             if progress.step >= plan.total_steps:
                 break
+
+    def _batches(self, *, start_step: int) -> Iterator[Batch]:
+        epoch, plan = self.progress.epoch, self.plan
+        return self.train_batches.epoch(
+            epoch,
+            start_step=start_step,
+            image_size=plan.image_size(epoch),
+            mix=epoch < plan.mix_until * plan.epochs,
+        )
 
     def _finish_epoch(self) -> None:
         """Evaluate, keep the best model, tell the observers, save."""
@@ -296,8 +303,7 @@ class Trainer:
         """Draw the failing batch again and look for the first module that breaks on it."""
         progress = self.progress
         start = progress.step_in_epoch - (progress.step - number) - 1
-        size = self.plan.image_size(progress.epoch)
-        batch = next(iter(self.train_batches.epoch(progress.epoch, start_step=start, image_size=size)))
+        batch = next(self._batches(start_step=start))
         seed_step(self.plan.seed, number - 1, self.process.rank)
         with self.step.autocast():
             module = find_nonfinite(self.step.module, batch.images, batch.targets)
