@@ -6,12 +6,15 @@ Masks say where attention may go: True (or 1) attends, False (or 0) is ignored. 
 to gets zero weights and a zero output, never NaN and never a silent uniform average.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+from vit.device import cpu_flags
+from vit.model.arguments import check_choice
 
 Backend = Literal["auto", "fused", "explicit"]
 Mask = Bool[Tensor, "..."] | Int[Tensor, "..."]
@@ -71,14 +74,24 @@ def mask_from_key_padding(padding: Bool[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 
 def choose_backend(
     device_type: str, dtype: torch.dtype, num_tokens: int, training: bool
 ) -> Literal["fused", "explicit"]:
-    """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures.
+    """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures
+    them.
 
-    The fused kernel wins wherever no gradient is needed, and on accelerators. On a CPU its bfloat16 backward
-    falls behind the explicit products.
+    Accelerators: fused. CPU in bfloat16: explicit for training, as the fused backward takes two to five times
+    as long; for inference explicit too, unless AMX carries the fused kernel. CPU in float32: fused, but for a
+    few dozen tokens. Beyond a few hundred tokens the explicit weights no longer fit the caches, or the
+    memory.
     """
-    if device_type == "cpu" and training and dtype == torch.bfloat16:
-        return "explicit"
-    return "fused"
+    if device_type != "cpu":
+        return "fused"
+    if dtype == torch.bfloat16:
+        return "explicit" if num_tokens <= 640 and (training or not _has_amx()) else "fused"
+    return "explicit" if num_tokens <= 32 else "fused"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_amx() -> bool:
+    return "amx_bf16" in cpu_flags()
 
 
 class MultiHeadAttention(nn.Module):
@@ -108,8 +121,7 @@ class MultiHeadAttention(nn.Module):
                 map(str, sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2]))
             )
             raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {near}")
-        if backend not in ("auto", "fused", "explicit"):
-            raise ValueError(f"unknown attention backend {backend!r}; known: auto, explicit, fused")
+        check_choice(backend, get_args(Backend), name="attention backend")
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.scale = self.head_dim**-0.5

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.model.arguments import check_choice
 from vit.model.attention import NORM_EPS, Backend, MultiHeadAttention
 
 MLPS = ("gelu", "relu2", "swiglu")
@@ -21,8 +22,7 @@ class Mlp(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
         super().__init__()
-        if activation not in MLPS:
-            raise ValueError(f"unknown mlp {activation!r}; known: {', '.join(MLPS)}")
+        check_choice(activation, MLPS, name="mlp")
         if activation == "swiglu" and hidden_dim % 2:
             raise ValueError(f"swiglu halves its hidden width, which is odd: {hidden_dim}; change mlp_ratio")
         self.activation = activation

@@ -13,31 +13,29 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vit.model.arguments import as_pair, check_choice
 from vit.model.attention import NORM_EPS, Backend
 from vit.model.encoder import Block
 from vit.model.initialise import initialise
-from vit.model.patch_embed import PatchEmbed, as_pair, build_sincos_positions, resample_positions
+from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
 
 POOLS = ("attention", "avg", "max", "token")
 POSITIONS = ("learned", "none", "sincos")
-EMBEDDINGS = ("cls_token", "dist_token", "reg_token", "pos_embed")
 OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
 
 
 class VisionTransformer(nn.Module):
     """
-    Sizes are one number or (height, width); a patch must divide the image.
+    img_size and patch_size: one number or (height, width); the patch must divide the image.
+    num_classes: 0 gives the pooled features instead of logits.
+    pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
+    with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
+    fc_norm: the last norm comes after the pooling, not before; None: with "avg" and "max", as timm.
+    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class keeps it off the prefix tokens.
+    reg_tokens: 0–8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged.
+    init_values: LayerScale's start; None: without. drop_path_rate: the last block's, from 0 at the first.
 
-    pool: "token" reads the class token, "avg" and "max" reduce over the patches, "attention" averages the
-    patches with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
-    fc_norm: the final norm comes after the pooling instead of before; None does that for "avg" and "max", as
-    timm.
-    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class keeps positions off the prefix tokens.
-    reg_tokens: 0–8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged with the
-    first.
-    init_values: LayerScale's start, None is without. drop_path_rate: at the last block, growing from 0 at the
-    first. `architecture` holds these arguments: VisionTransformer(**model.architecture) is the same model,
-    untrained.
+    `architecture` holds the arguments: VisionTransformer(**model.architecture) is the same model, untrained.
     """
 
     def __init__(
@@ -71,7 +69,12 @@ class VisionTransformer(nn.Module):
         class_token = pool == "token" if class_token is None else class_token
         fc_norm = pool in ("avg", "max") if fc_norm is None else fc_norm
         no_embed_class = no_embed_class or pos_embed == "sincos"
-        _check_choices(pool=pool, pos_embed=pos_embed, class_token=class_token, distilled=distilled)
+        check_choice(pool, POOLS, name="pool")
+        check_choice(pos_embed, POSITIONS, name="pos_embed")
+        if (pool == "token" or distilled) and not class_token:
+            raise ValueError("pool='token' reads the class token; leave class_token out or take pool='avg'")
+        if distilled and pool != "token":
+            raise ValueError(f"a distilled model reads its two tokens: pool must be 'token', not {pool!r}")
         if not 0 <= reg_tokens <= 8:
             raise ValueError(f"reg_tokens {reg_tokens} is not from 0 to 8")
         if depth < 1 or num_classes < 0:
@@ -83,7 +86,7 @@ class VisionTransformer(nn.Module):
             "fc_norm": fc_norm,
             "no_embed_class": no_embed_class,
         }
-        self.embed_dim, self.num_classes, self.pool, self.distilled = embed_dim, num_classes, pool, distilled
+        self.embed_dim, self.num_classes, self.pool = embed_dim, num_classes, pool
         self.num_prefix_tokens = class_token + distilled + reg_tokens
         self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.grad_checkpointing = False
@@ -177,46 +180,36 @@ class VisionTransformer(nn.Module):
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size)
         self.architecture["img_size"] = self.patch_embed.img_size
-        if self.pos_embed is None or self.grid_size == old_grid:
-            return
-        if not isinstance(self.pos_embed, nn.Parameter):
+        if isinstance(self.pos_embed, nn.Parameter) and self.grid_size != old_grid:
+            positions = self._resample(self.pos_embed.detach(), old_grid, self.grid_size)
+            self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
+        elif self.pos_embed is not None and self.grid_size != old_grid:
             self.pos_embed = build_sincos_positions(self.grid_size, self.embed_dim).to(self.pos_embed)
-            return
-        positions = resample_positions(
-            self.pos_embed.detach(),
-            old_grid=old_grid,
-            new_grid=self.grid_size,
-            num_prefix_tokens=self.num_embedded_prefix_tokens,
-        )
-        self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
 
     def reset_classifier(self, num_classes: int) -> None:
         """A new, untrained head (both, when distilled) for another number of classes."""
         self.num_classes = self.architecture["num_classes"] = num_classes
-        for name in ("head", "head_dist"):
-            if getattr(self, name) is not None:
-                head = self._build_head().to(next(self.parameters()))
-                initialise(head)
-                setattr(self, name, head)
+        self.head = self._build_head()
+        self.head_dist = self._build_head() if self.head_dist is not None else None
 
     def _build_head(self) -> nn.Module:
-        return nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
+        head = nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
+        initialise(head)
+        return head.to(next(self.parameters()))
 
     def freeze(self, part: Literal["backbone"] | int) -> None:
-        """Stop training "backbone", all but the head (a linear probe), or the embeddings and the first n
-        blocks."""
+        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and n blocks."""
         if part != "backbone" and not 0 <= part <= len(self.blocks):
             raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'")
         for name, parameter in self.named_parameters():
             top, _, rest = name.partition(".")
             if part == "backbone":
-                frozen = top not in ("head", "head_dist")
+                trained = top in ("head", "head_dist")
             elif top == "blocks":
-                frozen = int(rest.partition(".")[0]) < part
+                trained = int(rest.partition(".")[0]) >= part
             else:
-                frozen = top == "patch_embed" or top in EMBEDDINGS
-            if frozen:
-                parameter.requires_grad_(False)
+                trained = top in ("norm", "seq_pool", "fc_norm", "head", "head_dist")
+            parameter.requires_grad_(trained)
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
@@ -231,17 +224,16 @@ class VisionTransformer(nn.Module):
         return tokens
 
     def _find_positions(self, img_size: tuple[int, int]) -> Float[Tensor, "1 N D"] | None:
-        """The positions of an image's grid; of another size than the model's own, where `patch_embed` lets one
-        through (`dynamic_img_size`), they are resampled, gradient included."""
+        """The positions of an image's grid; of another size than the model's own, where `patch_embed` lets
+        one through (`dynamic_img_size`), they are resampled, gradient included."""
         if self.pos_embed is None or img_size == self.patch_embed.img_size:
             return self.pos_embed
         rows, columns = self.patch_embed.patch_size
-        return resample_positions(
-            self.pos_embed,
-            old_grid=self.grid_size,
-            new_grid=(img_size[0] // rows, img_size[1] // columns),
-            num_prefix_tokens=self.num_embedded_prefix_tokens,
-        )
+        return self._resample(self.pos_embed, self.grid_size, (img_size[0] // rows, img_size[1] // columns))
+
+    def _resample(self, positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+        prefix = self.num_embedded_prefix_tokens
+        return resample_positions(positions, old_grid=old_grid, new_grid=new_grid, num_prefix_tokens=prefix)
 
     def _pool(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
         if self.pool == "token":
@@ -253,14 +245,3 @@ class VisionTransformer(nn.Module):
             return patches.amax(dim=1)
         pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
         return pooled[:, 0]
-
-
-def _check_choices(*, pool: str, pos_embed: str, class_token: bool, distilled: bool) -> None:
-    if pool not in POOLS:
-        raise ValueError(f"unknown pool {pool!r}; known: {', '.join(POOLS)}")
-    if pos_embed not in POSITIONS:
-        raise ValueError(f"unknown pos_embed {pos_embed!r}; known: {', '.join(POSITIONS)}")
-    if not class_token and (pool == "token" or distilled):
-        raise ValueError("pool='token' reads the class token; set class_token or pool='avg'")
-    if distilled and pool != "token":
-        raise ValueError(f"a distilled model reads its two tokens: pool must be 'token', not {pool!r}")

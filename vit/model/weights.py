@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.model.patch_embed import as_pair
+from vit.model.arguments import as_pair
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 

@@ -1,0 +1,193 @@
+"""Time the ways to compute attention, on any device: what the default rule `choose_backend` rests on.
+
+    python benchmarks/attention.py --output benchmarks/results
+
+Each arm starts from queries, keys and values as the encoder's layer hands them over (views of one projection)
+and ends with the heads merged. Arms take turns round by round; a figure is the median over the rounds.
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit.model.attention import choose_backend, scaled_dot_product_attention
+
+# batch, heads, tokens, head width
+SHAPES = [
+    (256, 3, 16, 64),
+    (256, 3, 64, 64),
+    (256, 4, 64, 32),
+    (64, 6, 50, 64),
+    (64, 6, 197, 64),
+    (8, 6, 577, 64),
+    (2, 6, 1370, 64),
+]
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def explicit(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, key, value)[0]
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def build_arms(device: torch.device) -> dict[str, tuple[Arm, SDPBackend | None]]:
+    """torch's own choice of kernel and the explicit products; on CUDA also each kernel by name."""
+    arms: dict[str, tuple[Arm, SDPBackend | None]] = {"fused": (fused, None), "explicit": (explicit, None)}
+    if device.type == "cuda":
+        arms |= {f"fused:{name}": (fused, kernel) for name, kernel in KERNELS.items()}
+    return arms
+
+
+def time_once(
+    arm: tuple[Arm, SDPBackend | None], projected: Tensor, gradient: Tensor, *, training: bool
+) -> float:
+    """Milliseconds of one pass over [B, N, 3, H, K], by the device's own clock where it has one."""
+    function, kernel = arm
+    cuda = projected.device.type == "cuda"
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+    if cuda:
+        events[0].record()
+    start = time.perf_counter()
+    with sdpa_kernel(kernel) if kernel else nullcontext(), torch.set_grad_enabled(training):
+        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
+        merged = function(query, key, value).transpose(1, 2).flatten(2)
+        if training:
+            projected.grad = None
+            merged.backward(gradient)
+    if cuda:
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1])
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(
+    shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, training: bool, rounds: int
+) -> dict[str, Any]:
+    """Median milliseconds of every arm that runs, and what the default rule picks."""
+    batch, heads, tokens, width = shape
+    torch.manual_seed(0)
+    projected = torch.randn(
+        batch, tokens, 3, heads, width, device=device, dtype=dtype, requires_grad=training
+    )
+    gradient = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
+    times: dict[str, list[float]] = {}
+    for name, arm in build_arms(device).items():
+        try:
+            for _ in range(3):
+                time_once(arm, projected, gradient, training=training)
+            times[name] = []
+        except RuntimeError:  # a kernel that this device or dtype does not have
+            continue
+    arms = build_arms(device)
+    for _ in range(rounds):
+        for name, record in times.items():
+            record.append(time_once(arms[name], projected, gradient, training=training))
+    return {
+        "shape": dict(zip(("batch", "heads", "tokens", "head_dim"), shape, strict=True)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "mode": "training" if training else "inference",
+        "milliseconds": {name: round(statistics.median(record), 3) for name, record in times.items()},
+        "default": choose_backend(device.type, dtype, tokens, training),
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on."""
+    if device.type == "cuda":
+        name, kernels = torch.cuda.get_device_name(device), f"CUDA {torch.version.cuda}"
+    else:
+        name, kernels = describe_processor()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "device": name,
+        "kernels": kernels,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def describe_processor() -> tuple[str, str]:
+    """Its name, and what it multiplies bfloat16 with."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.exists() else ""
+    names = re.findall(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    kernels = [torch.backends.cpu.get_cpu_capability()]
+    kernels += [flag for flag in ("avx512_bf16", "amx_bf16") if f" {flag} " in text]
+    return names[0] if names else platform.processor(), ", ".join(kernels)
+
+
+def render(results: list[dict[str, Any]], machine: dict[str, Any]) -> Table:
+    names = list(dict.fromkeys(name for result in results for name in result["milliseconds"]))
+    table = Table(title=", ".join(f"{key} {value}" for key, value in machine.items()))
+    for column in ("mode", "dtype", "B×H×N×K", *(f"{name} ms" for name in names), "default", "regret"):
+        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+    for result in results:
+        times = result["milliseconds"]
+        # how much slower the default is than the faster of the two it chooses from
+        regret = times[result["default"]] / min(times["fused"], times["explicit"]) - 1
+        cells = [f"{times[name]:.1f}" if name in times else "–" for name in names]
+        shape = "×".join(map(str, result["shape"].values()))
+        table.add_row(result["mode"], result["dtype"], shape, *cells, result["default"], f"{regret:.0%}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="folder for attention-<device>.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    results = [
+        measure(shape, device=device, dtype=dtype, training=training, rounds=arguments.rounds)
+        for training in (True, False)
+        for dtype in (torch.bfloat16, torch.float32)
+        for shape in SHAPES
+    ]
+    machine = describe_machine(device)
+    Console().print(render(results, machine))
+    if arguments.output:
+        slug = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        path = arguments.output / f"attention-{slug}.json"
+        path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
