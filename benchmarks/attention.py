@@ -148,14 +148,13 @@ def describe_processor() -> tuple[str, str]:
     return names[0] if names else platform.processor(), ", ".join(kernels)
 
 
-def render(results: list[dict[str, Any]], machine: dict[str, Any]) -> Table:
+def render(results: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for result in results for name in result["milliseconds"]))
-    table = Table(title=", ".join(f"{key} {value}" for key, value in machine.items()))
-    for column in ("mode", "dtype", "B×H×N×K", *(f"{name} ms" for name in names), "default", "regret"):
-        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+    table = Table(title="milliseconds; regret: how much slower the default is than the faster of its two")
+    for column in ("mode", "dtype", "B×H×N×K", *names, "default", "regret"):
+        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right", no_wrap=True)
     for result in results:
         times = result["milliseconds"]
-        # how much slower the default is than the faster of the two it chooses from
         regret = times[result["default"]] / min(times["fused"], times["explicit"]) - 1
         cells = [f"{times[name]:.1f}" if name in times else "–" for name in names]
         shape = "×".join(map(str, result["shape"].values()))
@@ -181,7 +180,8 @@ def main() -> None:
         for shape in SHAPES
     ]
     machine = describe_machine(device)
-    Console().print(render(results, machine))
+    print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n")
+    Console(width=120).print(render(results))
     if arguments.output:
         slug = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
         arguments.output.mkdir(parents=True, exist_ok=True)
