@@ -7,4 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from jaxtyping import install_import_hook
 
 # before any module below is imported: each annotated call then checks its array shapes
-install_import_hook(["vit.model", "vit.explain"], "beartype.beartype")
+install_import_hook(
+    ["vit.model", "vit.explain", "vit.data.draws", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],
+    "beartype.beartype",
+)

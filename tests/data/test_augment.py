@@ -177,7 +177,7 @@ def test_policy_operations_equal_torchvisions_one_by_one(ranges: Ranges, strengt
 
 
 def test_policies_change_samples_differently_and_anew_each_epoch() -> None:
-    for augment in (Augment(rand_augment=(2, 9)), Augment(trivial_augment=True)):
+    for augment in (Augment(rand_augment=(2, 9.0)), Augment(trivial_augment=True)):
         same = torch.stack([finish(augment, pictures(), epoch) for epoch in (0, 0, 1)])
         assert torch.equal(same[0], same[1])
         moved = (same[0] != same[2]).flatten(1).any(1).float().mean()

@@ -322,7 +322,7 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("augment", [None, FULL, replace(FULL, rand_augment=(2, 9)), GEOMETRY])
+@pytest.mark.parametrize("augment", [None, FULL, replace(FULL, rand_augment=(2, 9.0)), GEOMETRY])
 def test_cuda_gives_the_batches_of_the_cpu(store: Store, augment: Augment | None) -> None:
     host = make(ResidentLoader, store, augment=augment)
     device = make(ResidentLoader, store, augment=augment, device="cuda")

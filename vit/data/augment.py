@@ -85,7 +85,8 @@ def cut_pixels(
         mirror = flipped.to(device, non_blocking=True)[:, None, None, None]
         return torch.where(mirror, cropped.flip(3), cropped)
     top, left = (full[0] - size[0]) // 2, (full[1] - size[1]) // 2
-    rows, columns = top + torch.arange(size[0])[None], left + torch.arange(size[1])[None]
+    rows = (top + torch.arange(size[0])).expand(len(index), -1)
+    columns = (left + torch.arange(size[1])).expand(len(index), -1)
     if augment.crop_padding:
         span = 2 * augment.crop_padding + 1
         rows = rows + draws.integers("crop y", sample_ids, below=span)[:, None] - augment.crop_padding

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -15,6 +15,7 @@ from PIL import Image
 from vit.data.images import read_image
 
 
+@runtime_checkable
 class Backing(Protocol):
     """Where the pixels of a source are."""
 

@@ -14,7 +14,10 @@ _GREY = (0.2989, 0.587, 0.114)  # ITU-R 601-2, as in torchvision
 
 
 def gather_pixels(
-    images: UInt8[Tensor, "n S T 3"], index: Int64[Tensor, " B"], rows: Int64[Tensor, "B H"], columns: Tensor
+    images: UInt8[Tensor, "n S T 3"],
+    index: Int64[Tensor, " B"],
+    rows: Int64[Tensor, "B H"],
+    columns: Int64[Tensor, "B W"],
 ) -> UInt8[Tensor, "B H W 3"]:
     """Pixel (rows[b, y], columns[b, x]) of image index[b]: cropping, shifting and flipping in one read."""
     height, width = images.shape[1:3]

@@ -28,8 +28,8 @@ class Ranges:
     posterize: int  # bits lost
 
 
-RAND_AUGMENT = Ranges(0.3, translate_share=150 / 331, translate_pixels=0, rotate=30, enhance=0.9, posterize=4)
-TRIVIAL_AUGMENT = Ranges(0.99, translate_share=0, translate_pixels=32, rotate=135, enhance=0.99, posterize=6)
+RAND_AUGMENT = Ranges(0.3, 150 / 331, translate_pixels=0.0, rotate=30.0, enhance=0.9, posterize=4)
+TRIVIAL_AUGMENT = Ranges(0.99, 0.0, translate_pixels=32.0, rotate=135.0, enhance=0.99, posterize=6)
 
 _GEOMETRIC = ("identity", "shear x", "shear y", "translate x", "translate y", "rotate")
 _ENHANCING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

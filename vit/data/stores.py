@@ -246,7 +246,8 @@ def _open_store(folder: Path, source: ImageSource) -> Store | None:
         index = json.loads((folder / "index.json").read_text())
         with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
-        images = _open_images(folder / "images.u8", len(good), index["size"], index["checksums"])
+        size = None if index["size"] is None else (index["size"][0], index["size"][1])
+        images = _open_images(folder / "images.u8", len(good), size, index["checksums"])
         readable = source.subset(good)
         return Store(
             name=source.name,
