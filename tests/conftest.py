@@ -1,4 +1,4 @@
-"""Shared by all tests: shapes in signatures are checked while they run, and nothing uses more than its core."""
+"""Shared by all tests: shapes in signatures are checked while they run, and nothing takes more than its core."""
 
 import os
 
@@ -8,6 +8,13 @@ from jaxtyping import install_import_hook
 
 # before any module below is imported: each annotated call then checks its array shapes
 install_import_hook(
-    ["vit.model", "vit.explain", "vit.data.draws", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],
+    [
+        "vit.model",
+        "vit.explain",
+        "vit.data.draws",
+        "vit.data.kernels",
+        "vit.data.loaders",
+        "vit.data.policies",
+    ],
     "beartype.beartype",
 )
