@@ -59,7 +59,9 @@ def test_architecture_rebuilds_the_model(options):
 
 
 @pytest.mark.parametrize(("pool", "pos_embed"), [("token", "learned"), ("avg", "sincos")])
-def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(pool: str, pos_embed: str) -> None:
+def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(
+    pool: str, pos_embed: str
+) -> None:
     torch.manual_seed(0)
     model = VisionTransformer(16, 4, 3, 5, 16, 2, 2, pool=pool, pos_embed=pos_embed)
     small = torch.randn(2, 3, 8, 12)

@@ -10,14 +10,14 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from vit.device import cpu_flags
 from vit.model.arguments import check_choice
 
 Backend = Literal["auto", "fused", "explicit"]
-Mask = Bool[Tensor, "..."] | Int[Tensor, "..."]
+Mask = Shaped[Tensor, "..."]  # boolean, or integers 0 and 1; others are refused with a sentence
 
 NORM_EPS = 1e-6  # of every LayerNorm in the field's vision transformers; torch's own default is 1e-5
 
@@ -62,7 +62,7 @@ def compute_weights(
     return weights.masked_fill(~allowed, 0.0)
 
 
-def mask_from_key_padding(padding: Bool[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 Nk"]:
+def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 Nk"]:
     """Our mask from torch's `key_padding_mask`, where True is what to ignore."""
     if padding.dtype != torch.bool:
         raise ValueError(

@@ -1,0 +1,298 @@
+"""Attention against loops in float64, numbers worked by hand, central differences and torch's own layer."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit.model.attention import (
+    MultiHeadAttention,
+    choose_backend,
+    mask_from_key_padding,
+    scaled_dot_product_attention,
+)
+
+torch.manual_seed(0)
+PADDING = torch.tensor([[False, False, False, True, True], [False, False, False, False, False]])
+MASKS = {
+    "none": None,
+    "key [B,1,1,Nk]": ~PADDING[:, None, None],
+    "pair [B,1,Nq,Nk]": torch.rand(2, 1, 4, 5) > 0.4,
+    "pair [Nq,Nk]": torch.rand(4, 5) > 0.4,
+    "key [Nk]": torch.tensor([True, False, True, True, False]),
+    "head [H,1,Nk]": torch.rand(3, 1, 5) > 0.4,
+    "integers": (torch.rand(2, 1, 1, 5) > 0.4).int(),
+}
+
+
+def attend_by_loops(query, key, value, mask, *, causal):
+    """Equation 1 of Vaswani et al. 2017, number by number."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    allowed = torch.ones(batch, heads, queries, keys).bool() if mask is None else mask.bool()
+    allowed = allowed.expand(batch, heads, queries, keys)
+    weights = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
+    output = torch.zeros(batch, heads, queries, value.shape[3], dtype=torch.float64)
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        seen = [j for j in range(keys) if allowed[b, h, i, j] and (not causal or j <= i)]
+        scores = [
+            math.fsum(float(query[b, h, i, k] * key[b, h, j, k]) for k in range(width)) / math.sqrt(width)
+            for j in seen
+        ]
+        total = math.fsum(math.exp(score) for score in scores)
+        for j, score in zip(seen, scores, strict=True):
+            weights[b, h, i, j] = math.exp(score) / total
+            output[b, h, i] += weights[b, h, i, j] * value[b, h, j]
+    return output, weights
+
+
+def draw(*, queries=4, keys=5, width=6, value_width=7, dtype=torch.float64):
+    shapes = [(2, 3, queries, width), (2, 3, keys, width), (2, 3, keys, value_width)]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+class TestFormula:
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("name", MASKS)
+    def test_equals_loops_in_float64(self, name, causal):
+        query, key, value = draw()
+        expected = attend_by_loops(query, key, value, MASKS[name], causal=causal)
+        actual = scaled_dot_product_attention(query, key, value, MASKS[name], causal=causal)
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+
+    def test_three_tokens_worked_by_hand(self):
+        # one head of width 1: the scale is 1. The query 1 scores ln 1, ln 2, ln 5, and so weighs 1/8, 2/8, 5/8
+        key = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log()
+        value = torch.tensor([[8.0, 0.0], [0.0, 8.0], [8.0, 16.0]], dtype=torch.float64)
+        query = torch.tensor([[1.0], [0.0], [-1.0]], dtype=torch.float64)
+        output, weights = scaled_dot_product_attention(query, key, value)
+        third = 1 / (1 + 1 / 2 + 1 / 5)
+        expected = [[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [third, third / 2, third / 5]]
+        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0)
+        torch.testing.assert_close(
+            output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0
+        )
+
+    def test_rows_sum_to_one(self):
+        query, key, value = draw(dtype=torch.float32)
+        for causal in (False, True):
+            weights = scaled_dot_product_attention(query, key, value, causal=causal)[1]
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]"])
+    def test_gradients_equal_central_differences(self, name, causal):
+        inputs = [tensor.requires_grad_() for tensor in draw(queries=4, keys=5, width=2, value_width=2)]
+        assert torch.autograd.gradcheck(
+            lambda *qkv: scaled_dot_product_attention(*qkv, MASKS[name], causal=causal), inputs
+        )
+
+    @pytest.mark.parametrize("width", [16, 64, 256])
+    def test_scale_keeps_the_variance_of_scores_at_one(self, width):
+        generator = torch.Generator().manual_seed(width)
+        query, key = torch.randn(2, 400, width, dtype=torch.float64, generator=generator)
+        products = query @ key.T
+        assert products.var() == pytest.approx(width, rel=0.05)  # grows with the width without the scale
+        # the scores, read back from the weights: their logarithms up to a constant a row
+        weights = scaled_dot_product_attention(query, key, key)[1]
+        scores = (
+            weights.log()
+            - weights.log().mean(-1, keepdim=True)
+            + products.mean(-1, keepdim=True) / width**0.5
+        )
+        assert scores.var() == pytest.approx(1, rel=0.05)
+
+
+class TestMasks:
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_query_with_nothing_to_attend_to_gives_zeros(self, backend, dtype):
+        layer = MultiHeadAttention(12, 3, backend=backend).to(dtype)
+        tokens = torch.randn(2, 4, 12, dtype=dtype, requires_grad=True)
+        mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+        mask[0, :, 1] = False
+        output = layer(tokens, mask=mask)
+        # no context: what is left is the output projection's bias
+        torch.testing.assert_close(output[0, 1], layer.proj.bias, atol=0, rtol=0)
+        output.float().square().sum().backward()
+        gradients = [tokens.grad, *(parameter.grad for parameter in layer.parameters())]
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+        assert layer.forward_with_weights(tokens, mask=mask)[1][0, :, 1].abs().sum() == 0
+
+    def test_key_padding_mask_is_the_opposite_convention(self):
+        mask = mask_from_key_padding(PADDING)
+        assert mask.shape == (2, 1, 1, 5)
+        assert mask[0, 0, 0].tolist() == [True, True, True, False, False]
+        with pytest.raises(ValueError, match=r"boolean \(True = ignored\), not torch.int64"):
+            mask_from_key_padding(PADDING.long())
+
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    def test_causal_combines_with_a_mask(self, backend):
+        layer = MultiHeadAttention(12, 3, backend=backend).double()
+        tokens, mask = torch.randn(2, 5, 12, dtype=torch.float64), ~PADDING[:, None, None]
+        both = mask & torch.ones(5, 5).tril().bool()
+        torch.testing.assert_close(
+            layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0
+        )
+
+    @pytest.mark.parametrize(
+        ("mask", "message"),
+        [
+            (torch.zeros(4, 5), r"boolean, True = attend, not torch.float32.*\(mask == 0\)"),
+            (torch.tensor([0, 1, 2, 0, 1]), "holds 0 and 1, this one goes from 0 to 2"),
+            (torch.ones(2, 1, 1, 4).bool(), r"mask \[2, 1, 1, 4\] does not broadcast to .* \[2, 3, 4, 5\]"),
+            (torch.ones(7, 2, 3, 4, 5).bool(), "does not broadcast"),
+        ],
+    )
+    def test_unusable_masks_are_refused(self, mask, message):
+        with pytest.raises(ValueError, match=message):
+            scaled_dot_product_attention(*draw(), mask)
+
+
+def build_pair(*, bias=True, dtype=torch.float32, dropout=0.0):
+    """torch's layer with random biases, and ours converted from it."""
+    theirs = nn.MultiheadAttention(24, 3, bias=bias, batch_first=True, dropout=dropout, dtype=dtype)
+    for parameter in theirs.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter)
+    return theirs, MultiHeadAttention.from_torch(theirs)
+
+
+class TestAgainstTorch:
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("backend", ["fused", "explicit", "weights"])
+    @pytest.mark.parametrize("case", ["self", "cross", "padded", "masked", "causal"])
+    def test_forward_and_every_gradient_equal_multihead_attention(self, case, backend, bias):
+        torch.manual_seed(1)
+        theirs, ours = build_pair(bias=bias)
+        ours.backend = "auto" if backend == "weights" else backend
+        tokens = torch.randn(2, 5, 24)
+        query = tokens if case in ("self", "padded", "causal") else torch.randn(2, 4, 24)
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, tokens, tokens.flip(0))]
+        if case in ("self", "padded", "causal"):
+            inputs = inputs[:1]
+        pairs = torch.rand(4, 5) > 0.3
+        padding = PADDING if case == "padded" else None
+        blocked = ~pairs if case == "masked" else None
+        triangle = ~torch.ones(5, 5).tril().bool() if case == "causal" else None
+        expected, expected_weights = theirs(
+            *(inputs * 3 if len(inputs) == 1 else inputs),
+            key_padding_mask=padding,
+            attn_mask=blocked if case == "masked" else triangle,
+            average_attn_weights=False,
+        )
+        (expected.square().sum() / 40).backward()  # gradients of about one
+        gradients = [tensor.grad.clone() for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+
+        mask = {"padded": mask_from_key_padding(PADDING), "masked": pairs}.get(case)
+        if backend == "weights":
+            actual, weights = ours.forward_with_weights(*inputs, mask=mask, causal=case == "causal")
+            torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
+        else:
+            actual = ours(*inputs, mask=mask, causal=case == "causal")
+        (actual.square().sum() / 40).backward()
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+        pairs = [(theirs.in_proj_weight, ours.qkv.weight), (theirs.out_proj.weight, ours.proj.weight)]
+        if bias:
+            pairs += [(theirs.in_proj_bias, ours.qkv.bias), (theirs.out_proj.bias, ours.proj.bias)]
+        for their, our in pairs:
+            torch.testing.assert_close(our.grad, their.grad, atol=1e-6, rtol=0)
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            torch.testing.assert_close(tensor.grad, gradient, atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 3), (4, 4)])
+    def test_causal_with_unequal_lengths_is_torch_s(self, queries, keys):
+        query, key, value = draw(queries=queries, keys=keys, value_width=6)
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output, weights = scaled_dot_product_attention(query, key, value, causal=True)
+        torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
+        assert weights[0, 0, 0, 1:].abs().sum() == 0
+
+    def test_conversion_keeps_dtype_mode_and_dropout(self):
+        theirs, ours = build_pair(dtype=torch.float64, dropout=0.25)
+        assert ours.qkv.weight.dtype == torch.float64
+        assert ours.attn_drop.p == 0.25
+        assert MultiHeadAttention.from_torch(theirs.eval()).training is False
+
+    @pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+    def test_what_has_no_counterpart_is_refused(self, options):
+        with pytest.raises(ValueError, match="neither add_bias_kv nor add_zero_attn"):
+            MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 3, **options))
+
+
+class TestLayer:
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+    @pytest.mark.parametrize("qk_norm", [False, True])
+    def test_backends_agree(self, dtype, tolerance, qk_norm):
+        torch.manual_seed(0)
+        layer = MultiHeadAttention(48, 3, qk_norm=qk_norm).to(dtype)
+        tokens = torch.randn(4, 65, 48, dtype=dtype)
+        results = []
+        for layer.backend in ("fused", "explicit"):
+            inputs = tokens.clone().requires_grad_()
+            output = layer(inputs)
+            output.float().square().sum().backward()
+            results.append((output, inputs.grad))
+        torch.testing.assert_close(*(output for output, _ in results), atol=tolerance, rtol=0)
+        torch.testing.assert_close(*(gradient for _, gradient in results), atol=tolerance, rtol=tolerance)
+        with_weights = layer.forward_with_weights(tokens)[0]
+        torch.testing.assert_close(with_weights, results[0][0], atol=tolerance, rtol=0)
+
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    def test_dropout_falls_on_the_weights_in_training_alone(self, backend):
+        torch.manual_seed(0)
+        layer = MultiHeadAttention(8, 2, attn_drop=0.5, backend=backend)
+        tokens = torch.randn(1, 64, 8).expand(500, -1, -1)
+        output = layer(tokens)
+        clean = layer.eval()(tokens[:1])
+        assert not torch.equal(output[:1], clean)
+        # dropped weights are made up for by the others' scale: the mean over 500 draws is the clean output
+        torch.testing.assert_close(output.mean(0, keepdim=True), clean, atol=0.02, rtol=0)
+
+    def test_returned_weights_are_a_distribution_whatever_the_dropout(self):
+        layer = MultiHeadAttention(8, 2, attn_drop=0.5)
+        weights = layer.forward_with_weights(torch.randn(2, 6, 8))[1]
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 6))
+
+    def test_norms_are_called_per_head_and_scale_comes_after(self):
+        layer, seen = MultiHeadAttention(12, 3, qk_norm=True), []
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.register_forward_hook(lambda _, __, result: seen.append(result))
+        weights = layer.forward_with_weights(torch.randn(2, 5, 12))[1]
+        query, key = seen
+        assert query.shape == (2, 3, 5, 4)
+        expected = (query @ key.transpose(-2, -1) * layer.scale).softmax(-1)
+        torch.testing.assert_close(weights, expected)
+
+    def test_the_default_follows_the_measurements(self):
+        bfloat16, float32 = torch.bfloat16, torch.float32
+        assert choose_backend("cpu", bfloat16, 64, True) == "explicit"
+        assert choose_backend("cpu", bfloat16, 197, True) == "explicit"
+        assert choose_backend("cpu", bfloat16, 1370, True) == "fused"
+        assert choose_backend("cpu", float32, 16, True) == "explicit"
+        assert choose_backend("cpu", float32, 64, True) == "fused"
+        assert choose_backend("cpu", float32, 197, False) == "fused"
+        assert choose_backend("cuda", bfloat16, 64, True) == "fused"
+
+    @pytest.mark.parametrize(("amx", "backend"), [(True, "fused"), (False, "explicit")])
+    def test_bfloat16_inference_is_fused_where_amx_carries_it(self, monkeypatch, amx, backend):
+        monkeypatch.setattr("vit.model.attention.cpu_flags", lambda: {"amx_bf16"} if amx else set())
+        assert choose_backend("cpu", torch.bfloat16, 64, False) == backend
+
+    def test_heads_that_do_not_divide_the_width_are_refused(self):
+        with pytest.raises(ValueError, match="num_heads 5 does not divide embed_dim 192; try 4 or 6"):
+            MultiHeadAttention(192, 5)
+        with pytest.raises(
+            ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"
+        ):
+            MultiHeadAttention.__init__.__wrapped__(MultiHeadAttention(8, 2), 8, 2, backend="flash")
+
+    def test_half_a_cross_attention_is_refused(self):
+        tokens = torch.randn(2, 5, 12)
+        with pytest.raises(ValueError, match="needs both key and value"):
+            MultiHeadAttention(12, 3)(tokens, tokens)
