@@ -24,7 +24,7 @@ def export(
     """Write a model for other programs, with the preprocessing and class names that it needs.
 
     timm: a folder that timm.create_model("local-dir:DIR", pretrained=True) opens. onnx: model.onnx;
-    torch-export: model.pt2. Both take any number of normalised images to logits, with a model.json beside them.
+    torch-export: model.pt2. Both take any number of normalised images to logits; model.json is beside them.
     """
     import json
 

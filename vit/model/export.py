@@ -96,7 +96,7 @@ def describe_for_timm(
             "label_names": list(class_names),
             "pool_size": None,
             "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if model.distilled else "head",
+            "classifier": ["head", "head_dist"] if ours["distilled"] else "head",
         },
     }
 

@@ -218,7 +218,7 @@ class VisionTransformer(nn.Module):
             tokens = tokens + positions
         prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         if prefix:
-            tokens = torch.cat([*(token.expand(len(tokens), -1, -1) for token in prefix), tokens], dim=1)
+            tokens = torch.cat([*(token.expand(tokens.shape[0], -1, -1) for token in prefix), tokens], dim=1)
         if positions is not None and self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         return tokens
