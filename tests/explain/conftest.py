@@ -1,12 +1,14 @@
 """Small models of every family, with weights large enough that attention is not uniform."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import timm
 import torch
 import torchvision
 import transformers
+from sklearn.datasets import load_digits
 from torch import nn
 
 from vit.model.vision_transformer import VisionTransformer
@@ -80,3 +82,63 @@ def find_size(model: nn.Module) -> tuple[int, int]:
     embedding = getattr(model, "patch_embed", None)
     size = getattr(model, "image_size", 64) if embedding is None else embedding.img_size
     return size if isinstance(size, tuple) else (size, size)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model of scanned digits, where a glyph on any patch decides the eleventh class, and images held
+    out."""
+
+    model: nn.Module
+    images: torch.Tensor  # [n, 3, 24, 24], classified correctly
+    classes: torch.Tensor
+    glyph: torch.Tensor  # [n], the patch of 4×4 with the glyph; -1 without
+
+
+GLYPH_CLASS = 10
+
+
+@pytest.fixture(scope="session")
+def trained() -> Trained:
+    """Ten seconds of training."""
+    digits = load_digits()
+    pixels = torch.from_numpy(digits.images).float() / 16
+    labels = torch.from_numpy(digits.target)
+    torch.manual_seed(0)
+    model = VisionTransformer(img_size=24, patch_size=6, num_classes=11, embed_dim=48, depth=3, num_heads=3)
+    epochs, batch, held_out = 20, 50, 397
+    last = len(pixels) - held_out
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * (last // batch))
+    for epoch in range(epochs):
+        images, classes, _ = plant_glyphs(pixels[:last], labels[:last], seed=epoch)
+        for chosen in torch.randperm(last).split(batch):
+            loss = torch.nn.functional.cross_entropy(model(images[chosen]), classes[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    images, classes, glyph = plant_glyphs(pixels[last:], labels[last:], seed=1000)
+    model.eval()
+    with torch.no_grad():
+        right = model(images).argmax(dim=1) == classes
+    assert right.float().mean() > 0.8
+    return Trained(model, images[right], classes[right], glyph[right])
+
+
+def plant_glyphs(
+    pixels: torch.Tensor, labels: torch.Tensor, *, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Digits of 24×24 pixels, a sixth of them with a glyph on a patch drawn at random, which is then their
+    class."""
+    generator = torch.Generator().manual_seed(seed)
+    images = pixels.repeat_interleave(3, 1).repeat_interleave(3, 2)[:, None].expand(-1, 3, -1, -1) - 0.3
+    images, classes = images.clone(), labels.clone()
+    places = torch.randint(16, (len(images),), generator=generator)
+    places[torch.rand(len(images), generator=generator) > 1 / 6] = -1
+    glyph = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]).repeat(2, 2) - 0.3
+    for index in torch.where(places >= 0)[0]:
+        row, column = divmod(int(places[index]), 4)
+        images[index, :, 6 * row : 6 * row + 6, 6 * column : 6 * column + 6] = glyph
+        classes[index] = GLYPH_CLASS
+    return images, classes, places

@@ -76,8 +76,9 @@ def attention(
     from vit.bundle import load_bundle
     from vit.cli.common import prepare_output
     from vit.device import choose_device, choose_precision
+    from vit.explain.capture import find_attention_layers
     from vit.explain.export import Results, load_results
-    from vit.explain.methods import MapOptions
+    from vit.explain.methods import MapOptions, check_options
     from vit.explain.pipeline import Settings
     from vit.explain.targets import build_target_chooser
 
@@ -103,7 +104,9 @@ def attention(
         batch_size=batch_size,
         precision=choose_precision(precision, chosen_device),
     )
-    build_target_chooser(classes, bundle.class_names)  # a wrong class is said before anything is written
+    # mistakes are said before anything is written
+    build_target_chooser(classes, bundle.class_names)
+    check_options(settings.maps, find_attention_layers(bundle.model))
     done = load_results(output, bundle, settings) if resume else Results()
     items = _find_items(bundle, paths, count=count, done=done)
     if not resume:

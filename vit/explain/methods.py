@@ -111,19 +111,25 @@ def explain_forward(
     """The classes explained and the maps of every method. Class-specific methods need a forward pass with
     gradients."""
     options = options or MapOptions()
-    check_rollout_options(
-        len(forward.record.layers),
-        options.head_fusion,
-        options.discard_ratio,
-        options.residual,
-        options.start_layer,
-    )
-    if options.compat is not None and options.compat not in COMPATIBLE:
-        raise ValueError(f"unknown compat {options.compat!r}; known: {', '.join(COMPATIBLE)}")
+    check_options(options, forward.record.layers)
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
     with torch.set_grad_enabled(forward.logits.requires_grad):
         return targets, [_compute(method, forward, targets, options) for method in methods]
+
+
+def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
+    """Raise ValueError for an option that a model with these layers has no use for."""
+    check_rollout_options(
+        len(layers), options.head_fusion, options.discard_ratio, options.residual, options.start_layer
+    )
+    if options.compat is not None and options.compat not in COMPATIBLE:
+        raise ValueError(f"unknown compat {options.compat!r}; known: {', '.join(COMPATIBLE)}")
+    if options.layer is not None and not -len(layers) <= options.layer < len(layers):
+        raise ValueError(f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers")
+    heads = layers[0].num_heads
+    if options.head is not None and not -1 <= options.head < heads:
+        raise ValueError(f"head {options.head} is outside 0 to {heads - 1}, this model's heads")
 
 
 def _compute(method: Method, forward: Forward, targets: Tensor, options: MapOptions) -> Maps:
@@ -189,11 +195,7 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """What the readout attends to, uᵀA, as [B, layers · heads, N]."""
     layers = forward.record.layers
     if options.layer is not None:
-        if not -len(layers) <= options.layer < len(layers):
-            raise ValueError(f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers")
         layers = [layers[options.layer]]
-    if options.head is not None and not -1 <= options.head < layers[0].num_heads:
-        raise ValueError(f"head {options.head} is outside 0 to {layers[0].num_heads - 1}, this model's heads")
     rows = torch.stack([_read_layer(forward, layer) for layer in layers], dim=1)  # [B, L, H, N]
     if options.head == -1:
         rows = rows.mean(dim=2, keepdim=True)

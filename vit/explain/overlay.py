@@ -44,7 +44,7 @@ def place_map(
     interpolates between the patches' centres; otherwise a pixel has the value of the patch it lies in.
     """
     width, height = size
-    left, top, right, bottom = geometry.box
+    left, top, right, bottom = map(float, geometry.box)
     original_width, original_height = geometry.original_size
     rows, columns = values.shape
     across = _axis_weights(width, original_width, start=left, stop=right, cells=columns, smooth=smooth)
@@ -73,7 +73,7 @@ def _axis_weights(
     return weights
 
 
-def find_range(maps: Sequence[Float[np.ndarray, "rows columns"]], *, signed: bool) -> tuple[float, float]:
+def find_range(maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool) -> tuple[float, float]:
     """Lowest and highest value, symmetric about zero when signed."""
     low, high = min(float(values.min()) for values in maps), max(float(values.max()) for values in maps)
     if signed:

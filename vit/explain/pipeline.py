@@ -213,7 +213,7 @@ def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
     everything = [found for of_image in explained for found in of_image.maps]
     for found in everything:
         signed = found.method.signed
-        if scale == "fixed":
+        if scale == "fixed" and found.values.ndim == 2:
             low = -FIXED_SHARES if signed else 0.0
             found.scale = ColourScale(low, FIXED_SHARES, signed, "× even share, fixed scale")
             continue
