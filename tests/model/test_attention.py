@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
@@ -14,6 +15,7 @@ from vit.model.attention import (
     mask_from_key_padding,
     scaled_dot_product_attention,
 )
+from vit.model.encoder import Block
 
 torch.manual_seed(0)
 PADDING = torch.tensor([[False, False, False, True, True], [False, False, False, False, False]])
@@ -25,6 +27,8 @@ MASKS = {
     "key [Nk]": torch.tensor([True, False, True, True, False]),
     "head [H,1,Nk]": torch.rand(3, 1, 5) > 0.4,
     "integers": (torch.rand(2, 1, 1, 5) > 0.4).int(),
+    "bytes": (torch.rand(2, 1, 4, 5) > 0.4).byte(),
+    "nothing for query 1": (torch.arange(4) != 1)[:, None],
 }
 
 
@@ -64,7 +68,7 @@ class TestFormula:
         torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
     def test_three_tokens_worked_by_hand(self):
-        # one head of width 1: the scale is 1. The query 1 scores ln 1, ln 2, ln 5, and so weighs 1/8, 2/8, 5/8
+        # width 1: the scale is 1. The query 1 scores ln 1, ln 2, ln 5 and so weighs 1/8, 2/8, 5/8
         key = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log()
         value = torch.tensor([[8.0, 0.0], [0.0, 8.0], [8.0, 16.0]], dtype=torch.float64)
         query = torch.tensor([[1.0], [0.0], [-1.0]], dtype=torch.float64)
@@ -83,7 +87,7 @@ class TestFormula:
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
 
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]"])
+    @pytest.mark.parametrize("name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]", "nothing for query 1"])
     def test_gradients_equal_central_differences(self, name, causal):
         inputs = [tensor.requires_grad_() for tensor in draw(queries=4, keys=5, width=2, value_width=2)]
         assert torch.autograd.gradcheck(
@@ -225,6 +229,22 @@ class TestAgainstTorch:
             MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 3, **options))
 
 
+class BooleanTensors(TorchDispatchMode):
+    """Records every operator that runs, and those among them that return a boolean tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators, self.booleans = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        self.operators.append(function)
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+                self.booleans.append(function)
+        return results
+
+
 class TestLayer:
     @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
     @pytest.mark.parametrize("qk_norm", [False, True])
@@ -246,13 +266,17 @@ class TestLayer:
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
     def test_dropout_falls_on_the_weights_in_training_alone(self, backend):
         torch.manual_seed(0)
-        layer = MultiHeadAttention(8, 2, attn_drop=0.5, backend=backend)
-        tokens = torch.randn(1, 64, 8).expand(500, -1, -1)
-        output = layer(tokens)
-        clean = layer.eval()(tokens[:1])
-        assert not torch.equal(output[:1], clean)
-        # dropped weights are made up for by the others' scale: the mean over 500 draws is the clean output
-        torch.testing.assert_close(output.mean(0, keepdim=True), clean, atol=0.02, rtol=0)
+        layer = MultiHeadAttention(64, 1, qkv_bias=False, proj_bias=False, attn_drop=0.25, backend=backend)
+        with torch.no_grad():
+            layer.qkv.weight.copy_(torch.eye(64).repeat(3, 1))
+            layer.proj.weight.copy_(torch.eye(64))
+        # values that form an identity hand the weights through to the output
+        tokens = torch.eye(64)[None]
+        weights = layer.forward_with_weights(tokens)[1][:, 0]
+        dropped = layer(tokens)
+        torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, weights / 0.75))
+        assert (dropped == 0).float().mean() == pytest.approx(0.25, abs=0.03)
+        torch.testing.assert_close(layer.eval()(tokens), weights)
 
     def test_returned_weights_are_a_distribution_whatever_the_dropout(self):
         layer = MultiHeadAttention(8, 2, attn_drop=0.5)
@@ -268,6 +292,14 @@ class TestLayer:
         assert query.shape == (2, 3, 5, 4)
         expected = (query @ key.transpose(-2, -1) * layer.scale).softmax(-1)
         torch.testing.assert_close(weights, expected)
+
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    def test_encoder_builds_no_mask(self, backend):
+        block = Block(12, 3, attention_backend=backend)
+        with BooleanTensors() as recorder:
+            block(torch.randn(2, 5, 12)).sum().backward()
+        assert recorder.operators
+        assert not recorder.booleans
 
     def test_the_default_follows_the_measurements(self):
         bfloat16, float32 = torch.bfloat16, torch.float32
