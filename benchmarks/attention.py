@@ -8,6 +8,7 @@ and ends with the heads merged. Arms take turns round by round; a figure is the 
 
 import argparse
 import json
+import os
 import platform
 import re
 import statistics
@@ -65,15 +66,20 @@ def build_arms(device: torch.device) -> dict[str, tuple[Arm, SDPBackend | None]]
 
 
 def time_once(
-    arm: tuple[Arm, SDPBackend | None], projected: Tensor, gradient: Tensor, *, training: bool
+    arm: tuple[Arm, SDPBackend | None],
+    projected: Tensor,
+    gradient: Tensor,
+    *,
+    training: bool,
+    clock: Callable[[], float],
 ) -> float:
-    """Milliseconds of one pass over [B, N, 3, H, K], by the device's own clock where it has one."""
+    """Milliseconds of one pass over [B, N, 3, H, K], by a GPU's own clock where there is one."""
     function, kernel = arm
     cuda = projected.device.type == "cuda"
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
     if cuda:
         events[0].record()
-    start = time.perf_counter()
+    start = clock()
     with sdpa_kernel(kernel) if kernel else nullcontext(), torch.set_grad_enabled(training):
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
         merged = function(query, key, value).transpose(1, 2).flatten(2)
@@ -84,11 +90,17 @@ def time_once(
         events[1].record()
         torch.cuda.synchronize()
         return events[0].elapsed_time(events[1])
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (clock() - start)
 
 
 def measure(
-    shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, training: bool, rounds: int
+    shape: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    training: bool,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Median milliseconds of every arm that runs, and what the default rule picks."""
     batch, heads, tokens, width = shape
@@ -101,14 +113,14 @@ def measure(
     for name, arm in build_arms(device).items():
         try:
             for _ in range(2):  # kernels are chosen and compiled at the first call
-                time_once(arm, projected, gradient, training=training)
+                time_once(arm, projected, gradient, training=training, clock=clock)
             times[name] = []
         except RuntimeError:  # a kernel that this device or dtype does not have
             continue
     arms = build_arms(device)
     for _ in range(rounds):
         for name, record in times.items():
-            record.append(time_once(arms[name], projected, gradient, training=training))
+            record.append(time_once(arms[name], projected, gradient, training=training, clock=clock))
     return {
         "shape": dict(zip(("batch", "heads", "tokens", "head_dim"), shape, strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
@@ -131,6 +143,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "device": name,
         "kernels": kernels,
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
@@ -150,7 +163,7 @@ def describe_processor() -> tuple[str, str]:
 
 def render(results: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for result in results for name in result["milliseconds"]))
-    table = Table(title="milliseconds; regret: how much slower the default is than the faster of its two")
+    table = Table(title="milliseconds; regret: default beside the faster")
     for column in ("mode", "dtype", "B×H×N×K", *names, "default", "regret"):
         table.add_column(column, justify="left" if column in ("mode", "dtype") else "right", no_wrap=True)
     for result in results:
@@ -169,17 +182,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--processor-time", action="store_true", help="for one thread on a busy machine")
     parser.add_argument("--output", type=Path, help="folder for attention-<device>.json")
     arguments = parser.parse_args()
+    if arguments.processor_time and (arguments.threads != 1 or arguments.device != "cpu"):
+        parser.error("--processor-time adds up over threads and knows no GPU; use --threads 1 --device cpu")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
+    clock = time.process_time if arguments.processor_time else time.perf_counter
+    machine = describe_machine(device)
     results = [
-        measure(shape, device=device, dtype=dtype, training=training, rounds=arguments.rounds)
+        measure(shape, device=device, dtype=dtype, training=training, rounds=arguments.rounds, clock=clock)
         for training in (True, False)
         for dtype in (torch.bfloat16, torch.float32)
         for shape in SHAPES
     ]
-    machine = describe_machine(device)
     print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n")
     Console(width=120).print(render(results))
     if arguments.output:
