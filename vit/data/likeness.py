@@ -52,10 +52,11 @@ def find_duplicates(
 ) -> Duplicates:
     """Find images that were in training; each argument is (digests, perceptual), uint64 [n].
 
-    Exact pairs are certain. Near ones are suspects: on CIFAR-10 at 4 bits, 1.6 % of the test images have
-    one, some six in ten of these pairs correlate above 0.9 in their grey values; 94 % of images recoded at
-    JPEG quality 40, all rescaled ones, and half of those cropped by a pixel are found. Pictures so flat
-    that their hashes are nearly all zeros or ones are compared by their pixels alone.
+    Exact pairs are certain, near ones are suspects. Of the 10,000 test images of CIFAR-10 (JPEG copy) 100
+    have a near pair among the 50,000 training images at 4 bits; 99 of those share their label, and of 24
+    looked at, 23 were the same picture (208 at 6 bits, 198 of one label). Of planted copies 94 % recoded at
+    JPEG quality 40 are found, all rescaled ones, and half of those cropped by a pixel on each side. Pictures
+    so flat that their hashes are nearly all zeros or ones are compared by their pixels alone.
     """
     (digests, looks), (training_digests, training_looks) = hashes, training_hashes
     order = np.argsort(training_digests, kind="stable")
