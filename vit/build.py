@@ -1,5 +1,6 @@
 """Config → objects: the one place where the schema meets torch."""
 
+import copy
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
 from vit.train.distributed import Process, wrap_model
+from vit.train.estimate import StepCost, measure_step_cost
 from vit.train.loop import Plan, Trainer
 from vit.train.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.train.state import gather
 from vit.train.step import TrainStep
 from vit.watch import AttentionWatch, write_training_batch
 
@@ -74,6 +77,7 @@ class Run:
     device: torch.device
     train_loader: Loader
     is_compiled: bool
+    step_cost: StepCost
 
 
 def source_arguments(config: Config) -> dict[str, Any]:
@@ -173,6 +177,22 @@ def build_run(
     model.to(device)
     train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
+    precision = choose_precision(train.precision, device)
+    is_compiled = _should_compile(config, plan, device)
+    # before the model is wrapped or sharded
+    step_cost = measure_step_cost(
+        model,
+        (3, *data.preprocess.image_size),
+        batch_size=plan.batch_size // process.world_size,
+        part_size=plan.batch_size // train.accumulate // process.world_size,
+        dtype=getattr(torch, precision),
+    )
+    average_model = copy.deepcopy(model) if train.ema_decay else None
+    parallel_model = wrap_model(model, process=process, parallel=train.parallel)
+    if average_model is not None and train.parallel == "fsdp":
+        wrap_model(average_model, process=process, parallel="fsdp")
+    if train.parallel == "fsdp" and process.world_size > 1 and config.optimizer.name == "muon":
+        raise ValueError("optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw")
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -185,16 +205,16 @@ def build_run(
         total_steps=plan.total_steps,
         cooldown_fraction=config.schedule.cooldown_fraction,
     )
-    is_compiled = _should_compile(config, plan, device)
     step = TrainStep(
-        wrap_model(model, process=process, parallel=train.parallel),
+        parallel_model,
         optimizer,
         schedule,
-        precision=choose_precision(train.precision, device),
+        precision=precision,
         label_smoothing=train.label_smoothing,
         clip_grad=train.clip_grad,
         accumulate=train.accumulate,
         ema_decay=train.ema_decay,
+        average_model=average_model,
         compile=is_compiled,
     )
     if observers is None:
@@ -205,12 +225,12 @@ def build_run(
         train_batches=train_loader,
         validation_batches=validation_loader,
         checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
-        save_model=_model_writer(config, data, directory) if process.is_main else _write_nothing,
+        save_model=_model_writer(config, data, directory, process),
         observers=observers,
         process=process,
         sample_name=lambda index: str(data.train.ids[index]),
     )
-    return Run(trainer, config, data, model, device, train_loader, is_compiled)
+    return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
 
 
 def build_loaders(
@@ -332,16 +352,22 @@ def _should_compile(config: Config, plan: Plan, device: torch.device) -> bool:
     return config.train.compile is True
 
 
-def _model_writer(config: Config, data: Data, directory: Path) -> Callable[[nn.Module], None]:
+def _model_writer(
+    config: Config, data: Data, directory: Path, process: Process
+) -> Callable[[nn.Module], None]:
     """Writes the model file of the run."""
     description = data.describe()
     hashes = (np.asarray(data.train.digests), np.asarray(data.train.perceptual))
 
     def write(model: nn.Module) -> None:
         assert isinstance(model, VisionTransformer)
+        weights = gather(model.state_dict())
+        if not process.is_main:
+            return
         save_bundle(
             directory / MODEL_FILE,
             model,
+            weights=weights,
             preprocess=data.preprocess,
             class_names=data.train.class_names,
             config=plain_values(config),
@@ -350,8 +376,4 @@ def _model_writer(config: Config, data: Data, directory: Path) -> Callable[[nn.M
         )
 
     return write
-
-
-def _write_nothing(model: nn.Module) -> None:
-    """Only the main process writes files."""
 

@@ -72,10 +72,14 @@ def save_bundle(
     class_names: tuple[str, ...],
     config: dict[str, Any],
     data: dict[str, Any],
+    weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes."""
+    """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes.
+
+    `weights` stand for the model's own where those are spread over processes.
+    """
     if len(class_names) != model.num_classes:
         raise ValueError(f"{len(class_names)} class names for a model of {model.num_classes} classes")
     metadata = {
@@ -88,7 +92,7 @@ def save_bundle(
         "versions": collect_versions(),
         **(extra or {}),
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()}
     if training_hashes is not None:
         tensors |= {
             name: torch.from_numpy(hashes.view(np.int64))

@@ -66,10 +66,22 @@ def assert_close(first: Path, second: Path) -> None:
         assert row == pytest.approx(other, abs=1e-3)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_equal_one(alone: Path, cache: Path, tmp_path: Path, parallel: str) -> None:
-    finish(launch(tmp_path / "two", cache, f"train.parallel={parallel}", processes=2))
+def test_two_processes_equal_one(alone: Path, cache: Path, tmp_path: Path) -> None:
+    finish(launch(tmp_path / "two", cache, processes=2))
     assert_close(alone, tmp_path / "two")
+
+
+def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(cache: Path, tmp_path: Path) -> None:
+    sharded = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=25"]
+    finish(launch(tmp_path / "alone", cache, *sharded, processes=1))
+    finish(launch(tmp_path / "two", cache, *sharded, processes=2))
+    assert_close(tmp_path / "alone", tmp_path / "two")
+    # back to the middle: the checkpoints of the second half go, those of the first stay
+    for path in (tmp_path / "two" / "checkpoints").glob("step-*.pt"):
+        if int(path.name.split("-")[1]) > 40:
+            path.unlink()
+    finish(launch(tmp_path / "two", cache, *sharded, "--resume", processes=1))
+    assert_close(tmp_path / "alone", tmp_path / "two")
 
 
 def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(alone: Path, cache: Path, tmp_path: Path) -> None:

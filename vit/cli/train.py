@@ -105,18 +105,10 @@ def _summarize(run: "Run") -> dict[str, str]:
 
     from vit.device import choose_precision, describe_device
     from vit.model.presets import compute_flops
-    from vit.train.estimate import measure_step_cost
 
     plan, data, train = run.trainer.plan, run.data, run.config.train
     precision = choose_precision(train.precision, run.device)
     steps = len(run.train_loader)
-    cost = measure_step_cost(
-        run.model,
-        (3, *data.preprocess.image_size),
-        batch_size=plan.batch_size // run.trainer.process.world_size,
-        part_size=plan.batch_size // train.accumulate // run.trainer.process.world_size,
-        dtype=getattr(torch, precision),
-    )
     flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size  # backward costs twice the forward
     counts = [f"{len(data.train):,} training"]
     if data.validation is not None:
@@ -124,7 +116,7 @@ def _summarize(run: "Run") -> dict[str, str]:
     unreadable = sum(len(store.unreadable) for store in (data.train, data.validation) if store)
     if unreadable:
         counts.append(f"{unreadable} unreadable and skipped")
-    minutes = cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
+    minutes = run.step_cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
     return {
         "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
         "fingerprint": data.train.fingerprint[:16],
@@ -133,7 +125,7 @@ def _summarize(run: "Run") -> dict[str, str]:
         "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, {precision}, "
         f"{'compiled' if run.is_compiled else 'not compiled'}",
         "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
-        "estimate": f"{minutes:.1f} minutes, {cost.memory_bytes / 2**20:,.0f} MiB beside the images",
+        "estimate": f"{minutes:.1f} minutes, {run.step_cost.memory_bytes / 2**20:,.0f} MiB beside the images",
     }
 
 

@@ -1,13 +1,11 @@
 """Exponential moving average of the weights."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Keeps `model`, a copy whose weights follow the trained ones: average ← d · average + (1 − d) · weights.
+    """Keeps `model`, a copy (made by the caller) whose weights follow the trained ones: average ← d · average + (1 − d) · weights.
 
     d rises from 0.1 to `decay` as (1 + step) / (10 + step), so the random first weights are soon forgotten.
     """
@@ -16,7 +14,7 @@ class WeightAverage:
         if not 0 < decay < 1:
             raise ValueError(f"ema_decay {decay} is not between 0 and 1; 0.999 to 0.9999 is usual")
         self.decay = decay
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, unless: Tensor, step: int) -> None:

@@ -1,5 +1,6 @@
 """One optimisation step: forward, backward, guarded update, average of the weights."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -9,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,7 +31,7 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Trains `model`, which may be wrapped in DistributedDataParallel, by one batch a call.
+    """Trains `model`, which may be wrapped in DistributedDataParallel or sharded by FSDP2, by one batch a call.
 
     A batch goes through in `accumulate` parts of near-equal size whose gradients add up to the whole batch's.
     A non-finite loss or gradient changes neither weights nor optimizer nor average: the guard works on the
@@ -46,6 +49,7 @@ class TrainStep:
         clip_grad: float | None = None,
         accumulate: int = 1,
         ema_decay: float | None = None,
+        average_model: nn.Module | None = None,
         compile: bool = False,
     ) -> None:
         if precision not in get_args(Precision):
@@ -55,6 +59,7 @@ class TrainStep:
         if accumulate < 1:
             raise ValueError(f"accumulate {accumulate} is not positive; 1 takes the whole batch at once")
         self.model = model
+        self.is_sharded = isinstance(model, FSDPModule)
         self.module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -67,7 +72,9 @@ class TrainStep:
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._loss_scale = torch.tensor(65536.0 if precision == "float16" else 1.0, device=self.device)
         self._good_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.average = WeightAverage(self.module, decay=ema_decay) if ema_decay else None
+        self.average = (
+            WeightAverage(average_model or copy.deepcopy(self.module), decay=ema_decay) if ema_decay else None
+        )
         self._forward = torch.compile(self._compute_loss) if compile else self._compute_loss
 
     @property
@@ -106,18 +113,23 @@ class TrainStep:
     @contextmanager
     def _unsynchronized(self, *, until_last: bool) -> Iterator[None]:
         """Ranks exchange gradients once, with the last part."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(until_last)
         wait = isinstance(self.model, DistributedDataParallel) and not until_last
         with cast(DistributedDataParallel, self.model).no_sync() if wait else nullcontext():
             yield
 
     @torch.no_grad()
     def _update(self, loss: Tensor, correct: Tensor) -> StepResult:
-        if isinstance(self.model, DistributedDataParallel):
+        if isinstance(self.model, DistributedDataParallel | FSDPModule):
             totals = torch.stack([loss / dist.get_world_size(), correct.float()])
             dist.all_reduce(totals)
             loss, correct = totals[0], totals[1].long()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) / self._loss_scale
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):  # of shards
+            norm = norm.full_tensor()
+        norm = norm / self._loss_scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         # torch's fused optimizers divide the gradients by the one and stand still where the other is 1
         scale = (
@@ -138,27 +150,20 @@ class TrainStep:
         return StepResult(loss, correct, norm, finite)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact continuation needs besides model, optimizer and schedule."""
+        """All that a bit-exact continuation needs besides weights, their average, optimizer and schedule."""
         return {
             "step": self.step,
             "nonfinite_steps": self.nonfinite_steps,
             "loss_scale": self._loss_scale,
             "good_steps": self._good_steps,
-            "average": self.average.model.state_dict() if self.average else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        if (state["average"] is None) != (self.average is None):
-            raise ValueError(
-                "the checkpoint and this run differ in keeping an average of the weights; use one ema_decay"
-            )
         self.step = state["step"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
         self._loss_scale.copy_(state["loss_scale"])
         self._good_steps.copy_(state["good_steps"])
-        if self.average:
-            self.average.model.load_state_dict(state["average"])
 
 
 def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = None) -> str | None:
