@@ -104,6 +104,8 @@ def describe_timm(module: nn.Module) -> dict[str, Any]:
     """
     if not isinstance(module, TimmVisionTransformer):
         raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
+    if type(module.blocks[0]) is not TimmBlock:
+        raise ValueError(f"only models of timm's Block load, not of its {type(module.blocks[0]).__name__}")
     for what, differs in _list_differences(module).items():
         if differs:
             raise ValueError(f"this timm model has {what}, which our VisionTransformer has not")
@@ -151,13 +153,10 @@ def _list_differences(module: TimmVisionTransformer) -> dict[str, bool]:
         or any(norm.eps != NORM_EPS for norm in norms),
         f"patch embedding {type(patches).__name__}": type(patches) is not layers.PatchEmbed,
         "a norm in its patch embedding": has(patches, "norm"),
-        f"blocks of type {type(block).__name__}": type(block) is not TimmBlock,
         f"attention of type {type(attention).__name__}": type(attention) is not layers.Attention,
         "a gate in its attention": getattr(attention, "gate", None) is not None,
         "a norm inside its attention": has(attention, "norm"),
-        f"an MLP of type {type(mlp).__name__} with {type(getattr(mlp, 'act', None)).__name__}": not (
-            gelu or swiglu
-        ),
+        f"an MLP that is {type(mlp).__name__} with {mlp.act}": not (gelu or swiglu),
         "a norm inside its MLP": has(mlp, "norm"),
     }
 

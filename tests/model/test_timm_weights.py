@@ -1,0 +1,264 @@
+"""timm is the oracle: same weights, same logits, same attention, at any geometry."""
+
+import json
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import nn
+
+import vit
+from vit.model.presets import PRESETS
+from vit.model.timm_weights import create_timm, load_pretrained, load_timm
+from vit.model.vision_transformer import VisionTransformer
+
+TIMMS = [name for name in PRESETS if timm.is_model(name)]
+OWN = [name for name in PRESETS if not timm.is_model(name)]
+
+
+def build_timm(name, *, depth, randomise):
+    """timm's model of a preset, cut to a few blocks: each is the same mathematics."""
+    if name in TIMMS:
+        return randomise(timm.create_model(name, depth=depth))
+    renamed = {"mlp": None, "pool": "global_pool", "pos_embed": None}
+    arguments = {renamed.get(key, key): value for key, value in PRESETS[name].items()}
+    model = timm.models.VisionTransformer(**(arguments | {"depth": depth, "class_token": False}))
+    return randomise(model)
+
+
+@torch.no_grad()
+def check_equality(theirs, ours, *, batch=1, dtype=torch.float32, tolerance=1e-6):
+    """Logits to ten times the tolerance, and every layer's attention to it, against timm's unfused path."""
+    theirs, ours = theirs.to(dtype), ours.to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(batch, 3, *ours.patch_embed.img_size, generator=generator, dtype=dtype)
+    expected_attentions = []
+    for block in theirs.blocks:
+        block.attn.fused_attn = False
+    keep = [block.attn.attn_drop.register_forward_hook(
+        lambda _, __, weights: expected_attentions.append(weights)) for block in theirs.blocks]  # fmt: skip
+    expected = theirs(images)
+    for hook in keep:
+        hook.remove()
+    assert 0.1 < expected.std() < 10  # of a size at which the tolerance says something
+    logits, attentions = ours.forward_with_attention(images)
+    torch.testing.assert_close(logits, expected, atol=10 * tolerance, rtol=0)
+    torch.testing.assert_close(ours(images), expected, atol=10 * tolerance, rtol=0)
+    for attention, expected_attention in zip(attentions, expected_attentions, strict=True):
+        torch.testing.assert_close(attention, expected_attention, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*TIMMS, *OWN])
+def test_preset_equals_timm_at_native_other_and_non_square_size(name, randomise):
+    wide = PRESETS[name]["embed_dim"] >= 768
+    theirs = build_timm(name, depth=1 if wide else 2, randomise=randomise)
+    ours = load_timm(theirs)
+    preset = PRESETS[name] | {"depth": len(theirs.blocks)}
+    assert ours.architecture == VisionTransformer(**preset).architecture | {
+        "mlp_ratio": pytest.approx(ours.architecture["mlp_ratio"], rel=1e-4)
+    }
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    check_equality(theirs, ours)
+    side = PRESETS[name]["patch_size"]
+    for size in ((5 * side, 5 * side), (3 * side, 7 * side)):
+        theirs.set_input_size(size)
+        ours.set_input_size(size)
+        assert ours.grid_size == theirs.patch_embed.grid_size
+        check_equality(theirs, ours, batch=2)
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch32_224", "deit3_small_patch16_224"])
+def test_only_rounding_separates_ours_from_timm(name, randomise):
+    theirs = build_timm(name, depth=2, randomise=randomise)
+    check_equality(theirs, load_timm(theirs), dtype=torch.float64, tolerance=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMMS)
+def test_full_preset_equals_timm(name, randomise):
+    theirs = randomise(timm.create_model(name))
+    check_equality(theirs, load_timm(theirs))
+
+
+OPTIONS = {
+    "registers without class token": {"class_token": False, "reg_tokens": 3, "global_pool": "avg"},
+    "class token under mean pooling": {"global_pool": "avg", "no_embed_class": True},
+    "norm before the mean": {"class_token": False, "global_pool": "avg", "fc_norm": False},
+    "max pooling": {"global_pool": "max"},
+    "norms on queries and keys": {"qk_norm": True, "qkv_bias": False},
+    "oblong patches, one channel": {"patch_size": (4, 2), "in_chans": 1},
+    "no positions": {"pos_embed": "none"},
+    "packed SwiGLU": {"mlp_layer": timm.layers.SwiGLUPacked, "mlp_ratio": 5.34, "act_layer": nn.SiLU},
+    "no classes": {"num_classes": 0, "init_values": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_options_of_timm_load(name, randomise):
+    size = {
+        "img_size": (16, 24),
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 4,
+        "num_classes": 7,
+    }
+    theirs = randomise(timm.models.VisionTransformer(**(size | OPTIONS[name])))
+    images = torch.randn(2, theirs.in_chans, 16, 24)
+    torch.testing.assert_close(load_timm(theirs)(images), theirs(images), atol=1e-5, rtol=0)
+
+
+REFUSED = {
+    "pooling 'map'": {"global_pool": "map"},
+    "pooling over the prefix tokens": {"global_pool": "avg", "pool_include_prefix": True},
+    "a norm before the blocks": {"pre_norm": True},
+    "no final norm": {"final_norm": False},
+    "norms that aren't LayerNorm with epsilon 1e-06": {"norm_layer": partial(nn.LayerNorm, eps=1e-5)},
+    "attention of type DiffAttention": {"attn_layer": "diff"},
+    "an MLP that is Mlp with ReLU": {"act_layer": "relu"},
+    "a norm inside its MLP": {"scale_mlp_norm": True},
+    "a norm inside its attention": {"scale_attn_norm": True},
+    "a norm in its patch embedding": {"embed_norm_layer": "layernorm"},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_ours_cannot_compute_is_refused_by_name(what):
+    module = timm.models.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2, **REFUSED[what])
+    with pytest.raises(ValueError, match="this timm model has " + what):
+        load_timm(module)
+
+
+def test_other_blocks_and_families_are_refused():
+    parallel = timm.models.vision_transformer.ParallelScalingBlock
+    module = timm.models.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2, block_fn=parallel)
+    with pytest.raises(ValueError, match="only models of timm's Block load, not of its ParallelScalingBlock"):
+        load_timm(module)
+    with pytest.raises(ValueError, match="only timm's VisionTransformer loads, not its ResNet"):
+        load_timm(timm.create_model("resnet18"))
+
+
+class TestSources:
+    def test_name_without_download(self):
+        model = vit.load_timm("deit_tiny_distilled_patch16_224", pretrained=False)
+        assert model.architecture["distilled"] is True
+        assert not model.training
+
+    def test_unknown_name_lists_near_ones(self):
+        with pytest.raises(
+            ValueError, match="timm has no model 'vit_tyny_patch16_224'; near it: vit_tiny_patch16"
+        ):
+            load_timm("vit_tyny_patch16_224")
+
+    def test_unreachable_weights_are_an_os_error_with_the_cure(self, monkeypatch):
+        def refuse(*_, **__):
+            raise ConnectionError("no route to host\nand more")
+
+        monkeypatch.setattr(timm, "create_model", refuse)
+        with pytest.raises(
+            OSError, match=r"'vit_tiny_patch16_224' can't be had \(no route to host\); fetch its file"
+        ):
+            create_timm("vit_tiny_patch16_224", pretrained=True)
+
+    @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".wrapped.pth"])
+    @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"])
+    @torch.no_grad()
+    def test_file_of_weights(self, tmp_path, randomise, name, suffix):
+        theirs = randomise(timm.create_model(name, depth=1, img_size=112))
+        path = tmp_path / f"weights{suffix}"
+        if suffix == ".safetensors":
+            save_file(theirs.state_dict(), path)
+        elif suffix == ".pth":
+            torch.save(theirs.state_dict(), path)
+        else:
+            state = {f"module.{key}": value for key, value in theirs.state_dict().items()}
+            torch.save({"epoch": 3, "state_dict": state}, path)
+        images = torch.randn(1, 3, 112, 112)
+        torch.testing.assert_close(load_timm(path)(images), theirs(images), atol=1e-5, rtol=0)
+        torch.testing.assert_close(load_timm(str(path))(images), theirs(images), atol=1e-5, rtol=0)
+
+    @torch.no_grad()
+    def test_folder_with_config(self, tmp_path, randomise):
+        arguments = {"img_size": [32, 64], "depth": 1, "num_heads": 2, "num_classes": 5}
+        theirs = randomise(timm.create_model("vit_tiny_patch16_224", **arguments))
+        save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+        config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}})
+        )
+        images = torch.randn(1, 3, 32, 64)
+        torch.testing.assert_close(load_timm(tmp_path)(images), theirs(images), atol=1e-5, rtol=0)
+
+    @torch.no_grad()
+    def test_torchvision_weights(self, tmp_path, randomise):
+        theirs = randomise(torchvision.models.VisionTransformer(64, 16, 2, 12, 768, 3072))
+        torch.save(theirs.state_dict(), tmp_path / "vit_b_16.pth")
+        ours, images = load_timm(tmp_path / "vit_b_16.pth"), torch.randn(2, 3, 64, 64)
+        torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=0)
+
+    @pytest.mark.slow
+    @torch.no_grad()
+    def test_torchvision_vit_b_16(self, tmp_path, randomise):
+        theirs = randomise(torchvision.models.vit_b_16())
+        torch.save(theirs.state_dict(), tmp_path / "vit_b_16.pth")
+        ours, images = load_timm(tmp_path / "vit_b_16.pth"), torch.randn(1, 3, 224, 224)
+        torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=0)
+
+
+class TestClassNamesAndPreprocess:
+    def test_imagenet_names_and_values(self):
+        module, preprocess, names = create_timm("vit_tiny_patch16_224", pretrained=False)
+        assert isinstance(module, timm.models.VisionTransformer)
+        assert names[0].startswith("tench")
+        assert len(names) == 1000
+        assert preprocess == {
+            "image_size": [224, 224],
+            "crop_fraction": 0.9,
+            "mean": [0.5] * 3,
+            "std": [0.5] * 3,
+            "interpolation": "bicubic",
+        }
+
+    def test_other_class_counts_are_numbered_and_none_is_empty(self):
+        assert create_timm("vit_tiny_patch16_224", pretrained=False, num_classes=2)[2] == (
+            "class 0",
+            "class 1",
+        )
+        assert create_timm("vit_small_patch14_dinov2", pretrained=False)[2] == ()
+
+
+class TestFineTuning:
+    @pytest.fixture
+    def source(self, tmp_path, randomise):
+        save_file(
+            randomise(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)).state_dict(),
+            tmp_path / "weights.safetensors",
+        )
+        return tmp_path / "weights.safetensors"
+
+    def test_new_head_and_resampled_positions(self, source):
+        model, preprocess = load_pretrained(source, img_size=(48, 96), num_classes=7, drop_path_rate=0.2)
+        reference = load_timm(source)
+        assert preprocess is None
+        assert model.architecture["drop_path_rate"] == 0.2
+        assert model.grid_size == (3, 6)
+        assert model.head.weight.shape == (7, 192)
+        assert 0.015 < model.head.weight.std() < 0.025
+        reference.set_input_size((48, 96))
+        reference.head = model.head
+        images = torch.randn(2, 3, 48, 96)
+        torch.testing.assert_close(model(images), reference(images))
+
+    def test_head_is_kept_where_the_classes_are_as_many(self, source):
+        model, _ = load_pretrained(source, img_size=64, num_classes=1000)
+        assert torch.equal(model.head.weight, load_timm(source).head.weight)
+
+    def test_weights_that_are_not_there(self, tmp_path):
+        with pytest.raises(
+            FileNotFoundError, match=r"nothing.pth is no file of weights, no training directory"
+        ):
+            load_pretrained(tmp_path / "nothing.pth", img_size=64, num_classes=7)
