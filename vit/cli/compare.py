@@ -1,36 +1,85 @@
-"""`vit compare`: is the difference between evaluations real?"""
+"""`vit compare`: is the difference between evaluations real, and where does it come from?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from vit.evaluate.compare import Group, Pair
+
 
 def compare(
-    evaluations: Annotated[
-        list[Path], typer.Argument(help="two or more directories that vit evaluate wrote")
-    ],
+    evaluations: Annotated[list[Path], typer.Argument(help="two or more directories of vit evaluate")],
+    output: Annotated[
+        Path | None, typer.Option(help="directory for comparison.json: all classes, all images")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="classes and images to show")] = 5,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier comparison")] = False,
 ) -> None:
-    """Compare evaluations on the same images: paired bootstrap and McNemar's test."""
+    """Compare evaluations on the same images: paired bootstrap and McNemar's test.
+
+    Runs of one recipe with different seeds are folded into mean ± standard deviation. Everything is compared
+    with the first.
+    """
     from rich.console import Console
+
+    from vit.cli.common import check_output, prepare_output
+    from vit.evaluate.compare import Group, compare_groups, fold_seeds, load_arms, save_comparison
+
+    if output is not None:
+        check_output(output, overwrite=overwrite)
+    arms = load_arms(evaluations)
+    groups = fold_seeds(arms)
+    if len(groups) == 1:  # seeds of one recipe: how far apart are they?
+        sides = groups + [Group(arm.name, [arm]) for arm in arms]
+        pairs = [compare_groups(sides[1], side) for side in sides[2:]]
+    else:
+        sides = groups
+        pairs = [compare_groups(sides[0], side) for side in sides[1:]]
+    console = Console(highlight=False)
+    _show_groups(console, sides)
+    for pair in pairs:
+        _show_pair(console, pair, examples=examples)
+    if output is not None:
+        save_comparison(prepare_output(output, overwrite=overwrite) / "comparison.json", sides, pairs)
+        console.print(f"written to {output}", markup=False)
+
+
+def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
     from rich.table import Table
 
-    from vit.evaluate.compare import compare_pair, load_arms
+    evaluation = groups[0].arms[0].evaluation
+    table = Table(title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})")
+    table.add_column("evaluation", overflow="fold")
+    for column in ("seeds", "top-1", "± sd or 95 % interval", "loss"):
+        table.add_column(column, justify="right")
+    for group in groups:
+        low, high = group.arms[0].evaluation.intervals["top1"]
+        spread = f"{low:.4f} … {high:.4f}" if group.deviation is None else f"± {group.deviation:.4f}"
+        loss = sum(arm.evaluation.loss for arm in group.arms) / len(group.arms)
+        table.add_row(group.name, str(len(group.arms)), f"{group.top1.mean():.4f}", spread, f"{loss:.4f}")
+    console.print(table)
 
-    arms = load_arms(evaluations)
-    table = Table(title=f"{len(arms[0].predictions.ids):,} images, top-1")
-    for column in ("A", "B", "top-1 A", "top-1 B", "B - A", "95 % interval", "McNemar p"):
-        table.add_column(column, justify="left" if len(column) == 1 else "right")
-    for other in arms[1:]:
-        pair = compare_pair(arms[0], other)
-        low, high = pair.interval
-        table.add_row(
-            arms[0].name,
-            other.name,
-            f"{arms[0].evaluation.top1:.4f}",
-            f"{other.evaluation.top1:.4f}",
-            f"{pair.difference:+.4f}",
-            f"{low:+.4f} … {high:+.4f}",
-            f"{pair.p_value:.3g}",
+
+def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
+    from rich.markup import escape
+
+    low, high = pair.interval
+    verdict = "beyond chance" if low > 0 or high < 0 else "within chance"
+    test = "" if pair.p_value is None else f", McNemar p = {pair.p_value:.2g}"
+    console.print(
+        f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: "
+        f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test}): {verdict}"
+    )
+    for move in pair.moved[:examples]:
+        console.print(
+            f"  {move.name}: {move.recall_a:.4f} → {move.recall_b:.4f} of {move.support}", markup=False
         )
-    Console().print(table)
+    for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
+        shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")
+        console.print(f"  {len(images)} images that only {name} gets right: {shown}", markup=False)

@@ -1,7 +1,9 @@
 """Models on the same images: what differs, and how sure is that."""
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from vit.evaluate.record import (
     load_evaluation,
     load_predictions,
 )
+from vit.files import write_text
 
 _EXACT_UP_TO = 1000  # discordant images; above, the chi-square form agrees to three digits
 
@@ -75,7 +78,7 @@ class Pair:
     ]  # 95 %, paired bootstrap over images, and over seeds where there are several
     loss_difference: float
     p_value: float | None  # McNemar's test; None where a side has several seeds
-    moved: list[ClassMove]  # by the size of the move
+    moved: list[ClassMove]  # classes whose recall differs, by how much
     only_a: list[str]  # images that every seed of A gets right and none of B
     only_b: list[str]
 
@@ -85,7 +88,9 @@ def load_arms(directories: Sequence[Path]) -> list[Arm]:
     if len(directories) < 2:
         raise ValueError("vit compare needs two or more evaluations")
     arms: list[Arm] = []
+    shared = os.path.commonpath([directory.resolve().parent for directory in directories])
     for directory in directories:
+        name = os.path.relpath(directory.resolve(), shared)
         if not (directory / EVALUATION_FILE).is_file():
             raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
         evaluation = load_evaluation(directory / EVALUATION_FILE)
@@ -96,8 +101,8 @@ def load_arms(directories: Sequence[Path]) -> list[Arm]:
                 f"{evaluation.num_images} images; evaluate again"
             )
         if arms:
-            predictions = _align(Arm(str(directory), evaluation, predictions), arms[0])
-        arms.append(Arm(str(directory), evaluation, predictions))
+            predictions = _align(Arm(name, evaluation, predictions), arms[0])
+        arms.append(Arm(name, evaluation, predictions))
     return arms
 
 
@@ -137,6 +142,27 @@ def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int 
         only_a=ids[(share_a == 1) & (share_b == 0)].tolist(),
         only_b=ids[(share_b == 1) & (share_a == 0)].tolist(),
     )
+
+
+def save_comparison(path: Path, groups: Sequence[Group], pairs: Sequence[Pair]) -> None:
+    """Write everything as JSON: groups with their top-1 by seed, and pairs with all classes and images."""
+    document = {
+        "schema_version": 1,
+        "fingerprint": groups[0].arms[0].evaluation.fingerprint,
+        "groups": [
+            {
+                "name": group.name,
+                "evaluations": [arm.name for arm in group.arms],
+                "seeds": [arm.evaluation.seed for arm in group.arms],
+                "top1": group.top1.tolist(),
+                "mean": float(group.top1.mean()),
+                "standard_deviation": group.deviation,
+            }
+            for group in groups
+        ],
+        "pairs": [asdict(pair) for pair in pairs],
+    }
+    write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def compute_mcnemar(only_a: int, only_b: int) -> float:
@@ -196,4 +222,5 @@ def _find_moves(labels: NDArray[np.str_], share_a: Floats, share_b: Floats) -> l
     recall_a, recall_b = np.bincount(index, share_a) / support, np.bincount(index, share_b) / support
     columns = (names.tolist(), recall_a.tolist(), recall_b.tolist(), support.tolist())
     moves = [ClassMove(*row) for row in zip(*columns, strict=True)]
+    moves = [move for move in moves if move.recall_a != move.recall_b]
     return sorted(moves, key=lambda move: -abs(move.recall_b - move.recall_a))

@@ -58,7 +58,7 @@ def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
 
 
 def shift(batch: Pixels, *, fraction: float, axis: int) -> Pixels:
-    """Move images [B, H, W, 3] by a fraction of their side, down (axis 0) or right (1); edges are mirrored."""
+    """Move images [B, H, W, 3] by a share of their side, down (axis 0) or right (1); edges are mirrored."""
     pixels = round(fraction * batch.shape[1 + axis])
     padding = [(0, 0)] * 4
     padding[1 + axis] = (max(pixels, 0), max(-pixels, 0))
@@ -111,7 +111,7 @@ def _motion_blur(picture: Picture, level: Level, draw: Draw) -> Picture:
 
 
 def _snow(picture: Picture, level: Level, draw: Draw) -> Picture:
-    """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; the picture pales under them."""
+    """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is paler."""
     mean, deviation, enlargement, threshold, length, sigma, keep = level
     height, width = picture.shape[:2]
     size = (int(np.ceil(height / enlargement)) + 1, int(np.ceil(width / enlargement)) + 1)
@@ -124,7 +124,8 @@ def _snow(picture: Picture, level: Level, draw: Draw) -> Picture:
     flakes = _filter(flakes, trail)
     grey = picture.mean(axis=2, keepdims=True)
     pale = keep * picture + (1 - keep) * np.maximum(picture, 1.5 * grey + 0.5)
-    return pale + flakes + flakes[::-1, ::-1]
+    snowed: Picture = pale + flakes + flakes[::-1, ::-1]
+    return snowed
 
 
 def _frost(picture: Picture, level: Level, draw: Draw) -> Picture:
@@ -133,7 +134,8 @@ def _frost(picture: Picture, level: Level, draw: Draw) -> Picture:
     ridges = 1 - np.abs(2 * _texture(picture.shape[:2], 1.6, draw) - 1)
     cover = 0.35 + 0.65 * _texture(picture.shape[:2], 2.5, draw)
     ice = (ridges**3 * cover)[..., None] * np.array([0.85, 0.95, 1.0])
-    return keep * picture + amount * ice
+    frosted: Picture = keep * picture + amount * ice
+    return frosted
 
 
 def _fog(picture: Picture, level: Level, draw: Draw) -> Picture:
@@ -141,7 +143,8 @@ def _fog(picture: Picture, level: Level, draw: Draw) -> Picture:
     density, decay = level
     brightest = picture.max()
     cloud = _texture(picture.shape[:2], np.log2(decay) + 1, draw)
-    return (picture + density * cloud[..., None]) * brightest / (brightest + density)
+    foggy: Picture = (picture + density * cloud[..., None]) * brightest / (brightest + density)
+    return foggy
 
 
 def _brightness(picture: Picture, level: Level, _: Draw) -> Picture:
@@ -149,7 +152,8 @@ def _brightness(picture: Picture, level: Level, _: Draw) -> Picture:
     (amount,) = level
     value = picture.max(axis=2, keepdims=True)
     raised = np.minimum(value + amount, 1)
-    return np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised)
+    brighter: Picture = np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised)
+    return brighter
 
 
 # --- digital -----------------------------------------------------------------------------------------------
@@ -159,7 +163,8 @@ def _contrast(picture: Picture, level: Level, _: Draw) -> Picture:
     """The distance from each channel's mean shrunk to a share."""
     (share,) = level
     mean = picture.mean(axis=(0, 1))
-    return (picture - mean) * share + mean
+    flattened: Picture = (picture - mean) * share + mean
+    return flattened
 
 
 # --- parts -------------------------------------------------------------------------------------------------
@@ -167,7 +172,7 @@ def _contrast(picture: Picture, level: Level, _: Draw) -> Picture:
 
 def _scale(pixels: float, picture: Picture) -> float:
     """A length given for 32 or 224 pixels, for this picture."""
-    side = min(picture.shape[:2])
+    side: int = min(picture.shape[:2])
     return pixels * side / (32 if side <= _SMALL else 224)
 
 
@@ -175,7 +180,8 @@ def _filter(picture: Picture, kernel: Picture) -> Picture:
     """Convolution with a kernel [odd, odd] brought to sum one; edges are mirrored."""
     down, across = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = np.pad(picture, ((down, down), (across, across), (0, 0)), mode="symmetric")
-    return fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1))
+    blurred: Picture = fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1))
+    return blurred
 
 
 def _trail(length: float, sigma: float, angle: float) -> Picture:
@@ -196,7 +202,8 @@ def _texture(size: tuple[int, int], slope: float, draw: Draw) -> Picture:
     frequency[0, 0] = np.inf  # no mean
     spectrum = np.fft.rfft2(draw.standard_normal(size)) * frequency**-slope
     field = np.fft.irfft2(spectrum, s=size)
-    return (field - field.min()) / (field.max() - field.min())
+    scaled: Picture = (field - field.min()) / (field.max() - field.min())
+    return scaled
 
 
 def _on_floats(apply: Callable[[Picture, Level, Draw], Picture]) -> Callable[[Pixels, Level, int], Pixels]:

@@ -9,18 +9,50 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vit.evaluate.cost import Cost
 from vit.evaluate.metrics import Bin, ClassFigures, Floats, Ints, Scores
+from vit.evaluate.sources import Duplication
 from vit.files import write_atomically, write_text
 
 SCHEMA_VERSION = 1
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image worth looking at."""
+
+    path: str
+    label: str
+    predicted: str
+    probability: float  # of the predicted class
+    label_probability: float
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What the model got wrong, nearly wrong, or what may be labelled wrong; the clearest cases first."""
+
+    confident_mistakes: list[Example]
+    uncertain_hits: list[Example]
+    label_errors: list[Example]
+    num_label_errors: int  # suspects in all, by confident learning
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Figures of the probabilities before and after the temperature."""
+
+    temperature: float
+    fitted_on: dict[str, str | int]  # split, num_images and fingerprint of the validation images
+    before: dict[str, float]  # ece, brier, nll
+    after: dict[str, float]
 
 
 class Evaluation(BaseModel):
@@ -37,33 +69,51 @@ class Evaluation(BaseModel):
     macro_precision: float
     macro_recall: float
     ece: float = Field(description="expected calibration error, 15 bins of equal width")
-    brier: float = Field(description="mean squared distance of probabilities from truth, summed over classes")
-    nll: float = Field(
-        description="mean cross-entropy of the probabilities, nats: the loss after the temperature"
-    )
-    intervals: dict[str, tuple[float, float]] = Field(
-        description="95 % bootstrap interval of each figure above"
-    )
+    brier: float = Field(description="squared distance of probabilities from truth, summed over classes")
+    nll: float = Field(description="mean cross-entropy of the probabilities: the loss after the temperature")
+    intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap interval of each of these")
     per_class: list[ClassFigures] = Field(description="every class of the model, in its order")
     reliability: list[Bin]
+    calibration: Calibration | None = Field(description="null where no temperature was ever fitted")
 
     num_images: int = Field(description="images evaluated: the denominator of every figure")
     unreadable: list[tuple[str, str]] = Field(description="images left out, with the reason")
-    duplicates_of_training: dict[str, Any] | None = Field(
-        default=None,
-        description="evaluated images seen in training: exact and near counts, examples; null: not known",
+    duplicates_of_training: Duplication | None = Field(description="null where it is not known")
+    examples: Examples
+
+    corruptions: dict[str, list[float]] | None = Field(description="top-1 at severities 1 to 5 of each kind")
+    mean_corruption_error: float | None = Field(description="mean of 1 - top-1 over kinds and severities")
+    sweeps: dict[str, list[tuple[float, float]]] | None = Field(
+        description="(amount, top-1) for shift_right and shift_down (of the side) and rotate (degrees)"
     )
+    cost: Cost
 
     data: str = Field(description="name of the data set")
     split: str
+    notes: list[str] = Field(description="what a person should know of these images")
     fingerprint: str = Field(description="of the decoded pixels, labels, class names and split")
     model: str = Field(description="as named on the command line")
     model_sha256: str
-    recipe: str | None = Field(
-        default=None, description="hash of the training configuration without its seed"
-    )
-    seed: int | None = Field(default=None, description="of the training run")
-    conditions: dict[str, str] = Field(description="device, precision, batch size, command, versions, time")
+    recipe: str | None = Field(description="hash of the training configuration without seed and machine")
+    seed: int | None = Field(description="of the training run")
+    conditions: dict[str, str] = Field(description="device, precision, batch size, command, time, versions")
+
+    def list_warnings(self) -> list[str]:
+        """What must be known before a figure is quoted, in sentences."""
+        warnings = list(self.notes)
+        if self.unreadable:
+            name, reason = self.unreadable[0]
+            warnings.append(
+                f"{len(self.unreadable)} images could not be read and are not counted; the first is {name}: "
+                f"{reason}"
+            )
+        seen = self.duplicates_of_training
+        if seen is not None and seen.exact + seen.near > 0:
+            warnings.append(
+                f"{seen.exact} of these images were in training, {seen.near} more look like one that was: "
+                f"{', '.join(seen.examples[:3])}"
+            )
+        return warnings
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vit.data.folders import find_splits
+from vit.data.images import Preprocess
+from vit.data.likeness import find_duplicates
 from vit.data.shards import find_shards
 from vit.data.sources import SOURCES, ImageSource, Split, load_source
+from vit.data.stores import Store, build_store
 from vit.evaluate.metrics import Ints
+from vit.evaluate.predict import Pixels
 
 
 def find_source(
@@ -45,6 +51,60 @@ def find_source(
         known = ", ".join(name for name in SOURCES if name not in ("folder", "webdataset"))
         raise ValueError(f"--data {data} is no data set ({known}), no folder and no shards (.tar)")
     return load_source(name, root=data, split=cast(Split, split or ("test" if "test" in splits else "all")))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Decoded images to evaluate on."""
+
+    store: Store
+    ids: tuple[str, ...]  # the store's, as text that any file can hold
+    labels: Ints  # indices of the model's classes
+    preprocess: Preprocess
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, start: int, stop: int) -> Pixels:
+        """Images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
+        assert self.store.images is not None  # only a scan has none
+        return self.preprocess.crop(self.store.images[start:stop])
+
+
+def load_images(
+    source: ImageSource, *, preprocess: Preprocess, class_names: Sequence[str], progress: bool
+) -> Images:
+    """Decode `source` (once: the result is cached) and match its classes with the model's `class_names`."""
+    store = build_store(
+        source, size=preprocess.resize_size, interpolation=preprocess.interpolation, progress=progress
+    )
+    labels = map_labels(store.labels, source_classes=store.class_names, model_classes=class_names)
+    return Images(store, tuple(printable(name) for name in store.ids), labels, preprocess)
+
+
+def printable(name: str) -> str:
+    """A file name as valid Unicode: bytes that are no UTF-8 become replacement characters."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Duplication:
+    """Evaluated images that were in training: figures on them measure memory."""
+
+    exact: int  # the same pixels
+    near: int  # the same looks by a perceptual hash: recoded, rescaled or much alike
+    examples: list[str]  # up to 20 of them, exact ones first
+
+
+def count_duplicates(
+    images: Images, training_hashes: tuple[NDArray[np.uint64], NDArray[np.uint64]]
+) -> Duplication:
+    """Look for `images` among those of which the model file holds hashes."""
+    found = find_duplicates((images.store.digests, images.store.perceptual), training_hashes)
+    rows = [*found.exact[:, 0].tolist(), *found.near[:, 0].tolist()]
+    return Duplication(
+        exact=len(found.exact), near=len(found.near), examples=[images.ids[row] for row in rows[:20]]
+    )
 
 
 def map_labels(labels: Ints, *, source_classes: Sequence[str], model_classes: Sequence[str]) -> Ints:

@@ -1,0 +1,118 @@
+"""Numbers to the coordinates of an SVG chart; `charts.html.jinja` draws them in the page's colours."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.ticker import MaxNLocator
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 400, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 42  # room for the axes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point or bar in pixels of the chart, with the words that pointing at it shows."""
+
+    x: float
+    y: float
+    text: str
+    width: float = 0
+    height: float = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series."""
+
+    name: str
+    marks: list[Mark]
+
+    @property
+    def path(self) -> str:
+        return " ".join(f"{mark.x:.1f},{mark.y:.1f}" for mark in self.marks)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Everything the template needs."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    lines: list[Line] = field(default_factory=list)
+    bars: list[Mark] = field(default_factory=list)
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = _LEFT
+    right: int = WIDTH - _RIGHT
+    top: int = _TOP
+    bottom: int = HEIGHT - _BOTTOM
+
+
+def build_line_chart(
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    x_label: str,
+    y_label: str,
+    y_range: tuple[float, float] | None = None,
+) -> Chart:
+    """A chart of one or more series of (x, y)."""
+    everything = [point for points in series.values() for point in points]
+    across = _Axis([x for x, _ in everything], _LEFT, WIDTH - _RIGHT, tight=True)
+    up = _Axis(y_range or [y for _, y in everything], HEIGHT - _BOTTOM, _TOP, tight=y_range is not None)
+    lines = []
+    for name, points in series.items():
+        marks = [Mark(across.place(x), up.place(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points]
+        lines.append(Line(name, marks))
+    return Chart(title, x_label, y_label, across.ticks, up.ticks, lines=lines)
+
+
+def build_reliability_chart(bins: Sequence[tuple[float, float, float, int]]) -> Chart:
+    """Accuracy against confidence: `bins` are (lower, upper, accuracy, count), all but count 0…1."""
+    across = _Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True)
+    up = _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True)
+    bars = [
+        Mark(
+            x=across.place(lower) + 1,
+            y=up.place(accuracy),
+            width=across.place(upper) - across.place(lower) - 2,
+            height=up.place(0) - up.place(accuracy),
+            text=f"confidence {lower:.2f} to {upper:.2f}: {accuracy:.1%} of {count} images right",
+        )
+        for lower, upper, accuracy, count in bins
+        if count
+    ]
+    ideal = [Mark(across.place(value), up.place(value), "") for value in (0.0, 1.0)]
+    return Chart(
+        "Reliability",
+        "confidence",
+        "accuracy",
+        across.ticks,
+        up.ticks,
+        lines=[Line("perfectly calibrated", ideal)],
+        bars=bars,
+    )
+
+
+class _Axis:
+    """From values to pixels between `start` and `stop`."""
+
+    def __init__(self, values: Sequence[float], start: float, stop: float, *, tight: bool) -> None:
+        low, high = min(values), max(values)
+        if high == low:
+            low, high = low - 0.5, high + 0.5
+        numbers = [float(number) for number in MaxNLocator(nbins=5).tick_values(low, high)]
+        if not tight:
+            low, high = numbers[0], numbers[-1]
+        self._low, self._high, self._start, self._stop = low, high, start, stop
+        slack = (high - low) * 1e-9
+        inside = [number for number in numbers if low - slack <= number <= high + slack]
+        self.ticks = [(self.place(number), f"{number:.6g}") for number in inside]
+
+    def place(self, value: float) -> float:
+        return self._start + (value - self._low) / (self._high - self._low) * (self._stop - self._start)
