@@ -26,7 +26,7 @@ from vit.data.image_source import ArrayBacking, ImageSource
 from vit.data.images import Preprocess
 from vit.data.likeness import hash_appearance, hash_pixels, jpeg_note
 
-_FORMAT = 1  # raise it when the files or the pixels in them change
+_FORMAT = 2  # raise it when the files or the pixels in them change
 _BLOCK = 1 << 24  # bytes under one checksum
 _CHECKED_BLOCKS = 128  # 2 GiB: a larger store is checked in this many places
 _CHUNK = 256  # images a task
