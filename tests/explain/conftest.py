@@ -1,14 +1,16 @@
 """Small models of every family, with weights large enough that attention is not uniform."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import timm
 import torch
 import torchvision
 import transformers
-from sklearn.datasets import load_digits
 from torch import nn
 
 from vit.model.vision_transformer import VisionTransformer
@@ -18,9 +20,8 @@ SIZE = (32, 48)
 
 
 def build_ours(**arguments: object) -> nn.Module:
-    return VisionTransformer(
-        img_size=SIZE, patch_size=8, num_classes=NUM_CLASSES, embed_dim=24, depth=3, num_heads=3, **arguments
-    )
+    sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
+    return VisionTransformer(num_classes=NUM_CLASSES, **sizes | {"attention_backend": "fused"} | arguments)
 
 
 def build_timm(name: str = "vit_tiny_patch16_224", **arguments: object) -> nn.Module:
@@ -36,7 +37,7 @@ def build_hugging_face() -> nn.Module:
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "ours": build_ours,
-    "ours-registers-norms": lambda: build_ours(reg_tokens=4, qk_norm=True, init_values=0.5),
+    "ours-registers-norms": lambda: build_ours(reg_tokens=4, qk_norm=True, attention_backend="auto"),
     "timm": build_timm,
     "timm-qk-norm": lambda: build_timm(qk_norm=True),
     "timm-eva": lambda: build_timm("eva02_tiny_patch14_224", img_size=56),
@@ -95,50 +96,21 @@ class Trained:
     glyph: torch.Tensor  # [n], the patch of 4×4 with the glyph; -1 without
 
 
-GLYPH_CLASS = 10
+@pytest.fixture(scope="session")
+def planted() -> ModuleType:
+    """`benchmarks/planted_evidence.py`."""
+    path = Path(__file__).parents[2] / "benchmarks" / "planted_evidence.py"
+    spec = importlib.util.spec_from_file_location("planted_evidence", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
-def trained() -> Trained:
+def trained(planted: ModuleType) -> Trained:
     """Ten seconds of training."""
-    digits = load_digits()
-    pixels = torch.from_numpy(digits.images).float() / 16
-    labels = torch.from_numpy(digits.target)
-    torch.manual_seed(0)
-    model = VisionTransformer(img_size=24, patch_size=6, num_classes=11, embed_dim=48, depth=3, num_heads=3)
-    epochs, batch, held_out = 20, 50, 397
-    last = len(pixels) - held_out
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * (last // batch))
-    for epoch in range(epochs):
-        images, classes, _ = plant_glyphs(pixels[:last], labels[:last], seed=epoch)
-        for chosen in torch.randperm(last).split(batch):
-            loss = torch.nn.functional.cross_entropy(model(images[chosen]), classes[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    images, classes, glyph = plant_glyphs(pixels[last:], labels[last:], seed=1000)
-    model.eval()
-    with torch.no_grad():
-        right = model(images).argmax(dim=1) == classes
-    assert right.float().mean() > 0.8
-    return Trained(model, images[right], classes[right], glyph[right])
-
-
-def plant_glyphs(
-    pixels: torch.Tensor, labels: torch.Tensor, *, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Digits of 24×24 pixels, a sixth of them with a glyph on a patch drawn at random, which is then their
-    class."""
-    generator = torch.Generator().manual_seed(seed)
-    images = pixels.repeat_interleave(3, 1).repeat_interleave(3, 2)[:, None].expand(-1, 3, -1, -1) - 0.3
-    images, classes = images.clone(), labels.clone()
-    places = torch.randint(16, (len(images),), generator=generator)
-    places[torch.rand(len(images), generator=generator) > 1 / 6] = -1
-    glyph = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]).repeat(2, 2) - 0.3
-    for index in torch.where(places >= 0)[0]:
-        row, column = divmod(int(places[index]), 4)
-        images[index, :, 6 * row : 6 * row + 6, 6 * column : 6 * column + 6] = glyph
-        classes[index] = GLYPH_CLASS
-    return images, classes, places
+    model, images, classes, glyph = planted.train()
+    assert len(images) > 0.8 * planted.HELD_OUT
+    return Trained(model, images, classes, glyph)

@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from vit.explain.controls import centre_maps, edge_maps, random_maps
-from vit.explain.dropping import build_predictor, leave_one_out
 from vit.explain.faithfulness import compute_pointing, compute_saco, estimate, find_order, win_rate
 from vit.explain.harness import TAKEN_AWAY, Measurement, Plan, build_mosaics, measure
-from vit.explain.methods import METHODS, compute_maps
+from vit.explain.methods import METHODS
 from vit.explain.report import summarise, write_report
 
 
 @pytest.fixture(scope="module")
 def measurement(trained) -> Measurement:
-    methods = ("rollout", "gae", "attn-gradcam")
-    plan = Plan(methods=methods, fill_images=16, mosaics=24)
-    return measure(
-        trained.model, trained.images[:160], trained.classes[:160], plan, pixel_std=(1.0, 1.0, 1.0)
-    )
+    plan = Plan(methods=("rollout", "gae"), fill_images=8, mosaics=24)
+    few = slice(128)
+    return measure(trained.model, trained.images[few], trained.classes[few], plan, pixel_std=(1.0, 1.0, 1.0))
 
 
 def test_the_harness_is_valid(measurement: Measurement) -> None:
@@ -45,7 +42,7 @@ def test_areas_are_trapezoids_of_the_stored_curves(measurement: Measurement) -> 
 def test_every_metric_holds_every_map_it_can(measurement: Measurement) -> None:
     for metric in ("deletion", "insertion", "saco", "oracle_correlation", "deletion_mean", "insertion_blur"):
         assert set(measurement.values[metric]) == {
-            "rollout", "gae", "attn-gradcam", "oracle", "centre", "edges", "random",
+            "rollout", "gae", "oracle", "centre", "edges", "random",
         }  # fmt: skip
     assert all(np.isfinite(v).all() for values in measurement.values.values() for v in values.values())
 
@@ -66,23 +63,14 @@ def test_the_report_is_files_that_agree(measurement: Measurement, tmp_path: Path
     assert figures["metrics"]["deletion"]["methods"]["gae"]["wins"]["random"] > 0.7
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"chunked"}))
-def test_planted_evidence_is_found_by_those_who_should(trained, method: str) -> None:
-    """Where the glyph decides the class, the truth is known: these are the methods that point at it."""
-    has = trained.glyph >= 0
-    _, _, (maps,) = compute_maps(trained.model, trained.images[has], methods=[method])
-    accuracy = (maps.values.flatten(1).argmax(dim=1) == trained.glyph[has]).float().mean()
-    print(f"{method}: {100 * float(accuracy):.0f} % of {int(has.sum())} glyphs")
-    if method in ("rollout", "gae", "gae-scale-free", "gradient-rollout"):
-        assert accuracy >= 0.9
-
-
-def test_the_oracle_finds_planted_evidence(trained) -> None:
-    has = trained.glyph >= 0
-    images, classes = trained.images[has], trained.classes[has]
-    predict = build_predictor(trained.model, images, classes, grid=(4, 4))
-    falls = leave_one_out(predict, batch=len(images), patches=16, device=images.device)
-    assert (falls.argmax(dim=1) == trained.glyph[has]).float().mean() >= 0.9
+def test_planted_evidence_is_found(trained, planted) -> None:
+    """Where the glyph decides the class the truth is known. How the methods rank is reported, not
+    demanded."""
+    accuracy = planted.measure_pointing(trained.model, trained.images, trained.classes, trained.glyph)
+    print(accuracy)
+    assert accuracy["oracle"] >= 0.9
+    assert max(accuracy[method] for method in METHODS) >= 0.9
+    assert min(accuracy.values()) < 0.5  # and some do point elsewhere: the test can tell
 
 
 def test_saco_equals_the_published_pairs_one_by_one() -> None:

@@ -29,9 +29,9 @@ def test_the_oracle_beats_random_orders_and_its_reverse_does_not(trained) -> Non
     gap, beaten = deletion.compare(oracle)
     reverse_gap, reverse_beaten = deletion.compare(-oracle)
     assert gap.mean() > 0.2
-    assert beaten.mean() > 0.9
+    assert beaten.mean() > 0.8
     assert reverse_gap.mean() < 0
-    assert reverse_beaten.mean() < 0.3
+    assert reverse_beaten.mean() < 0.4
 
 
 def test_scrambling_keeps_every_parameters_numbers_and_loses_what_was_learned(trained) -> None:

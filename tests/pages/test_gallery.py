@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.data.images import Preprocess
 from vit.explain.export import export_maps
-from vit.explain.items import ImageItem
+from vit.explain.items import ImageItem, clean_name
 from vit.explain.methods import MapOptions
 from vit.explain.pipeline import Settings
 from vit.model.vision_transformer import VisionTransformer
