@@ -306,7 +306,7 @@ class TestLayer:
         assert choose_backend("cpu", bfloat16, 64, True) == "explicit"
         assert choose_backend("cpu", bfloat16, 197, True) == "explicit"
         assert choose_backend("cpu", bfloat16, 1370, True) == "fused"
-        assert choose_backend("cpu", float32, 16, True) == "explicit"
+        assert choose_backend("cpu", float32, 16, True) == "fused"
         assert choose_backend("cpu", float32, 64, True) == "fused"
         assert choose_backend("cpu", float32, 197, False) == "fused"
         assert choose_backend("cuda", bfloat16, 64, True) == "fused"

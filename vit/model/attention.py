@@ -77,16 +77,12 @@ def choose_backend(
     """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures
     them.
 
-    Accelerators: fused. CPU in bfloat16: explicit for training, as the fused backward takes two to five times
-    as long; for inference explicit too, unless AMX carries the fused kernel. CPU in float32: fused, but for a
-    few dozen tokens. Beyond a few hundred tokens the explicit weights no longer fit the caches, or the
-    memory.
+    Fused, but for bfloat16 on a CPU: there the fused backward takes two to five times as long, and without
+    AMX inference is slower too. Beyond a few hundred tokens the explicit weights outgrow caches and memory.
     """
-    if device_type != "cpu":
+    if device_type != "cpu" or dtype != torch.bfloat16 or num_tokens > 640:
         return "fused"
-    if dtype == torch.bfloat16:
-        return "explicit" if num_tokens <= 640 and (training or not _has_amx()) else "fused"
-    return "explicit" if num_tokens <= 32 else "fused"
+    return "explicit" if training or not _has_amx() else "fused"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
