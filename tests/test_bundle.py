@@ -18,13 +18,22 @@ from vit.model.vision_transformer import VisionTransformer
 def make_model() -> VisionTransformer:
     torch.manual_seed(1)
     return VisionTransformer(
-        img_size=(8, 16), patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2, reg_tokens=1, pool="avg"
+        img_size=(8, 16),
+        patch_size=4,
+        num_classes=3,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        reg_tokens=1,
+        pool="avg",
     ).eval()
 
 
 def save(path: Path, model: VisionTransformer, **changes: Any) -> Path:
     arguments: dict[str, Any] = {
-        "preprocess": Preprocess(image_size=(8, 16), crop_fraction=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)),
+        "preprocess": Preprocess(
+            image_size=(8, 16), crop_fraction=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+        ),
         "class_names": ("ant", "bee", "cow"),
         "config": {"train": {"epochs": 3}},
         "data": {"name": "folder", "fingerprint": "f" * 64},

@@ -22,7 +22,12 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
 def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     config = load_config(
         None,
-        ["train.image_sizes=[[0.5, 24], [1.0, [32, 32]]]", "data.root=123", "data.classes=[cat, dog]", "model.freeze=2"],
+        [
+            "train.image_sizes=[[0.5, 24], [1.0, [32, 32]]]",
+            "data.root=123",
+            "data.classes=[cat, dog]",
+            "model.freeze=2",
+        ],
     )
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))

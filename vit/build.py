@@ -17,7 +17,7 @@ from vit.config import Config, as_pair, load_config, plain_values
 from vit.data.augment import Augment
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
-from vit.data.sources import ImageSource, load_source
+from vit.data.sources import ImageSource, Split, load_source
 from vit.data.stores import Store, build_store
 from vit.device import choose_device, choose_precision
 from vit.model.presets import PRESETS
@@ -45,7 +45,7 @@ class Data:
 
     train: Store
     validation: Store | None
-    sources: dict[str, ImageSource]
+    sources: dict[Split, ImageSource]
     preprocess: Preprocess
     pipeline: Literal["resident", "workers"]
     pipeline_reason: str
@@ -95,7 +95,7 @@ def source_arguments(config: Config) -> dict[str, Any]:
 def build_data(config: Config, *, device: torch.device, pretrained: Preprocess | None = None) -> Data:
     """Find, split and decode the training and validation images. The test images are not touched."""
     data = config.data
-    splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
+    splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
     preprocess = Preprocess(image_size=as_pair(data.image_size), crop_fraction=data.crop_fraction)
     height, width = preprocess.resize_size
@@ -141,7 +141,9 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         )
         preprocess = Preprocess.from_dict(values) if values else None
     else:
-        arguments = wanted.model_dump(exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None)
+        arguments = wanted.model_dump(
+            exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None
+        )
         if wanted.preset is not None:
             arguments = _find_preset(wanted.preset) | arguments
         model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
@@ -192,7 +194,9 @@ def build_run(
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel="fsdp")
     if train.parallel == "fsdp" and process.world_size > 1 and config.optimizer.name == "muon":
-        raise ValueError("optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw")
+        raise ValueError(
+            "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
+        )
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -218,7 +222,9 @@ def build_run(
         compile=is_compiled,
     )
     if observers is None:
-        observers = build_observers(config, data, train_loader, directory=directory) if process.is_main else []
+        observers = (
+            build_observers(config, data, train_loader, directory=directory) if process.is_main else []
+        )
     trainer = Trainer(
         step,
         plan=plan,
@@ -300,13 +306,21 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
     watch = None
     if data.validation is not None and data.validation.images is not None and config.train.attention_maps:
         count = min(config.train.attention_maps, len(data.validation))
-        chosen = np.linspace(0, len(data.validation) - 1, count).round().astype(int)  # they are sorted by class
-        watch = AttentionWatch(data.preprocess.crop(np.asarray(data.validation.images[chosen])), data.preprocess)
+        chosen = (
+            np.linspace(0, len(data.validation) - 1, count).round().astype(int)
+        )  # they are sorted by class
+        watch = AttentionWatch(
+            data.preprocess.crop(np.asarray(data.validation.images[chosen])), data.preprocess
+        )
 
     def show_batch(writer: "SummaryWriter") -> None:
         write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
 
-    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, at_start=show_batch, at_evaluation=watch)]
+    return [
+        ProgressBar(),
+        MetricsFile(directory),
+        TensorBoard(directory, at_start=show_batch, at_evaluation=watch),
+    ]
 
 
 def find_changes(config: Config, saved: Path) -> list[str]:
@@ -376,4 +390,3 @@ def _model_writer(
         )
 
     return write
-

@@ -92,7 +92,9 @@ def save_bundle(
         "versions": collect_versions(),
         **(extra or {}),
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()
+    }
     if training_hashes is not None:
         tensors |= {
             name: torch.from_numpy(hashes.view(np.int64))
@@ -107,7 +109,9 @@ def update_metadata(path: Path, **values: Any) -> None:
     _write(path, tensors, metadata | values)
 
 
-def load_bundle(source: str | Path, *, device: str | torch.device = "cpu", random_weights: bool = False) -> Bundle:
+def load_bundle(
+    source: str | Path, *, device: str | torch.device = "cpu", random_weights: bool = False
+) -> Bundle:
     """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`.
 
     `random_weights` keeps the architecture and draws fresh weights (seed 0): the control of a sanity check.
@@ -141,10 +145,14 @@ def load_bundle(source: str | Path, *, device: str | torch.device = "cpu", rando
 def _find_model_file(path: Path) -> Path:
     if path.is_dir():
         if not (path / MODEL_FILE).is_file():
-            raise FileNotFoundError(f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?")
+            raise FileNotFoundError(
+                f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?"
+            )
         return path / MODEL_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME")
+        raise FileNotFoundError(
+            f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME"
+        )
     return path
 
 
@@ -180,7 +188,9 @@ def _load_timm_bundle(source: str, *, device: str | torch.device, random_weights
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, preprocess, class_names = create_timm(source.removeprefix("timm:"), pretrained=not random_weights)
+        model, preprocess, class_names = create_timm(
+            source.removeprefix("timm:"), pretrained=not random_weights
+        )
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(preprocess),

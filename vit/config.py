@@ -22,7 +22,9 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images come from, how they are split and brought to size."""
 
-    name: Literal["digits", "cifar10", "cifar100", "imagenette", "imagenet", "folder", "webdataset"] = "digits"
+    name: Literal["digits", "cifar10", "cifar100", "imagenette", "imagenet", "folder", "webdataset"] = (
+        "digits"
+    )
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     image_size: Size = 32
@@ -58,7 +60,9 @@ class ModelConfig(_Section):
     """The vision transformer. `init` brings its own architecture, `preset` one that the keys given here change."""
 
     init: str | None = None  # timm:NAME, or the path of a model file
-    preset: str | None = None  # a name of timm's, such as vit_tiny_patch16_224, or a small one, vit_micro_patch4_32
+    preset: str | None = (
+        None  # a name of timm's, such as vit_tiny_patch16_224, or a small one, vit_micro_patch4_32
+    )
     patch_size: Size = 4
     stem: Literal["patch", "conv", "conv_pool"] = "patch"
     embed_dim: int = Field(192, gt=0)

@@ -44,7 +44,9 @@ def describe_device(device: torch.device) -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
         cpu = f"{names[0]}, {len(names)} cores" if names else cpu
     extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"

@@ -38,7 +38,9 @@ class AttentionWatch:
         prefix = forward.num_prefix_tokens
         for number, layer in enumerate(forward.record.layers):
             attention = layer.attention()
-            writer.add_scalar(f"attention_entropy/layer_{number:02d}", compute_attention_entropy(attention), step)
+            writer.add_scalar(
+                f"attention_entropy/layer_{number:02d}", compute_attention_entropy(attention), step
+            )
             distance = compute_attention_distance(attention, grid=forward.grid, num_prefix_tokens=prefix)
             writer.add_scalar(f"attention_distance/layer_{number:02d}", distance, step)
         row = rollout_row(forward.readout, forward.record.layers)
@@ -78,7 +80,9 @@ def compute_attention_distance(
     return float(((patches * distances).sum(dim=-1) / total).mean())
 
 
-def write_training_batch(writer: "SummaryWriter", images: Float[Tensor, "B 3 H W"], preprocess: Preprocess) -> None:
+def write_training_batch(
+    writer: "SummaryWriter", images: Float[Tensor, "B 3 H W"], preprocess: Preprocess
+) -> None:
     """A grid of augmented training images, as the model sees them."""
     from torchvision.utils import make_grid
 

@@ -71,7 +71,9 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def test_a_run_leaves_what_it_promises(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_what_it_promises(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "run"
     code, text = run(capsys, "train", empty, *TINY, "--output", str(output))
     assert code == 0, text
@@ -127,7 +129,9 @@ def test_a_directory_with_a_run_is_not_touched_unasked(
     output = tmp_path / "run"
     run(capsys, "train", empty, *TINY, "train.epochs=1", "--output", str(output))
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    assert "--resume or replace it with --overwrite" in fail(capsys, "train", empty, *TINY, "--output", str(output))
+    assert "--resume or replace it with --overwrite" in fail(
+        capsys, "train", empty, *TINY, "--output", str(output)
+    )
     assert "train.epochs differ" in fail(capsys, "train", empty, *TINY, "--output", str(output), "--resume")
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     assert run(capsys, "train", "--output", str(output), "--resume")[0] == 0
@@ -140,7 +144,9 @@ def test_a_directory_with_a_run_is_not_touched_unasked(
     assert (tmp_path / "foreign" / "thesis.tex").exists()
 
 
-def test_a_dry_run_shows_the_plan_and_a_batch(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_plan_and_a_batch(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = run(capsys, "train", empty, *TINY, "--output", str(tmp_path / "dry"), "--dry-run")
     assert code == 0
     for word in ("parameters", "TFLOP", "training", "validation", "minutes", "MiB"):
@@ -158,7 +164,9 @@ def test_a_folder_of_images_trains_and_bad_ones_are_named(
     arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
     code, text = run(capsys, *arguments, "data.max_bad_share=0.2", "--output", str(tmp_path / "run"))
     assert code == 0, text
-    assert len([line for line in text.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
+    assert (
+        len([line for line in text.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
+    )
     assert "1 unreadable and skipped" in text
     assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
     message = fail(capsys, *arguments, "data.max_bad_share=0.01", "--output", str(tmp_path / "refused"))
@@ -190,7 +198,15 @@ def test_a_mistake_gets_one_line(
 def test_folders_without_two_classes_of_images_are_refused(
     empty: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "--output", str(tmp_path / "run")]
+    arguments = [
+        "train",
+        empty,
+        *TINY,
+        "data.name=folder",
+        f"data.root={photos}",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     for name in ("dog", "cat"):
         for path in (photos / "train" / name).iterdir():
             path.unlink()
@@ -199,7 +215,9 @@ def test_folders_without_two_classes_of_images_are_refused(
     assert "two or more" in fail(capsys, *arguments)
 
 
-def test_a_read_only_place_is_one_line(empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_place_is_one_line(
+    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     message = fail(capsys, "train", empty, *TINY, "--output", str(tmp_path / "file" / "run"))
     assert str(tmp_path / "file") in message

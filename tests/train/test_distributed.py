@@ -30,7 +30,16 @@ OVERRIDES = [
 def launch(directory: Path, cache: Path, *arguments: str, processes: int) -> subprocess.Popen[str]:
     empty = directory.parent / "empty.yaml"
     empty.touch()
-    run = ["vit", "train", str(empty), *OVERRIDES, f"data.cache_dir={cache}", "--output", str(directory), *arguments]
+    run = [
+        "vit",
+        "train",
+        str(empty),
+        *OVERRIDES,
+        f"data.cache_dir={cache}",
+        "--output",
+        str(directory),
+        *arguments,
+    ]
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     return subprocess.Popen(
         [sys.executable, "-m", *(torchrun if processes > 1 else []), *run],
@@ -71,7 +80,9 @@ def test_two_processes_equal_one(alone: Path, cache: Path, tmp_path: Path) -> No
     assert_close(alone, tmp_path / "two")
 
 
-def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(cache: Path, tmp_path: Path) -> None:
+def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(
+    cache: Path, tmp_path: Path
+) -> None:
     sharded = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=25"]
     finish(launch(tmp_path / "alone", cache, *sharded, processes=1))
     finish(launch(tmp_path / "two", cache, *sharded, processes=2))
@@ -84,7 +95,9 @@ def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(ca
     assert_close(tmp_path / "alone", tmp_path / "two")
 
 
-def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(alone: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(
+    alone: Path, cache: Path, tmp_path: Path
+) -> None:
     job = launch(tmp_path / "run", cache, "train.checkpoint_every_steps=1", processes=2)
     deadline = time.monotonic() + 120
     while done_steps(tmp_path / "run") < 5 and time.monotonic() < deadline:

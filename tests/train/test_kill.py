@@ -59,7 +59,7 @@ def kill_often(tmp_path: Path, cache: Path, *, kills: int, seed: int) -> None:
     finish(start(whole, cache))
     rng = random.Random(seed)
     writing = 0
-    for number, step in enumerate(sorted(rng.sample(range(0, STEPS - 5), kills))):
+    for number, step in enumerate(sorted(rng.sample(range(STEPS - 5), kills))):
         process = start(broken, cache, "--resume")
         wait_for(process, broken, step=step, while_writing=number % 2 == 1)
         time.sleep(rng.random() * 0.01 * (number % 2 == 0))
@@ -98,7 +98,9 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
     errors = finish(start(tmp_path / "run", cache, "--resume"))
     assert f"resuming after step {step}" in errors
     assert read_metrics(tmp_path / "run")[-1]["step"] == STEPS
-    assert [point for point, _ in read_curves(tmp_path / "run")["epoch/val_loss"]] == list(range(5, STEPS + 1, 5))
+    assert [point for point, _ in read_curves(tmp_path / "run")["epoch/val_loss"]] == list(
+        range(5, STEPS + 1, 5)
+    )
 
 
 def test_two_runs_cannot_write_one_directory(tmp_path: Path, cache: Path) -> None:

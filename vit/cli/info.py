@@ -7,7 +7,9 @@ import typer
 
 
 def info(
-    model: Annotated[str | None, typer.Argument(help="model.safetensors, a training directory or timm:NAME")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="model.safetensors, a training directory or timm:NAME")
+    ] = None,
 ) -> None:
     """Versions, device, threads and precision; or a model's architecture, classes, preprocessing and data."""
     from rich.console import Console
@@ -43,7 +45,11 @@ def _describe_model(source: str) -> dict[str, object]:
     facts = describe(load_bundle(source))
     names = facts["classes"]
     shown = ", ".join(names[:10]) + (f", … ({len(names)})" if len(names) > 10 else "")
-    rows: dict[str, object] = {"model": str(Path(source)), "parameters": f"{facts['parameters']:,}", "classes": shown}
+    rows: dict[str, object] = {
+        "model": str(Path(source)),
+        "parameters": f"{facts['parameters']:,}",
+        "classes": shown,
+    }
     for section in ("architecture", "preprocess", "data", "versions"):
         for key, value in (facts[section] or {}).items():
             rows[f"{section}.{key}"] = value

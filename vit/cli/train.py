@@ -13,13 +13,19 @@ REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a schedul
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; with --resume the run's own by default")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, laid over the file")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; with --resume the run's own by default")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value …, laid over the file")
+    ] = None,
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the run")],
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and one batch, then stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and one batch, then stop")
+    ] = False,
 ) -> None:
     """Train a model. Ctrl-C saves and stops (exit code 75); --resume goes on, to the same result bit for bit."""
     from vit.build import build_run
@@ -33,7 +39,9 @@ def train(
     with join_processes(resolved.train.device) as (process, device_name):
         if dry_run:
             output.mkdir(parents=True, exist_ok=True)
-            _show_dry_run(build_run(resolved, directory=output, process=process, device_name=device_name), output)
+            _show_dry_run(
+                build_run(resolved, directory=output, process=process, device_name=device_name), output
+            )
             return
         with open_run_directory(output, resume=resume, overwrite=overwrite, is_main=process.is_main):
             run = build_run(resolved, directory=output, process=process, device_name=device_name)
@@ -95,7 +103,9 @@ def _show_summary(run: "Run", *, resumed_at: int | None) -> None:
     console.print(table)
     for store in (run.data.train, run.data.validation):
         for name, reason in store.unreadable if store else ():
-            console.print(f"skipped {store.split if store else ''} image {name}: {reason}", soft_wrap=True, markup=False)
+            console.print(
+                f"skipped {store.split if store else ''} image {name}: {reason}", soft_wrap=True, markup=False
+            )
     if resumed_at is not None:
         console.print(f"resuming after step {resumed_at} of {run.trainer.plan.total_steps}")
 
@@ -109,7 +119,9 @@ def _summarize(run: "Run") -> dict[str, str]:
     plan, data, train = run.trainer.plan, run.data, run.config.train
     precision = choose_precision(train.precision, run.device)
     steps = len(run.train_loader)
-    flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size  # backward costs twice the forward
+    flops = (
+        3 * compute_flops(run.model.architecture) * steps * plan.batch_size
+    )  # backward costs twice the forward
     counts = [f"{len(data.train):,} training"]
     if data.validation is not None:
         counts.append(f"{len(data.validation):,} validation")

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Keeps `model`, a copy (made by the caller) whose weights follow the trained ones: average ← d · average + (1 − d) · weights.
+    """Keeps `model`, a copy made by the caller, whose weights follow the trained ones:
+    average ← d · average + (1 − d) · weights.
 
     d rises from 0.1 to `decay` as (1 + step) / (10 + step), so the random first weights are soon forgotten.
     """

@@ -20,7 +20,12 @@ class StepCost:
 
 
 def measure_step_cost(
-    model: nn.Module, image_shape: tuple[int, int, int], *, batch_size: int, part_size: int, dtype: torch.dtype
+    model: nn.Module,
+    image_shape: tuple[int, int, int],
+    *,
+    batch_size: int,
+    part_size: int,
+    dtype: torch.dtype,
 ) -> StepCost:
     """Run forward and backward on a few blank images and scale up to a batch that goes through in parts.
 
@@ -43,7 +48,7 @@ def measure_step_cost(
         def step() -> None:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                 loss = F.cross_entropy(trial(images).float(), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             step()  # the first one also warms up

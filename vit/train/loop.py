@@ -126,7 +126,9 @@ class Trainer:
         self._stop_requested = False
         self._last_glance = 0.0
         self._resumed_at = 0.0
-        self._recent: list[tuple[int, StepResult]] = []  # not yet looked at: reading them waits for the device
+        self._recent: list[
+            tuple[int, StepResult]
+        ] = []  # not yet looked at: reading them waits for the device
 
     def resume(self) -> bool:
         """Go back to the newest whole checkpoint; False where there is none."""
@@ -250,7 +252,7 @@ class Trainer:
             "train_top1": 100 * int(progress.correct) / images,
             "val_loss": val_loss,
             "val_top1": val_top1,
-            "learning_rate": self.step.schedule.get_last_lr()[0],
+            "learning_rate": float(self.step.schedule.get_last_lr()[0]),
             "images_per_second": images / progress.epoch_seconds,
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.step.nonfinite_steps),
@@ -283,7 +285,7 @@ class Trainer:
             loss=float(result.loss),
             top1=100 * int(result.correct) / plan.batch_size,
             grad_norm=float(result.grad_norm),
-            learning_rate=self.step.schedule.get_last_lr()[0],
+            learning_rate=float(self.step.schedule.get_last_lr()[0]),
             images_per_second=rate,
             seconds_left=(plan.total_steps - progress.step) * plan.batch_size / rate,
         )
@@ -341,7 +343,9 @@ class Trainer:
             self._stop_requested = True
             for kind in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(kind, signal.SIG_DFL)
-            self._say(f"{signal.Signals(number).name}: finishing this step and saving; once more stops at once")
+            self._say(
+                f"{signal.Signals(number).name}: finishing this step and saving; once more stops at once"
+            )
 
         previous = {kind: signal.signal(kind, request_stop) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -33,15 +33,21 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is training into {path}; wait for it or choose another --output") from None
+            raise ValueError(
+                f"another process is training into {path}; wait for it or choose another --output"
+            ) from None
         foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in _OURS)
         if (path / CONFIG_FILE).exists():
             if overwrite:
                 _clear(path)
             elif not resume:
-                raise FileExistsError(f"{path} already holds a run; continue it with --resume or replace it with --overwrite")
+                raise FileExistsError(
+                    f"{path} already holds a run; continue it with --resume or replace it with --overwrite"
+                )
         elif foreign and not resume:
-            raise FileExistsError(f"{path} holds {foreign[0]}, which no run of ours left there; choose another --output")
+            raise FileExistsError(
+                f"{path} holds {foreign[0]}, which no run of ours left there; choose another --output"
+            )
         yield
 
 

@@ -26,7 +26,9 @@ def collect_state(step: TrainStep) -> dict[str, Any]:
 def load_state(step: TrainStep, state: dict[str, Any]) -> None:
     """Put back what `collect_state` took, in place."""
     if (state["average"] is None) != (step.average is None):
-        raise ValueError("the checkpoint and this run differ in keeping an average of the weights; use one ema_decay")
+        raise ValueError(
+            "the checkpoint and this run differ in keeping an average of the weights; use one ema_decay"
+        )
     _load_weights(step.module, state["model"])
     if step.average:
         _load_weights(step.average.model, state["average"])
@@ -53,7 +55,9 @@ def gather(value: Any) -> Any:
 def _load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     own = model.state_dict()
     if own.keys() != weights.keys():
-        raise ValueError("the checkpoint is of another architecture; resume with the configuration it began with")
+        raise ValueError(
+            "the checkpoint is of another architecture; resume with the configuration it began with"
+        )
     for name, tensor in own.items():
         tensor.copy_(_cut_like(weights[name].to(tensor.device), tensor))
 
