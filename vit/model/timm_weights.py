@@ -68,8 +68,10 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
     if path.is_dir():
         return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)[0])
     if isinstance(source, Path) or path.is_file():
-        state = convert_torchvision(read_weights(path)[0])
-        return _build(infer_architecture(state, origin=str(path)), state, origin=str(path))
+        state, metadata = read_weights(path)
+        state = convert_torchvision(state)
+        architecture = metadata.get("architecture") or infer_architecture(state, origin=str(path))
+        return _build(architecture, state, origin=str(path))
     return load_timm(create_timm(source, pretrained=pretrained)[0])
 
 
@@ -179,10 +181,7 @@ def _open(source: str) -> tuple[VisionTransformer, dict[str, Any] | None]:
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{source} is no file of weights, no training directory and no timm:NAME")
-    state, metadata = read_weights(path)
-    if "architecture" in metadata:
-        return _build(metadata["architecture"], state, origin=source), metadata["preprocess"]
-    return load_timm(path), None
+    return load_timm(path), read_weights(path)[1].get("preprocess")
 
 
 def _preprocess(module: nn.Module) -> dict[str, Any]:

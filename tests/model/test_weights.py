@@ -1,0 +1,124 @@
+"""Files of weights: what is read, what is refused, and what the refusal says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vit.model.presets import PRESETS
+from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import check_finite, infer_architecture, load_state, read_weights
+
+
+def build(name="vit_tiny_patch16_224", **changes):
+    return VisionTransformer(**(PRESETS[name] | {"img_size": 64, "depth": 2} | changes))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_architecture_is_recognised_by_the_shapes(name):
+    with torch.device("meta"):
+        state = build(name, img_size=8 * PRESETS[name]["patch_size"]).state_dict()
+        inferred = VisionTransformer(**infer_architecture(state, origin="it"))
+        original = build(name, img_size=8 * PRESETS[name]["patch_size"])
+    assert [(key, tensor.shape) for key, tensor in inferred.state_dict().items()] == [
+        (key, tensor.shape) for key, tensor in state.items()
+    ]
+    for key in (
+        "num_heads",
+        "pool",
+        "mlp",
+        "class_token",
+        "no_embed_class",
+        "reg_tokens",
+        "distilled",
+        "fc_norm",
+    ):
+        assert inferred.architecture[key] == original.architecture[key]
+
+
+class TestRefusal:
+    def test_another_architecture_lists_differences_and_what_would_fit(self):
+        model = build()
+        with pytest.raises(ValueError, match=r"small.pth does not fit this model") as error:
+            load_state(model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth")
+        message = str(error.value)
+        assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
+        assert "more differ" in message
+        assert (
+            "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224"
+            in message
+        )
+
+    def test_nothing_is_loaded_from_weights_that_do_not_fit(self):
+        model = build()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state = build().state_dict()
+        del state["norm.bias"]
+        with pytest.raises(ValueError, match=r"norm.bias is absent there and \[192\] in the model"):
+            load_state(model, state, origin="it")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    def test_surplus_tensors_are_a_difference(self):
+        with pytest.raises(
+            ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
+        ):
+            load_state(build(), build(depth=3).state_dict(), origin="it")
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
+        state = build().state_dict()
+        state["blocks.1.mlp.fc1.bias"][3:5] = value
+        save_file(state, tmp_path / "bad.safetensors")
+        with pytest.raises(
+            ValueError, match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values"
+        ):
+            read_weights(tmp_path / "bad.safetensors")
+
+    def test_integers_are_finite(self):
+        check_finite({"count": torch.tensor([1, 2])}, origin="it")
+
+    def test_a_grid_that_is_not_square_is_not_guessed(self):
+        with pytest.raises(ValueError, match="7 positions are no square grid; load it as a folder"):
+            infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it")
+
+    def test_another_kind_of_network_names_what_it_holds(self):
+        with pytest.raises(
+            ValueError, match=r"it is no vision transformer of .* layout; it holds conv1.weight"
+        ):
+            infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
+
+
+class TestFiles:
+    def test_missing_file(self, tmp_path):
+        for name in ("none.pth", "none.safetensors"):
+            with pytest.raises(FileNotFoundError):
+                read_weights(tmp_path / name)
+
+    @pytest.mark.parametrize("name", ["half.safetensors", "half.pth"])
+    def test_half_a_file(self, tmp_path, name):
+        path = tmp_path / name
+        if name.endswith("pth"):
+            torch.save(build().state_dict(), path)
+        else:
+            save_file(build().state_dict(), path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(ValueError, match=f"{name} holds no weights that can be read"):
+            read_weights(path)
+
+    @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02\x95"])
+    def test_something_else(self, tmp_path, content):
+        path = tmp_path / "notes.pth"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"notes.pth holds no weights that can be read"):
+            read_weights(path)
+
+    def test_a_torch_file_that_would_run_code_is_refused(self, tmp_path):
+        torch.save({"state_dict": Path("x")}, tmp_path / "code.pth")
+        with pytest.raises(ValueError, match=r"code.pth holds no weights that can be read"):
+            read_weights(tmp_path / "code.pth")
+
+    def test_a_file_without_tensors_is_refused(self, tmp_path):
+        torch.save({"epoch": 3}, tmp_path / "empty.pth")
+        with pytest.raises(ValueError, match="it has no tensors by name"):
+            read_weights(tmp_path / "empty.pth")
