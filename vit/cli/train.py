@@ -145,7 +145,7 @@ def _show_end(run: "Run", output: Path) -> None:
     from rich.console import Console
 
     progress = run.trainer.progress
-    best = f"; best validation top-1 {progress.best_top1:.2f} %" if run.data.validation is not None else ""
+    best = f"; best validation top-1 {progress.best_top1:.2%}" if run.data.validation is not None else ""
     Console(stderr=True, highlight=False).print(
         f"{progress.step} steps in {progress.elapsed_seconds:.0f} s{best}; model: {output / 'model.safetensors'}",
         soft_wrap=True,

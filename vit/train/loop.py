@@ -219,7 +219,7 @@ class Trainer:
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """(mean cross-entropy, top-1 in percent) on the validation images, over all processes."""
+        """(mean cross-entropy, top-1 from 0 to 1) on the validation images, over all processes."""
         assert self.validation_batches is not None
         model.eval()
         device = self.step.device
@@ -233,7 +233,7 @@ class Trainer:
             correct += (logits.argmax(dim=1) == batch.labels).sum()
             seen += len(batch.labels)
         loss, correct, seen = self.process.sum(loss, correct, seen)
-        return float(loss / seen), float(100 * correct / seen)
+        return float(loss / seen), float(correct / seen)
 
     def _is_best(self, val_loss: float | None, val_top1: float | None) -> bool:
         """The held-out accuracy decides, the loss breaks ties; without held-out images the last is the best."""
@@ -249,7 +249,7 @@ class Trainer:
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
-            "train_top1": 100 * int(progress.correct) / images,
+            "train_top1": int(progress.correct) / images,
             "val_loss": val_loss,
             "val_top1": val_top1,
             "learning_rate": float(self.step.schedule.get_last_lr()[0]),
@@ -283,7 +283,7 @@ class Trainer:
             epoch=progress.epoch,
             step=progress.step,
             loss=float(result.loss),
-            top1=100 * int(result.correct) / plan.batch_size,
+            top1=int(result.correct) / plan.batch_size,
             grad_norm=float(result.grad_norm),
             learning_rate=float(self.step.schedule.get_last_lr()[0]),
             images_per_second=rate,

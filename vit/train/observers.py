@@ -20,7 +20,7 @@ class StepReport:
     epoch: int
     step: int  # global, counted from 1
     loss: float
-    top1: float  # percent, of the batch
+    top1: float  # 0 to 1, of the batch
     grad_norm: float
     learning_rate: float
     images_per_second: float
@@ -129,13 +129,13 @@ class ProgressBar(Observer):
 
     def on_step(self, report: StepReport) -> None:
         figures = (
-            f"loss {report.loss:.3f}  top-1 {report.top1:.1f} %  {report.images_per_second:,.0f} images/s"
+            f"loss {report.loss:.3f}  top-1 {report.top1:.1%}  {report.images_per_second:,.0f} images/s"
         )
         self.bar.update(self.task, completed=report.step, epoch=report.epoch + 1, figures=figures)
 
     def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
         validation = (
-            f"  validation loss {row['val_loss']:.3f}  top-1 {row['val_top1']:.2f} %"
+            f"  validation loss {row['val_loss']:.3f}  top-1 {row['val_top1']:.2%}"
             if row["val_loss"] is not None
             else ""
         )
