@@ -28,6 +28,7 @@ class Line:
 
     name: str
     marks: list[Mark]
+    style: int  # 0…3: colour and dashes
 
     @property
     def path(self) -> str:
@@ -63,12 +64,13 @@ def build_line_chart(
 ) -> Chart:
     """A chart of one or more series of (x, y)."""
     everything = [point for points in series.values() for point in points]
-    across = _Axis([x for x, _ in everything], _LEFT, WIDTH - _RIGHT, tight=True)
+    whole = all(float(x).is_integer() for x, _ in everything)
+    across = _Axis([x for x, _ in everything], _LEFT, WIDTH - _RIGHT, tight=True, whole=whole)
     up = _Axis(y_range or [y for _, y in everything], HEIGHT - _BOTTOM, _TOP, tight=y_range is not None)
     lines = []
     for name, points in series.items():
         marks = [Mark(across.place(x), up.place(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points]
-        lines.append(Line(name, marks))
+        lines.append(Line(name, marks, style=len(lines) % 4))
     return Chart(title, x_label, y_label, across.ticks, up.ticks, lines=lines)
 
 
@@ -94,19 +96,22 @@ def build_reliability_chart(bins: Sequence[tuple[float, float, float, int]]) -> 
         "accuracy",
         across.ticks,
         up.ticks,
-        lines=[Line("perfectly calibrated", ideal)],
+        lines=[Line("perfectly calibrated", ideal, style=1)],
         bars=bars,
     )
 
 
 class _Axis:
-    """From values to pixels between `start` and `stop`."""
+    """From values to pixels between `start` and `stop`; `tight` ends at the values, `whole` counts things."""
 
-    def __init__(self, values: Sequence[float], start: float, stop: float, *, tight: bool) -> None:
+    def __init__(
+        self, values: Sequence[float], start: float, stop: float, *, tight: bool, whole: bool = False
+    ) -> None:
         low, high = min(values), max(values)
         if high == low:
             low, high = low - 0.5, high + 0.5
-        numbers = [float(number) for number in MaxNLocator(nbins=5).tick_values(low, high)]
+        locator = MaxNLocator(nbins=5, integer=whole)
+        numbers = [float(number) for number in locator.tick_values(low, high)]
         if not tight:
             low, high = numbers[0], numbers[-1]
         self._low, self._high, self._start, self._stop = low, high, start, stop
