@@ -219,6 +219,7 @@ def build_run(
         accumulate=train.accumulate,
         ema_decay=train.ema_decay,
         average_model=average_model,
+        halt_on_nonfinite=train.on_nonfinite == "stop",
         compile=is_compiled,
     )
     if observers is None:

@@ -50,6 +50,7 @@ class TrainStep:
         accumulate: int = 1,
         ema_decay: float | None = None,
         average_model: nn.Module | None = None,
+        halt_on_nonfinite: bool = False,
         compile: bool = False,
     ) -> None:
         if precision not in get_args(Precision):
@@ -67,6 +68,7 @@ class TrainStep:
         self.label_smoothing = label_smoothing
         self.clip_grad = clip_grad
         self.accumulate = accumulate
+        self.halt_on_nonfinite = halt_on_nonfinite
         self.step = 0
         self.device = next(model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -131,6 +133,8 @@ class TrainStep:
             norm = norm.full_tensor()
         norm = norm / self._loss_scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
+        if self.halt_on_nonfinite:
+            finite &= self.nonfinite_steps == 0
         # torch's fused optimizers divide the gradients by the one and stand still where the other is 1
         scale = (
             self._loss_scale * (norm / self.clip_grad).clamp(min=1) if self.clip_grad else self._loss_scale
