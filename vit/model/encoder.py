@@ -102,10 +102,15 @@ class Block(nn.Module):
         self,
         tokens: Float[Tensor, "B N D"],
         on_attention: Callable[[Float[Tensor, "B H N N"]], None] | None = None,
-    ) -> Float[Tensor, "B N D"]:
-        """`on_attention`, when given, receives the weights; they are computed explicitly then."""
+        *,
+        read: int | None = None,
+    ) -> Float[Tensor, "B M D"]:
+        """`on_attention`, when given, receives the weights; they are computed explicitly then. With `read` only
+        that many leading tokens go on, M of them, having attended to all; otherwise M = N."""
         normed = self.norm1(tokens)
-        if on_attention is None:
+        if read is not None:
+            attended, tokens = self.attn(normed[:, :read], normed, normed), tokens[:, :read]
+        elif on_attention is None:
             attended = self.attn(normed)
         else:
             attended, weights = self.attn.forward_with_weights(normed)

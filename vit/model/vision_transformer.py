@@ -134,6 +134,10 @@ class VisionTransformer(nn.Module):
     ) -> Float[Tensor, "B classes"]:
         """Logits. `on_attention(layer, weights [B, H, N, N])` is called as each layer's attention is
         computed, and nothing here keeps the weights, so that large images need only one layer's at a time."""
+        if self.training and on_attention is None and self.pool == "token":
+            # no loss sees the last block's other tokens: same logits, same gradients, one block's work less
+            read = 1 if self.head_dist is None else 2
+            return self.forward_head(self.norm(self._encode(images, None, read=read)))
         return self.forward_head(self.forward_features(images, on_attention))
 
     def forward_with_attention(
@@ -148,15 +152,7 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
     ) -> Float[Tensor, "B N D"]:
         """Tokens after the last block and the final norm: prefix tokens first, then patches row by row."""
-        tokens = self._embed(images)
-        for layer, block in enumerate(self.blocks):
-            if on_attention is not None:
-                tokens = block(tokens, partial(on_attention, layer))
-            elif self.grad_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, use_reentrant=False)
-            else:
-                tokens = block(tokens)
-        features: Tensor = self.norm(tokens)
+        features: Tensor = self.norm(self._encode(images, on_attention))
         return features
 
     def forward_head(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B classes"]:
@@ -210,6 +206,24 @@ class VisionTransformer(nn.Module):
             else:
                 trained = top in ("norm", "seq_pool", "fc_norm", "head", "head_dist")
             parameter.requires_grad_(trained)
+
+    def _encode(
+        self,
+        images: Float[Tensor, "B C height width"],
+        on_attention: OnAttention | None,
+        *,
+        read: int | None = None,
+    ) -> Float[Tensor, "B M D"]:
+        """Tokens after the last block: all of them, or the first `read`."""
+        tokens = self._embed(images)
+        for layer, block in enumerate(self.blocks):
+            watch = None if on_attention is None else partial(on_attention, layer)
+            leading = read if layer == len(self.blocks) - 1 else None
+            if self.grad_checkpointing and torch.is_grad_enabled() and watch is None:
+                tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
+            else:
+                tokens = block(tokens, watch, read=leading)
+        return tokens
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
