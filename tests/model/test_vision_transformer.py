@@ -1,10 +1,16 @@
 """The model: geometry, capture, initialisation, and what each option promises."""
 
 import copy
+import json
+import math
+import weakref
 
+import jaxtyping
 import pytest
 import torch
+from torch import nn
 
+from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
 from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = [
@@ -53,7 +59,7 @@ def test_every_parameter_receives_a_gradient(options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_architecture_rebuilds_the_model(options):
     model = tiny(**options)
-    rebuilt = VisionTransformer(**model.architecture)
+    rebuilt = VisionTransformer(**json.loads(json.dumps(model.architecture)))
     rebuilt.load_state_dict(model.state_dict(), strict=True)
     assert rebuilt.architecture == model.architecture
 
@@ -75,3 +81,271 @@ def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positio
         expected = copy.deepcopy(model)
         expected.set_input_size((8, 12))
         torch.testing.assert_close(logits, expected(small))
+
+
+class TestGeometry:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"img_size": 30}, "img_size 30 is not a multiple of patch_size 4; try 28 or 32"),
+            ({"img_size": 3}, "img_size 3 is not a multiple of patch_size 4; try 4"),
+            ({"img_size": (8, 8, 8)}, r"img_size \(8, 8, 8\) is neither a positive number nor two of them"),
+            ({"patch_size": 0}, "patch_size 0 is neither a positive number"),
+            ({"num_heads": 5}, "num_heads 5 does not divide embed_dim 32; try 2 or 4"),
+            ({"pool": "mean"}, "unknown pool 'mean'; known: attention, avg, max, token"),
+            ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, patch"),
+            ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
+            ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, none, sincos"),
+            (
+                {"stem": "conv", "patch_size": (3, 4), "img_size": 12},
+                "must be powers of two; try 2, 4, 8 or 16",
+            ),
+            ({"class_token": False}, "pool='token' reads the class token"),
+            ({"distilled": True, "pool": "avg", "class_token": True}, "pool must be 'token', not 'avg'"),
+            ({"reg_tokens": 9}, "reg_tokens 9 is not from 0 to 8"),
+            ({"depth": 0}, "depth 0 and num_classes 5 must be at least 1 and 0"),
+            ({"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"}, "embed_dim in fours, not 30; try 32"),
+            ({"drop_path_rate": 1.0}, "drop_path_rate 1.0 is not a share"),
+        ],
+    )
+    def test_impossible_models_are_refused_with_the_value_and_the_cure(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            tiny(**changes)
+
+    def test_images_of_another_shape_are_refused(self):
+        with pytest.raises(
+            ValueError, match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size"
+        ):
+            tiny()(torch.randn(2, 3, 16, 8))
+
+    @pytest.mark.parametrize("stem", ["conv", "conv_pool"])
+    @pytest.mark.parametrize("patch", [(4, 4), (2, 4), (1, 2), (16, 16)])
+    def test_a_convolutional_stem_ends_on_the_patch_grid(self, stem, patch):
+        size = (2 * patch[0], 3 * patch[1])
+        embed = PatchEmbed(size, patch, in_chans=3, embed_dim=16, stem=stem)
+        assert embed.grid_size == (2, 3)
+        assert embed(torch.randn(1, 3, *size)).shape == (1, 6, 16)
+
+    @pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool"])
+    def test_tokens_go_row_by_row_and_see_their_own_patch(self, stem):
+        torch.manual_seed(0)
+        embed = PatchEmbed((16, 24), 4, in_chans=3, embed_dim=16, stem=stem)
+        images = torch.randn(1, 3, 16, 24, requires_grad=True)
+        for row, column in ((0, 0), (1, 4), (3, 5)):
+            (gradient,) = torch.autograd.grad(embed(images)[0, row * 6 + column].square().sum(), images)
+            seen = gradient[0].abs().sum(0).reshape(4, 4, 6, 4).sum((1, 3))  # by patch, [rows, columns]
+            assert seen[row, column] > 0
+            reach = {"patch": 0, "conv": 1, "conv_pool": 2}[stem]
+            far = [abs(r - row) > reach or abs(c - column) > reach for r in range(4) for c in range(6)]
+            assert seen.flatten()[torch.tensor(far)].sum() == 0
+
+    @torch.no_grad()
+    def test_patchify_is_the_convolution_of_its_weights(self):
+        embed = PatchEmbed((8, 6), (4, 2), in_chans=3, embed_dim=5).double()
+        images = torch.randn(2, 3, 8, 6, dtype=torch.float64)
+        expected = embed.proj(images).flatten(2).transpose(1, 2)
+        torch.testing.assert_close(embed(images), expected, atol=1e-14, rtol=0)
+
+
+class TestPositions:
+    def test_sincos_by_hand(self):
+        positions = build_sincos_positions((2, 3), 8).double()
+        low = 1 / 10_000  # the lower of two frequencies
+        x, y = 2, 1  # the last token: third column, second row
+        expected = [math.sin(x), math.sin(x * low), math.cos(x), math.cos(x * low)]
+        expected += [math.sin(y), math.sin(y * low), math.cos(y), math.cos(y * low)]
+        torch.testing.assert_close(
+            positions[0, 5], torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0
+        )
+
+    def test_sincos_is_fixed_and_made_anew_for_another_size(self):
+        model = tiny(pos_embed="sincos", pool="avg")
+        assert "pos_embed" not in model.state_dict()
+        assert "pos_embed" not in dict(model.named_parameters())
+        model.set_input_size((16, 20))
+        assert torch.equal(model.pos_embed, build_sincos_positions((4, 5), 32))
+
+    def test_resampling_keeps_constants_and_prefix_tokens(self):
+        prefix, grid = torch.randn(1, 2, 4), torch.full((1, 6, 4), 0.7)
+        resampled = resample_positions(
+            torch.cat([prefix, grid], 1), old_grid=(2, 3), new_grid=(5, 4), num_prefix_tokens=2
+        )
+        assert torch.equal(resampled[:, :2], prefix)
+        torch.testing.assert_close(resampled[:, 2:], torch.full((1, 20, 4), 0.7))
+
+    def test_same_size_keeps_the_parameter_and_another_keeps_its_freezing(self):
+        model = tiny()
+        positions = model.pos_embed
+        model.set_input_size((8, 16))
+        assert model.pos_embed is positions
+        positions.requires_grad_(False)
+        model.set_input_size((16, 16))
+        assert model.pos_embed.shape == (1, 17, 32)
+        assert not model.pos_embed.requires_grad
+        assert model.architecture["img_size"] == (16, 16)
+
+    def test_without_positions_patches_are_a_set(self):
+        torch.manual_seed(0)
+        model = tiny(pos_embed="none").eval()
+        left, right = torch.randn(2, 1, 3, 8, 8)
+        torch.testing.assert_close(
+            model(torch.cat([left, right], 3)), model(torch.cat([right, left], 3)), atol=1e-6, rtol=0
+        )
+
+
+class TestPooling:
+    @torch.no_grad()
+    def test_each_way_by_hand(self, randomise):
+        for pool in ("token", "avg", "max", "attention"):
+            model = randomise(tiny(pool=pool, reg_tokens=2, class_token=True))
+            tokens = model.forward_features(torch.randn(2, 3, 8, 16))
+            patches = tokens[:, 3:]
+            assert patches.shape[1] == 8
+            if pool == "attention":
+                weights = (patches @ model.seq_pool.weight[0] + model.seq_pool.bias).softmax(1)
+                torch.testing.assert_close(model.compute_pool_weights(tokens), weights)
+                pooled = (weights[..., None] * patches).sum(1)
+            else:
+                pooled = {"token": tokens[:, 0], "avg": patches.mean(1), "max": patches.max(1).values}[pool]
+            if pool in ("avg", "max"):  # the norm comes after these
+                assert type(model.norm) is nn.Identity
+                pooled = model.fc_norm(pooled)
+            torch.testing.assert_close(model.forward_head(tokens), model.head(pooled))
+
+    def test_pool_weights_exist_for_attention_pooling_alone(self):
+        with pytest.raises(ValueError, match="pool='avg' has no pooling weights"):
+            tiny(pool="avg").compute_pool_weights(torch.randn(1, 8, 32))
+
+    @torch.no_grad()
+    def test_distilled_logits_are_the_mean_of_both_heads(self, randomise):
+        model = randomise(tiny(distilled=True))
+        tokens = model.forward_features(torch.randn(2, 3, 8, 16))
+        expected = (model.head(tokens[:, 0]) + model.head_dist(tokens[:, 1])) / 2
+        torch.testing.assert_close(model.forward_head(tokens), expected)
+
+    def test_without_classes_the_output_is_the_pooled_features(self):
+        assert tiny(num_classes=0)(torch.randn(2, 3, 8, 16)).shape == (2, 32)
+
+
+class TestCapture:
+    def test_layers_are_handed_out_in_order_and_not_kept(self):
+        model, alive, most = tiny(depth=4).eval(), weakref.WeakSet(), []
+
+        def look(layer: int, weights: torch.Tensor) -> None:
+            alive.add(weights.untyped_storage())
+            most.append((layer, len(alive)))
+
+        with torch.no_grad():
+            model(torch.randn(1, 3, 8, 16), look)
+        assert most == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+    def test_capture_works_while_checkpointing_and_keeps_the_graph(self):
+        model = tiny()
+        model.grad_checkpointing = True
+        logits, attentions = model.forward_with_attention(torch.randn(1, 3, 8, 16))
+        (gradient,) = torch.autograd.grad(logits[0, 0], attentions[0])
+        assert gradient.abs().sum() > 0
+
+
+class TestInitialisation:
+    @pytest.fixture
+    def model(self) -> VisionTransformer:
+        torch.manual_seed(0)
+        return VisionTransformer(32, 4, num_classes=100, init_values=0.1, reg_tokens=4, qk_norm=True)
+
+    @torch.no_grad()
+    def test_linear_maps_are_truncated_normal(self, model):
+        for name, part in model.named_modules():
+            if isinstance(part, nn.Linear):
+                assert part.weight.std() == pytest.approx(0.02, rel=0.03), name
+                assert abs(part.weight.mean()) < 0.0005, name
+                assert not part.bias.any(), name
+
+    @torch.no_grad()
+    def test_embeddings(self, model):
+        assert model.pos_embed.std() == pytest.approx(0.02, rel=0.05)
+        assert model.cls_token.std() == pytest.approx(1e-6, rel=0.2)
+        assert model.reg_token.std() == pytest.approx(1e-6, rel=0.2)
+        # LeCun: pixels of unit variance make tokens of unit variance
+        assert model.patch_embed(torch.randn(8, 3, 32, 32)).var() == pytest.approx(1, rel=0.05)
+
+    def test_norms_and_layer_scale_start_where_they_should(self, model):
+        for name, part in model.named_modules():
+            if isinstance(part, nn.LayerNorm):
+                assert part.eps == 1e-6
+                assert bool((part.weight == 1).all()), name
+                assert not part.bias.any(), name
+        assert bool((model.blocks[3].ls2.gamma == 0.1).all())
+
+    @pytest.mark.parametrize("stem", ["conv", "conv_pool"])
+    def test_stems_keep_the_signal_s_size(self, stem):
+        torch.manual_seed(0)
+        embed = tiny(stem=stem, patch_size=16, img_size=64, embed_dim=192).patch_embed
+        assert 0.5 < embed(torch.randn(8, 3, 64, 64)).square().mean().sqrt() < 5
+
+    def test_logits_start_small_and_drop_path_grows_linearly(self, model):
+        assert model.eval()(torch.randn(8, 3, 32, 32)).std() < 0.5
+        rates = [getattr(block.drop_path1, "rate", 0.0) for block in tiny(depth=5, drop_path_rate=0.2).blocks]
+        assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+
+
+class TestTraining:
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_compiles_without_a_graph_break(self, options, monkeypatch):
+        monkeypatch.setattr(
+            jaxtyping.config, "jaxtyping_disable", True
+        )  # the tests' own shape checks break graphs
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, images = tiny(**options, drop_path_rate=0.1), torch.randn(2, 3, 8, 16)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled(images).sum().backward()
+        torch.testing.assert_close(compiled.eval()(images), model.eval()(images), atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_bfloat16_autocast_is_close_and_trains(self, options, randomise):
+        model, images = randomise(tiny(**options)).train(), torch.randn(4, 3, 8, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(images)
+        assert logits.dtype == torch.bfloat16
+        exact = model(images)
+        assert (logits - exact).abs().max() < 0.03 * exact.abs().max()
+        logits.float().square().sum().backward()
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_checkpointing_changes_no_number(self, autocast):
+        torch.manual_seed(0)
+        model, images, results = tiny(drop_path_rate=0.5), torch.randn(4, 3, 8, 16), []
+        for model.grad_checkpointing in (False, True):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(images).float().square().sum()
+            loss.backward()
+            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        assert all(torch.equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True))
+
+    def test_freezing_the_backbone_leaves_a_linear_probe(self):
+        model = tiny(distilled=True, init_values=0.1)
+        model.freeze("backbone")
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+
+    def test_freezing_n_blocks_freezes_the_embedding_too(self):
+        model = tiny(stem="conv", pool="attention", reg_tokens=1)
+        model.freeze(2)
+        trained = {
+            ".".join(name.split(".")[:2]) for name, value in model.named_parameters() if value.requires_grad
+        }
+        assert {name for name in trained if name.startswith("blocks")} == {"blocks.2"}
+        assert {name.split(".")[0] for name in trained} == {"blocks", "norm", "seq_pool", "head"}
+        with pytest.raises(ValueError, match="freeze 4: the model has 3 blocks; or freeze 'backbone'"):
+            model.freeze(4)
+
+    def test_a_new_head_is_fresh_and_on_the_model_s_dtype(self):
+        model = tiny(distilled=True).double()
+        model.reset_classifier(9)
+        assert model.architecture["num_classes"] == model.num_classes == 9
+        assert model.head.weight.dtype == torch.float64
+        assert model(torch.randn(1, 3, 8, 16, dtype=torch.float64)).shape == (1, 9)
