@@ -15,18 +15,21 @@ from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, as_pair, load_config, plain_values
 from vit.data.augment import Augment
+from vit.data.cache import default_cache_dir
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.sources import ImageSource, Split, load_source
 from vit.data.stores import Store, build_store
 from vit.device import choose_device, choose_precision
-from vit.model.presets import PRESETS
+from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
+from vit.train.compilation import keep_compiled_code, should_compile
 from vit.train.distributed import Process, wrap_model
 from vit.train.estimate import StepCost, measure_step_cost
 from vit.train.loop import Plan, Trainer
+from vit.train.memory import choose_parts, keep_freed_memory
 from vit.train.observers import MetricsFile, Observer, ProgressBar, TensorBoard
 from vit.train.state import gather
 from vit.train.step import TrainStep
@@ -180,13 +183,23 @@ def build_run(
     train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
     precision = choose_precision(train.precision, device)
-    is_compiled = _should_compile(config, plan, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    is_compiled = _should_compile(config, plan, model)
+    if is_compiled:
+        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+    rank_batch = plan.batch_size // process.world_size
+    parts = (
+        choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size)
+        if train.accumulate == "auto"
+        else train.accumulate
+    )
     # before the model is wrapped or sharded
     step_cost = measure_step_cost(
         model,
         (3, *data.preprocess.image_size),
-        batch_size=plan.batch_size // process.world_size,
-        part_size=plan.batch_size // train.accumulate // process.world_size,
+        batch_size=rank_batch,
+        part_size=-(-rank_batch // parts),
         dtype=getattr(torch, precision),
     )
     average_model = copy.deepcopy(model) if train.ema_decay else None
@@ -216,7 +229,7 @@ def build_run(
         precision=precision,
         label_smoothing=train.label_smoothing,
         clip_grad=train.clip_grad,
-        accumulate=train.accumulate,
+        accumulate=parts,
         ema_decay=train.ema_decay,
         average_model=average_model,
         halt_on_nonfinite=train.on_nonfinite == "stop",
@@ -363,8 +376,13 @@ def _rounded(values: list[float]) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _should_compile(config: Config, plan: Plan, device: torch.device) -> bool:
-    return config.train.compile is True
+def _should_compile(config: Config, plan: Plan, model: VisionTransformer) -> bool:
+    if config.train.compile != "auto":
+        return config.train.compile
+    if config.train.parallel == "fsdp":
+        return False
+    total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
+    return should_compile(next(model.parameters()).device.type, total_flops=total_flops)
 
 
 def _model_writer(

@@ -6,7 +6,7 @@ default below. Values travel on from here as plain arguments; only `vit/build.py
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -107,7 +107,7 @@ class TrainConfig(_Section):
     epochs: int = Field(10, gt=0)
     max_steps: int | None = Field(None, gt=0)  # stops earlier than epochs, where given
     batch_size: int = Field(128, gt=0)  # images a step, over all processes
-    accumulate: int = Field(1, gt=0)  # micro-batches a step
+    accumulate: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"  # parts a step; auto: what caches hold
     seed: int = Field(0, ge=0)
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -162,7 +162,7 @@ class Config(_Section):
                         raise ValueError(
                             f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}"
                         )
-        if self.train.batch_size % self.train.accumulate:
+        if self.train.accumulate != "auto" and self.train.batch_size % self.train.accumulate:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} is not a multiple of train.accumulate "
                 f"{self.train.accumulate}"
