@@ -225,7 +225,7 @@ def test_a_bypassed_layer_is_an_error_also_after_a_whole_pass(ours: Build) -> No
     model, images = ours()
     with torch.no_grad(), capture_attention(model) as record:
         model(images)
-        model.blocks[1].forward = lambda tokens: tokens
+        model.blocks[1].forward = lambda tokens, *args, **options: tokens
         model(images)
         with pytest.raises(RuntimeError, match=r"1 of 3 attention layers .* blocks\.1\.attn"):
             _ = record.attentions
@@ -283,3 +283,18 @@ def test_half_precision_gives_float32_attention(ours: Build) -> None:
         model(images.bfloat16())
     assert record.attentions[0].dtype == torch.float32
     assert (record.attentions[0].sum(dim=-1) - 1).abs().max() < 1e-5
+
+
+def test_a_model_in_training_is_captured_as_it_runs(ours: Build) -> None:
+    """Its last block asks only for the class token; attention and gradient are of that row."""
+    model, images = ours()
+    model, images = model.double(), images.double()
+    found = {}
+    for training in (False, True):
+        with capture_attention(model.train(training), gradients=True) as record:
+            gradients = record.gradients(model(images)[:, 1])
+        found[training] = record.attentions, gradients
+    for trained, at_rest in zip(found[True], found[False], strict=True):
+        assert trained[-1].shape == (2, 3, 1, 25)
+        assert (trained[-1] - at_rest[-1][:, :, :1]).abs().max() < 1e-12
+        assert (trained[0] - at_rest[0]).abs().max() < 1e-12

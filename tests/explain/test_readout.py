@@ -107,6 +107,16 @@ def test_every_method_explains_every_family(build: Build, method: str, family: s
     assert torch.equal(targets[:, 0], logits.argmax(dim=1))
 
 
+@pytest.mark.parametrize(
+    "family", ["ours", "ours-registers-norms", "timm-eva", "timm-rotary", "torchvision", "hugging-face"]
+)
+def test_chunked_rollout_equals_rollout(build: Build, family: str) -> None:
+    model, images = build(family)
+    _, _, (rollout,) = compute_maps(model, images, methods=["rollout"])
+    _, _, (chunked,) = compute_maps(model, images, methods=["chunked"])
+    assert (rollout.values - chunked.values).abs().max() < 1e-6
+
+
 def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build) -> None:
     model, images = ours()
     _, targets, (agnostic, specific) = compute_maps(

@@ -85,9 +85,12 @@ class AttentionRecord:
 
 
 @contextmanager
-def capture_attention(model: nn.Module, *, gradients: bool = False) -> Iterator[AttentionRecord]:
+def capture_attention(
+    model: nn.Module, *, gradients: bool = False, lean: bool = False
+) -> Iterator[AttentionRecord]:
     """Record every layer's attention in forward passes inside the `with`; the last one stays in the record.
 
+    `gradients` keeps the autograd graph for `record.gradients`. `lean` takes half the memory for more time.
     Raises ValueError for a model whose attention is not understood (hierarchical models, unknown layers).
     """
     layers = find_attention_layers(model)
@@ -100,7 +103,7 @@ def capture_attention(model: nn.Module, *, gradients: bool = False) -> Iterator[
     try:
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
-            handles += layer.attach(gradients=gradients)
+            handles += layer.attach(gradients=gradients, lean=lean)
         yield AttentionRecord(layers)
     finally:
         for handle in handles:

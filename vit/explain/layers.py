@@ -27,11 +27,12 @@ class AttentionLayer:
         self.name, self.block = name, block
         self.module: Any = module
         self.captured = False
+        self.batch, self.num_tokens = 0, 0
         self.query: Tensor | None = None  # [B, H, N, K], as the module's own code made it
         self.key: Tensor | None = None
         self.options: dict[str, Any] = {}  # what the module was called with, besides the tokens
+        self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module; not always kept
         # with gradients only, still in the autograd graph:
-        self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module
         self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
         self.block_tokens: Tensor | None = None  # [B, N, D], what left the block
         self._proved = False
@@ -51,14 +52,12 @@ class AttentionLayer:
     def scale(self) -> float:
         return float(self.module.scale)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.query_and_key(slice(1))[1].shape[-2]
-
     def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
         """What attention multiplies, [b, H, N, K] each, before scaling."""
-        assert self.query is not None
-        assert self.key is not None
+        if self.query is None or self.key is None:
+            assert self.tokens is not None
+            with torch.no_grad():
+                return self._project_query_and_key(self.tokens[images].detach())
         return self.query[images], self.key[images]
 
     def scaled_query_and_key(
@@ -88,22 +87,30 @@ class AttentionLayer:
         separate = getattr(self.module, "v_bias", None)  # Eva adds its biases to a qkv without any
         return F.linear(tokens, qkv.weight[-size:], separate if qkv.bias is None else qkv.bias[-size:])
 
-    def attach(self, *, gradients: bool) -> list[RemovableHandle]:
-        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
+    def attach(self, *, gradients: bool, lean: bool) -> list[RemovableHandle]:
+        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph.
+
+        `lean` keeps the tokens instead of queries and keys, half the memory, and projects them again later.
+        """
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            self.tokens, self.options, self.captured = args[0], options, False
+            # (query, key, value) where a layer is called so: the last is what is attended to
+            tokens = args[2] if len(args) == 3 else args[0]
+            self.tokens, self.options, self.captured = tokens, options, False
+            self.batch, self.num_tokens = tokens.shape[:2]
 
         def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.block_tokens = _first(result)
 
         handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True)]
-        handles += self._attach_inside(gradients)
+        handles.append(self._attach_heads(gradients, keeps_tokens=gradients or lean))
+        if not lean:
+            handles += self._attach_query_and_key()
         if gradients:
             handles.append(self.block.register_forward_hook(on_block))
         return handles
 
-    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+    def _attach_query_and_key(self) -> list[RemovableHandle]:
         def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             # a copy where the output is a view, which would keep the whole qkv output alive
             self.query = output.detach().contiguous()
@@ -111,27 +118,40 @@ class AttentionLayer:
         def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             self.key = output.detach().contiguous()
 
-        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._keep(args[0], gradients)
-
-        receiver = self.module.norm if hasattr(self.module, "norm") else self.module.proj
         return [
             self.module.q_norm.register_forward_hook(on_query),
             self.module.k_norm.register_forward_hook(on_key),
-            receiver.register_forward_pre_hook(on_heads),
         ]
 
-    def _keep(self, heads: Tensor, gradients: bool) -> None:
+    def _attach_heads(self, gradients: bool, *, keeps_tokens: bool) -> RemovableHandle:
+        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._keep(args[0], gradients, keeps_tokens=keeps_tokens)
+
+        handle: RemovableHandle = self._heads_receiver().register_forward_pre_hook(on_heads)
+        return handle
+
+    def _heads_receiver(self) -> nn.Module:
+        """The submodule that O goes into."""
+        receiver: nn.Module = self.module.norm if hasattr(self.module, "norm") else self.module.proj
+        return receiver
+
+    def _keep(self, heads: Tensor, gradients: bool, *, keeps_tokens: bool) -> None:
         """The last thing captured of a layer. Raises ValueError unless attention · value reproduces it."""
         if not self._proved and not self.module.training:  # attention dropout would make them differ
             self._prove(heads)
         self.captured = True
         self.heads = heads if gradients else None
-        self._drop_tokens(gradients)
-
-    def _drop_tokens(self, gradients: bool) -> None:
-        if not gradients:
+        if not keeps_tokens:
             self.tokens = None
+
+    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
+        qkv, size = self.module.qkv, self.module.qkv.out_features // 3
+        bias = qkv.bias
+        if bias is None and getattr(self.module, "q_bias", None) is not None:  # Eva adds its biases itself
+            bias = torch.cat([self.module.q_bias, self.module.k_bias])
+        both = F.linear(tokens, qkv.weight[: 2 * size], None if bias is None else bias[: 2 * size])
+        query, key = (self._split(part) for part in both.chunk(2, dim=-1))
+        return self.module.q_norm(query), self.module.k_norm(key)
 
     @torch.no_grad()
     def _prove(self, heads: Tensor) -> None:
@@ -173,6 +193,14 @@ class RotaryLayer(AttentionLayer):
     def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
         return super().value(tokens) if self.module.qkv is not None else self.module.v_proj(tokens)
 
+    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
+        module = self.module
+        if module.qkv is not None:
+            return super()._project_query_and_key(tokens)
+        return module.q_norm(self._split(module.q_proj(tokens))), module.k_norm(
+            self._split(module.k_proj(tokens))
+        )
+
     def _rotate(self, tensor: Tensor, rope: Tensor) -> Tensor:
         """Rotary position embedding (Su et al. 2021, eq. 34) of patches; prefix tokens have no position."""
         prefix, patches = tensor.tensor_split([self.module.num_prefix_tokens], dim=2)
@@ -205,21 +233,24 @@ class HuggingFaceLayer(AttentionLayer):
         value: Tensor = self.module.v_proj(tokens)
         return value
 
-    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
+        return self._split(self.module.q_proj(tokens)), self._split(self.module.k_proj(tokens))
+
+    def _attach_query_and_key(self) -> list[RemovableHandle]:
         def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             self.query = self._split(output.detach())
 
         def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             self.key = self._split(output.detach())
 
-        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._keep(args[0], gradients)
-
         return [
             self.module.q_proj.register_forward_hook(on_query),
             self.module.k_proj.register_forward_hook(on_key),
-            self.module.o_proj.register_forward_pre_hook(on_heads),
         ]
+
+    def _heads_receiver(self) -> nn.Module:
+        receiver: nn.Module = self.module.o_proj
+        return receiver
 
 
 class TorchvisionLayer(AttentionLayer):
@@ -237,12 +268,6 @@ class TorchvisionLayer(AttentionLayer):
     def scale(self) -> float:
         return float(self.module.head_dim**-0.5)
 
-    def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
-        assert self.tokens is not None
-        tokens = self.tokens[images].detach()
-        with torch.no_grad():
-            return self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
-
     def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
         return self._project(tokens, 2)
 
@@ -251,14 +276,18 @@ class TorchvisionLayer(AttentionLayer):
     ) -> Float[Tensor, "b H N N"]:
         return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
 
-    def _attach_inside(self, gradients: bool) -> list[RemovableHandle]:
+    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
+        return self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
+
+    def _attach_query_and_key(self) -> list[RemovableHandle]:
+        return []  # they come from the tokens
+
+    def _attach_heads(self, gradients: bool, *, keeps_tokens: bool) -> RemovableHandle:
         def on_result(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self._keep(_first(result), gradients)
+            self._keep(_first(result), gradients, keeps_tokens=True)
 
-        return [self.module.register_forward_hook(on_result)]
-
-    def _drop_tokens(self, gradients: bool) -> None:
-        pass  # queries and keys come from them
+        handle: RemovableHandle = self.module.register_forward_hook(on_result)
+        return handle
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         projection = self.module.out_proj

@@ -96,9 +96,21 @@ def compute_maps(
     `choose_targets` picks T classes an image from the logits; without it, the predicted one.
     """
     chosen = find_methods(methods)
-    forward = run_forward(model, images, gradients=any(method.class_specific for method in chosen))
+    forward = run_methods_forward(model, images, chosen)
     targets, maps = explain_forward(forward, chosen, choose_targets=choose_targets, options=options)
     return forward.logits.detach(), targets, maps
+
+
+def run_methods_forward(
+    model: nn.Module, images: Float[Tensor, "B 3 height width"], methods: Sequence[Method]
+) -> Forward:
+    """A forward pass that records what these methods need."""
+    return run_forward(
+        model,
+        images,
+        gradients=any(method.class_specific for method in methods),
+        lean=all(method.name == "chunked" for method in methods),
+    )
 
 
 def explain_forward(

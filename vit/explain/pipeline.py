@@ -13,9 +13,17 @@ from torch import Tensor
 from vit.data.images import Geometry
 from vit.explain.hover import PatchRows, collect_rows
 from vit.explain.items import ImageItem, clean_name
-from vit.explain.methods import Explainable, MapOptions, Maps, Method, explain_forward, find_methods
+from vit.explain.methods import (
+    Explainable,
+    MapOptions,
+    Maps,
+    Method,
+    explain_forward,
+    find_methods,
+    run_methods_forward,
+)
 from vit.explain.overlay import FIXED_SHARES, SCALES, ColourScale, find_range
-from vit.explain.readout import Forward, run_forward
+from vit.explain.readout import Forward
 from vit.explain.targets import build_target_chooser
 from vit.explain.trust import MapJudge, Trust
 
@@ -107,9 +115,7 @@ def _explain_batch(
     with torch.autocast(
         device.type, getattr(torch, settings.precision), enabled=settings.precision != "float32"
     ):
-        forward = run_forward(
-            bundle.model, images, gradients=any(method.class_specific for method in methods)
-        )
+        forward = run_methods_forward(bundle.model, images, methods)
         choose = build_target_chooser(settings.classes, bundle.class_names)
         targets, maps = explain_forward(forward, methods, choose_targets=choose, options=settings.maps)
         logits = forward.logits.detach().float()

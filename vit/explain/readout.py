@@ -35,18 +35,23 @@ class Forward:
 
 
 def run_forward(
-    model: nn.Module, images: Float[Tensor, "B 3 height width"], *, gradients: bool = False
+    model: nn.Module,
+    images: Float[Tensor, "B 3 height width"],
+    *,
+    gradients: bool = False,
+    lean: bool = False,
 ) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards.
 
-    With `gradients` the autograd graph is kept from the images on, without the parameters.
+    With `gradients` the autograd graph is kept from the images on, without the parameters. `lean` takes half
+    the memory for more time.
     """
     if gradients:
         images = images.detach().clone().requires_grad_()
     with (
         _at_rest(model),
         torch.set_grad_enabled(gradients),
-        capture_attention(model, gradients=gradients) as record,
+        capture_attention(model, gradients=gradients, lean=lean) as record,
         _PoolingWeights(model) as pooling,
     ):
         tokens, logits = _run(model, images)

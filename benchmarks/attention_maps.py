@@ -1,0 +1,246 @@
+"""Attention rollout: this project's beside the textbook program, end to end and alone.
+
+    OMP_NUM_THREADS=2 python benchmarks/attention_maps.py --device cpu
+
+The textbook program is what most pictures are made with: one image at a time, a hook on every unfused
+attention that copies the weights to the CPU, heads fused, products of whole N×N matrices. It is run with its
+customary 90 % discarding and without any. Ours takes the images in batches, leaves fused attention on and
+reads the map through the class token. Arms take turns round by round, in one process, on the same weights
+and images; a figure is the median over the rounds. Writes results/attention_maps_<device>.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from vit.bundle import collect_versions
+from vit.device import choose_device, describe_device
+from vit.explain.faithfulness import to_markdown
+from vit.explain.methods import compute_maps
+from vit.explain.readout import run_forward
+from vit.explain.rollout import rollout_row
+
+# name: (timm's architecture and changes to it, images of a batch, images of the textbook program a round)
+MODELS: dict[str, tuple[str, dict[str, int], int, int]] = {
+    "CIFAR ViT, d192 L9 H3, 65 tokens": (
+        "vit_tiny_patch16_224",
+        {"img_size": 32, "patch_size": 4, "depth": 9, "num_classes": 10},
+        256,
+        32,
+    ),
+    "ViT-Ti/16 at 224": ("vit_tiny_patch16_224", {}, 32, 8),
+    "ViT-B/16 at 224": ("vit_base_patch16_224", {}, 16, 4),
+}
+
+
+class Textbook:
+    """Rollout the usual way, for one image at a time."""
+
+    def __init__(self, model: nn.Module, *, discard_ratio: float) -> None:
+        self.model, self.discard_ratio = model, discard_ratio
+        self.attentions: list[Tensor] = []
+        for block in model.blocks:
+            block.attn.fused_attn = False
+            block.attn.attn_drop.register_forward_hook(
+                lambda module, args, out: self.attentions.append(out.cpu())
+            )
+
+    def explain(self, image: Tensor) -> Tensor:
+        self.attentions.clear()
+        with torch.no_grad():
+            self.model(image[None])
+        return self.roll_out()
+
+    def roll_out(self) -> Tensor:
+        """From the stored weights [1, H, N, N] of each layer to a map [P]."""
+        identity = torch.eye(self.attentions[0].shape[-1])
+        result = identity
+        for attention in self.attentions:
+            fused = attention.mean(dim=1)
+            if self.discard_ratio:
+                flat = fused.reshape(1, -1)
+                lowest = flat.topk(int(flat.shape[1] * self.discard_ratio), dim=-1, largest=False).indices
+                flat[0, lowest[lowest != 0]] = 0
+            mixing = (fused + identity) / 2
+            result = (mixing / mixing.sum(dim=-1, keepdim=True)) @ result
+        return result[0, 0, 1:]
+
+
+def build_arms(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    textbook_images: int,
+    micro_batch: int,
+    build: Callable[[], nn.Module],
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each arm's work of one round, and how many images that is."""
+    device, batch = images.device, len(images)
+    parts = images.split(micro_batch)
+
+    def bfloat16() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16)
+
+    def each(
+        work: Callable[[Tensor], object], context: Callable[[], Any] = nullcontext
+    ) -> Callable[[], object]:
+        def run() -> None:
+            with torch.no_grad(), context():
+                for part in parts:
+                    work(part)
+
+        return run
+
+    def in_float32(part: Tensor) -> object:
+        return compute_maps(model, part)
+
+    arms: dict[str, tuple[Callable[[], object], int]] = {
+        "forward pass": (each(model), batch),
+        "forward pass, recorded": (each(lambda part: run_forward(model, part)), batch),
+        "ours": (each(in_float32), batch),
+        "forward pass, bfloat16": (each(model, bfloat16), batch),
+        "ours, bfloat16": (each(in_float32, bfloat16), batch),
+    }
+    with torch.no_grad():
+        forwards = [run_forward(model, part) for part in parts]
+    arms["rollout alone, ours"] = (
+        lambda: [rollout_row(forward.readout, forward.record.layers) for forward in forwards],
+        batch,
+    )
+    for name, discard_ratio in (("textbook", 0.0), ("textbook, 90 % discarded", 0.9)):
+        program = Textbook(build(), discard_ratio=discard_ratio)
+        few = images[:textbook_images]
+
+        def explain(program: Textbook = program, few: Tensor = few) -> None:
+            for image in few:
+                program.explain(image)
+
+        def roll_out(program: Textbook = program) -> None:
+            with torch.no_grad():
+                for _ in range(textbook_images):
+                    program.roll_out()
+
+        program.explain(images[0])
+        arms[name] = (explain, textbook_images)
+        arms[f"rollout alone, {name}"] = (roll_out, textbook_images)
+    return arms
+
+
+def take_turns(
+    arms: dict[str, tuple[Callable[[], object], int]], *, rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Images a second of each arm: the median of the rounds after a first that only warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, (work, images) in arms.items():
+            _wait(device)
+            started = time.perf_counter()
+            work()
+            _wait(device)
+            if number:
+                rates[name].append(images / (time.perf_counter() - started))
+    return {name: statistics.median(of_rounds) for name, of_rounds in rates.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_agreement(model: nn.Module, textbook: nn.Module, image: Tensor) -> float:
+    """The largest difference between our map and the textbook's (without discarding) of one image."""
+    _, _, (maps,) = compute_maps(model, image[None])
+    program = Textbook(textbook, discard_ratio=0.0)
+    return float((maps.values.flatten().cpu() - program.explain(image)).abs().max())
+
+
+def compare(rates: dict[str, float]) -> dict[str, float]:
+    """What the figures come to."""
+    return {
+        "end to end, times the textbook's": rates["ours"] / rates["textbook"],
+        "end to end, times the textbook's with 90 % discarded": rates["ours"]
+        / rates["textbook, 90 % discarded"],
+        "end to end in bfloat16, times the textbook's": rates["ours, bfloat16"] / rates["textbook"],
+        "end to end in bfloat16, times the textbook's with 90 % discarded": (
+            rates["ours, bfloat16"] / rates["textbook, 90 % discarded"]
+        ),
+        "rollout alone, times the textbook's": rates["rollout alone, ours"]
+        / rates["rollout alone, textbook"],
+        "rollout alone, times the textbook's with 90 % discarded": (
+            rates["rollout alone, ours"] / rates["rollout alone, textbook, 90 % discarded"]
+        ),
+        "recording costs": rates["forward pass"] / rates["forward pass, recorded"] - 1,
+        "explaining costs": rates["forward pass"] / rates["ours"] - 1,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--micro-batch", type=int, default=None, help="default: 16 on a CPU, else the batch")
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    chosen = parser.parse_args(arguments)
+    device = choose_device(chosen.device)
+    results = {}
+    for name in chosen.models:
+        architecture, changes, batch, textbook_images = MODELS[name]
+
+        def build(architecture: str = architecture, changes: dict[str, int] = changes) -> nn.Module:
+            torch.manual_seed(0)
+            return timm.create_model(architecture, **changes).eval().to(device)
+
+        model = build()
+        images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
+        micro_batch = chosen.micro_batch or (16 if device.type == "cpu" else batch)
+        arms = build_arms(
+            model, images, textbook_images=textbook_images, micro_batch=micro_batch, build=build
+        )
+        rates = take_turns(arms, rounds=chosen.rounds, device=device)
+        results[name] = {
+            "batch": batch,
+            "micro_batch": micro_batch,
+            "images_per_second": rates,
+            "ratios": compare(rates),
+            "largest_difference_from_textbook": check_agreement(model, build(), images[0]),
+        }
+        print(f"\n{name}")
+        print(to_markdown(["arm", "images/s"], [[arm, f"{rate:.1f}"] for arm, rate in rates.items()]))
+        print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
+    row = {
+        "device": describe_device(device),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
+        "command": " ".join(["python", "benchmarks/attention_maps.py", *(arguments or sys.argv[1:])]),
+        "commit": _find_commit(),
+        "versions": collect_versions(),
+        "rounds": chosen.rounds,
+        "models": results,
+    }
+    path = Path(__file__).parent / "results" / f"attention_maps_{device.type}.json"
+    path.write_text(json.dumps(row, indent=1) + "\n")
+    print(f"\n{path}")
+
+
+def _find_commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
