@@ -1,0 +1,75 @@
+"""Which parameter gets which settings."""
+
+import pytest
+from torch import nn
+
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.groups import parameter_groups
+
+
+def build_model(**arguments):
+    return VisionTransformer(16, 4, num_classes=5, embed_dim=24, depth=3, num_heads=2, **arguments)
+
+
+def settings(model: nn.Module, key: str, **arguments) -> dict[str, float]:
+    """Parameter name → the value of its group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, **arguments)
+    return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("stem", ["patch", "conv"])
+def test_matrices_and_kernels_decay_and_nothing_else(stem):
+    model = build_model(stem=stem, reg_tokens=1, distilled=True, init_values=0.1, qk_norm=True)
+    decay = settings(model, "weight_decay", lr=1.0, weight_decay=0.05)
+    expected = {
+        name
+        for name, _ in model.named_parameters()
+        if name.endswith(("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight"))
+        or name in ("head.weight", "head_dist.weight")
+        or (name.startswith("patch_embed") and name.endswith("weight"))
+    }
+    assert {name for name, value in decay.items() if value == 0.05} == expected
+    assert {value for name, value in decay.items() if name not in expected} == {0.0}
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model = build_model()
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.05, layer_decay=0.5, muon_lr=0.02)
+    listed = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(listed) == sorted(map(id, model.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    model = build_model()
+    model.freeze("backbone")
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.05)
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
+    rates = settings(build_model(), "lr", lr=1.0, weight_decay=0.05, layer_decay=0.5)
+    assert rates["head.weight"] == rates["norm.bias"] == 1.0
+    assert rates["blocks.2.mlp.fc1.weight"] == 0.5
+    assert rates["blocks.1.norm1.weight"] == 0.25
+    assert rates["blocks.0.attn.qkv.bias"] == 0.125
+    assert rates["patch_embed.proj.weight"] == rates["cls_token"] == rates["pos_embed"] == 0.0625
+
+
+def test_muon_takes_the_encoders_matrices_and_splits_packed_projections_in_three():
+    model = build_model()
+    pieces = settings(model, "pieces", lr=1.0, weight_decay=0.05, muon_lr=0.02)
+    for name, parameter in model.named_parameters():
+        inside = name.startswith("blocks") and parameter.ndim == 2
+        assert pieces[name] == (3 if name.endswith("qkv.weight") else 1 if inside else 0), name
+
+
+def test_muons_rate_decays_by_layer_too():
+    rates = settings(build_model(), "lr", lr=1.0, weight_decay=0.0, layer_decay=0.5, muon_lr=0.02)
+    assert rates["blocks.2.mlp.fc1.weight"] == 0.01
+    assert rates["blocks.2.mlp.fc1.bias"] == 0.5
+
+
+def test_layer_decay_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match=r"layer_decay 1\.5"):
+        parameter_groups(build_model(), lr=1.0, weight_decay=0.0, layer_decay=1.5)

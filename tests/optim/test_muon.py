@@ -1,0 +1,195 @@
+"""Muon against singular value decompositions, torch's own Muon and AdamW."""
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from vit.optim.groups import parameter_groups
+from vit.optim.muon import Muon, orthogonalize
+
+
+def quintic(values: torch.Tensor) -> torch.Tensor:
+    """What five steps make of singular values, one by one."""
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return values
+
+
+def build_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    block = torch.nn.ModuleDict(
+        {
+            "attn": torch.nn.ModuleDict({"qkv": torch.nn.Linear(8, 24), "proj": torch.nn.Linear(8, 8)}),
+            "fc1": torch.nn.Linear(8, 32),
+            "fc2": torch.nn.Linear(32, 8),
+        }
+    )
+    blocks = torch.nn.ModuleList([block, copy.deepcopy(block), copy.deepcopy(block)])
+    model = torch.nn.ModuleDict({"blocks": blocks, "head": torch.nn.Linear(8, 3)})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def build_optimizer(model: torch.nn.Module, *, weight_decay: float = 0.1, layer_decay: float = 1.0) -> Muon:
+    groups = parameter_groups(
+        model, lr=1e-3, weight_decay=weight_decay, muon_lr=0.02, layer_decay=layer_decay
+    )
+    return Muon(groups, lr=1e-3, weight_decay=weight_decay)
+
+
+def draw_gradients(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> dict[str, torch.Tensor]:
+    for seed in seeds:
+        draw_gradients(model, seed)
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 48), (48, 16)])
+def test_orthogonalize_maps_each_singular_value_by_the_quintic_and_keeps_the_vectors(shape):
+    matrices = torch.randn(5, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = orthogonalize(matrices, dtype=torch.float64)
+    for matrix, ours in zip(matrices, result, strict=True):
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        expected = u @ torch.diag(quintic(s / s.square().sum().sqrt())) @ vh
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_values_end_in_the_band_around_one(dtype):
+    matrices = torch.randn(8, 32, 96, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalize(matrices, dtype=dtype).double())
+    assert 0.65 < values.min() < values.max() < 1.25
+
+
+def test_a_zero_matrix_stays_zero():
+    assert orthogonalize(torch.zeros(2, 4, 6)).eq(0).all()
+
+
+def test_equals_torchs_muon_on_matrices_that_are_not_packed():
+    torch.manual_seed(0)
+    theirs = [torch.nn.Parameter(torch.randn(32, 8)), torch.nn.Parameter(torch.randn(8, 32))]
+    ours = [copy.deepcopy(parameter) for parameter in theirs]
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95)
+    optimizer = Muon(
+        [{"params": ours, "pieces": 1}], lr=0.02, weight_decay=0.1, momentum=0.95, dtype=torch.bfloat16
+    )
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter, other in zip(theirs, ours, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.grad = parameter.grad.clone()
+        reference.step()
+        optimizer.step()
+    for parameter, other in zip(theirs, ours, strict=True):
+        # five updates of 0.02 · 2 with values near 0.3; bfloat16's products differ in their order
+        torch.testing.assert_close(other, parameter, rtol=0, atol=2e-3)
+
+
+def test_packed_queries_keys_and_values_are_orthogonalised_apart():
+    packed, apart = torch.nn.Parameter(torch.randn(24, 8)), [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    with torch.no_grad():
+        for third, parameter in zip(packed.chunk(3), apart, strict=True):
+            parameter.copy_(third)
+    packed.grad = torch.randn(24, 8) * torch.tensor([1.0, 10.0, 100.0]).repeat_interleave(8)[:, None]
+    for third, parameter in zip(packed.grad.chunk(3), apart, strict=True):
+        parameter.grad = third.clone()
+    Muon([{"params": [packed], "pieces": 3}], lr=0.1).step()
+    Muon([{"params": apart, "pieces": 1}], lr=0.1).step()
+    torch.testing.assert_close(packed.detach(), torch.cat([parameter.detach() for parameter in apart]))
+
+
+def test_tall_matrices_move_by_the_root_of_their_aspect():
+    tall = torch.nn.Parameter(torch.zeros(64, 16))
+    tall.grad = torch.randn(64, 16)
+    Muon([{"params": [tall], "pieces": 1}], lr=0.1).step()
+    values = torch.linalg.svdvals(tall.detach().double())
+    assert 0.65 * 2 * 0.1 < values.min() < values.max() < 1.25 * 2 * 0.1
+
+
+def test_everything_else_equals_torchs_adamw():
+    model = build_model()
+    reference = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(parameter_groups(reference, lr=1e-3, weight_decay=0.1), lr=1e-3, fused=True)
+    ours, theirs = train(model, build_optimizer(model), range(4)), train(reference, adamw, range(4))
+    for name in ("head.weight", "head.bias", "blocks.0.fc1.bias"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+
+
+def test_state_restores_to_the_same_bits():
+    model = build_model()
+    optimizer = build_optimizer(model)
+    train(model, optimizer, range(3))
+    copied = copy.deepcopy(model)
+    resumed = build_optimizer(copied)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ours, theirs = train(model, optimizer, range(3, 6)), train(copied, resumed, range(3, 6))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_step_with_found_inf_changes_nothing():
+    model = build_model()
+    optimizer = build_optimizer(model)
+    before = train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    draw_gradients(model, 9)
+    for parameter in model.parameters():
+        parameter.grad[0] = float("nan")
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    for index, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][key]) for key, value in values.items())
+
+
+def test_gradients_are_divided_by_grad_scale():
+    scaled, plain = build_model(), build_model()
+    optimizers = build_optimizer(scaled), build_optimizer(plain)
+    optimizers[0].grad_scale = torch.tensor(8.0)
+    for model in (scaled, plain):
+        draw_gradients(model, 0)
+    for parameter in scaled.parameters():
+        parameter.grad *= 8
+    for optimizer in optimizers:
+        optimizer.step()
+    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_matrices_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match=r"split into 3; got \(4, 8\)"):
+        Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 8))], "pieces": 3}], lr=0.1)
+
+
+def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        model = build_model()
+        ours = train(model, build_optimizer(model, layer_decay=0.5), range(3))
+        for name, value in ours.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+        other = [torch.cat([value.flatten() for value in ours.values()])] * 2
+        dist.broadcast(other[0], src=0)
+        assert torch.equal(other[0], other[1])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_matrices_shared_over_two_processes_equal_one_process():
+    model = build_model()
+    expected = train(model, build_optimizer(model, layer_decay=0.5), range(3))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_train_on_rank, args=(port, expected), nprocs=2)

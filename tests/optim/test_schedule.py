@@ -1,0 +1,73 @@
+"""Schedules by their numbers."""
+
+import math
+
+import pytest
+import torch
+
+from vit.optim.schedule import create_schedule, schedule_factor
+
+
+def factors(**arguments) -> list[float]:
+    """Learning rates that ten steps see."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = create_schedule(optimizer, total_steps=10, **arguments)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_linear_falls_in_equal_steps_towards_zero():
+    assert factors(name="linear", warmup_steps=0) == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_warm_up_rises_in_equal_steps_and_reaches_the_full_rate():
+    rates = factors(name="linear", warmup_steps=4)
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    rates = factors(name="cosine", warmup_steps=0)
+    assert rates[5] == pytest.approx(0.5)
+    assert rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * step / 10) for step in range(10)])
+
+
+def test_constant_cooldown_stays_then_falls():
+    rates = factors(name="constant-cooldown", warmup_steps=1, cooldown_fraction=0.4)
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant-cooldown"])
+def test_the_rate_after_the_run_is_the_final_one(name):
+    common = {"name": name, "warmup_steps": 2, "total_steps": 10}
+    assert schedule_factor(10, **common) == 0
+    assert schedule_factor(99, **common) == 0
+    assert schedule_factor(10, final_factor=0.1, **common) == pytest.approx(0.1)
+
+
+def test_each_group_keeps_its_own_rate():
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.zeros(1)], "lr": 1.0}, {"params": [torch.zeros(1)], "lr": 0.1}], lr=1.0
+    )
+    schedule = create_schedule(optimizer, name="linear", warmup_steps=0, total_steps=4)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.75, 0.075])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "exponential"}, "unknown schedule 'exponential'; known: constant-cooldown, cosine, linear"),
+        ({"warmup_steps": 10}, "warm-up of 10 steps does not fit into a run of 10"),
+        ({"cooldown_fraction": 0.0}, r"cooldown_fraction 0\.0"),
+    ],
+)
+def test_impossible_schedules_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        factors(**{"name": "linear", "warmup_steps": 0} | change)
