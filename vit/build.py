@@ -214,6 +214,7 @@ def build_run(
         config.optimizer.name,
         model,
         **config.optimizer.model_dump(exclude={"name"}),
+        muon_dtype=getattr(torch, precision),
     )
     schedule = create_schedule(
         optimizer,

@@ -19,15 +19,15 @@ def create_optimizer(
     lr: float,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
-    momentum: float = 0.9,
+    momentum: float = 0.95,
     layer_decay: float = 1.0,
     muon_lr: float = 0.02,
-    muon_momentum: float = 0.95,
+    muon_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:
     """An optimizer over all trainable parameters of `model`.
 
-    `betas` are AdamW's, `momentum` is SGD's (Nesterov's); "muon" takes `muon_lr` and `muon_momentum` for the
-    encoder's matrices, `lr` and `betas` for AdamW on the rest.
+    `betas` are AdamW's, `momentum` is SGD's and Muon's (Nesterov's). "muon" takes `muon_lr` for the encoder's
+    matrices, whose products it computes in `muon_dtype`, and `lr` and `betas` for AdamW on the rest.
     """
     if name not in ("adamw", "sgd", "muon"):
         raise ValueError(f"unknown optimizer {name!r}; known: adamw, muon, sgd")
@@ -39,7 +39,9 @@ def create_optimizer(
         muon_lr=muon_lr if name == "muon" else None,
     )
     if name == "muon":
-        return Muon(groups, lr=lr, betas=betas, weight_decay=weight_decay, momentum=muon_momentum)
+        return Muon(
+            groups, lr=lr, betas=betas, weight_decay=weight_decay, momentum=momentum, dtype=muon_dtype
+        )
     if name == "adamw":
         return AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     optimizer = SGD(

@@ -20,7 +20,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(
-    matrices: Float[Tensor, "M R C"], *, steps: int = 5, dtype: torch.dtype = torch.bfloat16
+    matrices: Float[Tensor, "M R C"], *, steps: int = 5, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
 
@@ -41,6 +41,8 @@ class Muon(torch.optim.Optimizer):
 
     A Muon group's matrices are orthogonalised in `pieces` parts of equal rows. The update is scaled by
     sqrt(max(1, rows / columns)) as in the original, so a learning rate near 0.02 fits all shapes.
+    `dtype` is the products': the iteration needs no more than bfloat16, which is several times faster where the
+    hardware has it, but then the order of a sum may show, as it does where a batch is split over processes.
     `grad_scale` and `found_inf` are read as torch's fused optimizers read them: gradients are divided by the
     one, and nothing changes where the other is 1, without asking the device.
     """
@@ -56,7 +58,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         eps: float = 1e-8,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -150,14 +152,13 @@ class Muon(torch.optim.Optimizer):
         return values if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, values)
 
     def _orthogonalize_shared(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
-        dtype = self._dtype or (torch.bfloat16 if updates.is_cuda else torch.float32)
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if world == 1:
-            return orthogonalize(updates, dtype=dtype)
+            return orthogonalize(updates, dtype=self._dtype)
         share = -(-len(updates) // world)  # every rank takes as many; the last ones repeat a matrix
         mine = torch.arange(dist.get_rank() * share, (dist.get_rank() + 1) * share, device=updates.device)
         gathered = updates.new_empty(world * share, *updates.shape[1:])
         dist.all_gather_into_tensor(
-            gathered, orthogonalize(updates[mine.clamp(max=len(updates) - 1)], dtype=dtype).contiguous()
+            gathered, orthogonalize(updates[mine.clamp(max=len(updates) - 1)], dtype=self._dtype).contiguous()
         )
         return gathered[: len(updates)]
