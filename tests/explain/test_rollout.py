@@ -155,17 +155,24 @@ def test_compat_equals_an_independent_rederivation(head_fusion: str, discard_rat
         assert np.abs(found[image].numpy() - expected).max() < 1e-6
 
 
-def test_compat_gradient_rollout_pairs_first_attention_with_last_gradient() -> None:
-    attentions = random_attention()
-    gradients = [attention.flip(0) - 0.1 for attention in random_attention()]
-    found = vit_explain_gradient_rollout(attentions, gradients, discard_ratio=0.5)
+def test_compat_gradient_rollout_pairs_attention_with_the_mirrored_layers_score_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = [
+        torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(4)
+    ]
+    attentions = [score.softmax(dim=-1) for score in scores]
+    for attention in attentions:
+        attention.retain_grad()
+    sum((attention**2 * attention.cos()).sum() for attention in attentions).backward()
+    found = vit_explain_gradient_rollout(attentions, [a.grad for a in attentions], discard_ratio=0.5)
     for image in range(2):
         fused = [
-            np.maximum((a[image].double() * g[image].double()).mean(dim=0).numpy(), 0)
-            for a, g in zip(attentions, gradients[::-1], strict=True)
+            np.maximum((a[image] * score.grad[image]).mean(dim=0).detach().numpy(), 0)
+            for a, score in zip(attentions, reversed(scores), strict=True)
         ]
         expected = their_rollout(fused, discard_ratio=0.5, spare_first=False)
-        assert np.abs(found[image].numpy() - expected).max() < 1e-6
+        assert np.abs(found[image].detach().numpy() - expected).max() < 1e-6
 
 
 def test_compat_differs_from_ours_where_its_bugs_bite() -> None:

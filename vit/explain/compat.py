@@ -32,10 +32,13 @@ def vit_explain_gradient_rollout(
     *,
     discard_ratio: float = 0.9,
 ) -> Float[Tensor, "B P"]:
-    """Its `grad_rollout`, given both lists first layer first: its backward hooks stored them last layer
-    first, so the first attention meets the last gradient."""
-    mirrored = reversed(gradients)
-    fused = [(a * g).mean(dim=1).clamp_min(0) for a, g in zip(attentions, mirrored, strict=True)]
+    """Its `grad_rollout`, given each layer's attention and its gradient, both first layer first.
+
+    Its backward hook sits on a dropout that does nothing, and so receives what flows into the softmax:
+    A⊙(G - Σ_j G⊙A). Hooks fire last layer first, so the first attention meets the last of these.
+    """
+    scores = [a * (g - (g * a).sum(dim=-1, keepdim=True)) for a, g in zip(attentions, gradients, strict=True)]
+    fused = [(a * g).mean(dim=1).clamp_min(0) for a, g in zip(attentions, reversed(scores), strict=True)]
     return _roll_out(fused, discard_ratio=discard_ratio, spare_first=False)
 
 
