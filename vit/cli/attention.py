@@ -115,7 +115,7 @@ def attention(
     results = _export(bundle, items, output, settings, wanted, done)
     console = Console(highlight=False)
     for bad in results.unreadable:
-        console.print(f"skipped {bad['path']}: {bad['reason']}", style="yellow", markup=False)
+        console.print(f"skipped {bad['path']}: {bad['reason']}", style="yellow", markup=False, soft_wrap=True)
     if not results.entries:
         raise ValueError(f"none of the {len(items)} images could be read")
     _print_summary(console, results, output, wanted)

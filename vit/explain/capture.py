@@ -60,11 +60,11 @@ class AttentionRecord:
         return self._layers
 
     @property
-    def attentions(self) -> list[Float[Tensor, "B H N N"]]:
+    def attentions(self) -> list[Float[Tensor, "B H Nq N"]]:
         """Each layer's weights after the softmax."""
         return [layer.attention() for layer in self.layers]
 
-    def gradients(self, score: Tensor, *, retain_graph: bool = False) -> list[Float[Tensor, "B H N N"]]:
+    def gradients(self, score: Tensor, *, retain_graph: bool = False) -> list[Float[Tensor, "B H Nq N"]]:
         """∂score/∂attention of each layer, by one backward pass. Needs `capture_attention(gradients=True)`.
 
         `score` is a scalar or a number per image: images don't mix, so the gradient of the sum holds each

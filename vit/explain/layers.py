@@ -73,8 +73,8 @@ class AttentionLayer:
         return (query @ key.transpose(-2, -1)).softmax(dim=-1)
 
     def attention_gradient(
-        self, heads_gradient: Float[Tensor, "B N E"], images: slice = EVERY_IMAGE
-    ) -> Float[Tensor, "b H N N"]:
+        self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
+    ) -> Float[Tensor, "b H Nq N"]:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         assert self.tokens is not None
         value = self._split(self.value(self.tokens[images].detach()).detach())
@@ -272,8 +272,8 @@ class TorchvisionLayer(AttentionLayer):
         return self._project(tokens, 2)
 
     def attention_gradient(
-        self, heads_gradient: Float[Tensor, "B N E"], images: slice = EVERY_IMAGE
-    ) -> Float[Tensor, "b H N N"]:
+        self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
+    ) -> Float[Tensor, "b H Nq N"]:
         return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
 
     def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
