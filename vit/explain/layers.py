@@ -67,7 +67,7 @@ class AttentionLayer:
         query, key = self.query_and_key(images)
         return at_least_float32(query) * self.scale, at_least_float32(key)
 
-    def attention(self, images: slice = EVERY_IMAGE) -> Float[Tensor, "B H N N"]:
+    def attention(self, images: slice = EVERY_IMAGE) -> Float[Tensor, "B H Nq N"]:
         """The weights after the softmax: rows are queries and sum to one."""
         query, key = self.scaled_query_and_key(images)
         return (query @ key.transpose(-2, -1)).softmax(dim=-1)
