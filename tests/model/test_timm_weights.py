@@ -12,7 +12,7 @@ from torch import nn
 
 import vit
 from vit.model.presets import PRESETS
-from vit.model.timm_weights import create_timm, load_pretrained, load_timm
+from vit.model.timm_weights import create_timm, describe_timm, load_pretrained, load_timm
 from vit.model.vision_transformer import VisionTransformer
 
 TIMMS = [name for name in PRESETS if timm.is_model(name)]
@@ -61,7 +61,8 @@ def test_preset_equals_timm_at_native_other_and_non_square_size(name, randomise)
         "mlp_ratio": pytest.approx(ours.architecture["mlp_ratio"], rel=1e-4)
     }
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    check_equality(theirs, ours)
+    if "giant" not in name:  # its native 1,370 tokens are slow: see below
+        check_equality(theirs, ours)
     side = PRESETS[name]["patch_size"]
     for size in ((5 * side, 5 * side), (3 * side, 7 * side)):
         theirs.set_input_size(size)
@@ -79,7 +80,7 @@ def test_only_rounding_separates_ours_from_timm(name, randomise):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMMS)
 def test_full_preset_equals_timm(name, randomise):
-    theirs = randomise(timm.create_model(name))
+    theirs = randomise(timm.create_model(name, depth=1) if "giant" in name else timm.create_model(name))
     check_equality(theirs, load_timm(theirs))
 
 
@@ -133,13 +134,27 @@ def test_what_ours_cannot_compute_is_refused_by_name(what):
         load_timm(module)
 
 
-def test_other_blocks_and_families_are_refused():
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vit_base_patch16_clip_224", "has a norm before the blocks"),
+        ("vit_base_patch16_siglip_224", "has pooling 'map'"),
+        ("beit_base_patch16_224", "only timm's VisionTransformer loads, not its Beit"),
+        ("resnet18", "only timm's VisionTransformer loads, not its ResNet"),
+    ],
+)
+def test_other_families_are_refused(name, reason):
+    with torch.device("meta"):
+        module = timm.create_model(name)
+    with pytest.raises(ValueError, match=reason):
+        describe_timm(module)
+
+
+def test_other_blocks_are_refused():
     parallel = timm.models.vision_transformer.ParallelScalingBlock
     module = timm.models.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2, block_fn=parallel)
     with pytest.raises(ValueError, match="only models of timm's Block load, not of its ParallelScalingBlock"):
         load_timm(module)
-    with pytest.raises(ValueError, match="only timm's VisionTransformer loads, not its ResNet"):
-        load_timm(timm.create_model("resnet18"))
 
 
 class TestSources:

@@ -95,14 +95,13 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if distilled else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
-        self.pos_embed: Tensor | None = None
+        self.pos_embed: Tensor | None
         if pos_embed == "learned":
             length = self.num_embedded_prefix_tokens + self.patch_embed.num_patches
             self.pos_embed = nn.Parameter(torch.empty(1, length, embed_dim))
-        elif pos_embed == "sincos":
-            positions = build_sincos_positions(self.grid_size, embed_dim)
-            del self.pos_embed
-            self.register_buffer("pos_embed", positions, persistent=False)
+        else:
+            fixed = build_sincos_positions(self.grid_size, embed_dim) if pos_embed == "sincos" else None
+            self.register_buffer("pos_embed", fixed, persistent=False)
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
@@ -134,11 +133,10 @@ class VisionTransformer(nn.Module):
     ) -> Float[Tensor, "B classes"]:
         """Logits. `on_attention(layer, weights [B, H, N, N])` is called as each layer's attention is
         computed, and nothing here keeps the weights, so that large images need only one layer's at a time."""
-        if self.training and on_attention is None and self.pool == "token":
-            # no loss sees the last block's other tokens: same logits, same gradients, one block's work less
-            read = 1 if self.head_dist is None else 2
-            return self.forward_head(self.norm(self._encode(images, None, read=read)))
-        return self.forward_head(self.forward_features(images, on_attention))
+        # no loss sees the last block's other tokens: same logits, same gradients, one block's work less
+        skips = self.training and on_attention is None and self.pool == "token"
+        read = (1 if self.head_dist is None else 2) if skips else None
+        return self.forward_head(self.forward_features(images, on_attention, read=read))
 
     def forward_with_attention(
         self, images: Float[Tensor, "B C height width"]
@@ -149,10 +147,22 @@ class VisionTransformer(nn.Module):
         return logits, attentions
 
     def forward_features(
-        self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
-    ) -> Float[Tensor, "B N D"]:
-        """Tokens after the last block and the final norm: prefix tokens first, then patches row by row."""
-        features: Tensor = self.norm(self._encode(images, on_attention))
+        self,
+        images: Float[Tensor, "B C height width"],
+        on_attention: OnAttention | None = None,
+        *,
+        read: int | None = None,
+    ) -> Float[Tensor, "B M D"]:
+        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
+        tokens = self._embed(images)
+        for layer, block in enumerate(self.blocks):
+            watch = None if on_attention is None else partial(on_attention, layer)
+            leading = read if layer == len(self.blocks) - 1 else None
+            if self.grad_checkpointing and torch.is_grad_enabled() and watch is None:
+                tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
+            else:
+                tokens = block(tokens, watch, read=leading)
+        features: Tensor = self.norm(tokens)
         return features
 
     def forward_head(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B classes"]:
@@ -197,33 +207,12 @@ class VisionTransformer(nn.Module):
         """Stop training "backbone" (all but the head: a linear probe), or the embeddings and n blocks."""
         if part != "backbone" and not 0 <= part <= len(self.blocks):
             raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'")
+        trained = ["head.", "head_dist."]
+        if part != "backbone":
+            trained += ["norm.", "seq_pool.", "fc_norm."]
+            trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
         for name, parameter in self.named_parameters():
-            top, _, rest = name.partition(".")
-            if part == "backbone":
-                trained = top in ("head", "head_dist")
-            elif top == "blocks":
-                trained = int(rest.partition(".")[0]) >= part
-            else:
-                trained = top in ("norm", "seq_pool", "fc_norm", "head", "head_dist")
-            parameter.requires_grad_(trained)
-
-    def _encode(
-        self,
-        images: Float[Tensor, "B C height width"],
-        on_attention: OnAttention | None,
-        *,
-        read: int | None = None,
-    ) -> Float[Tensor, "B M D"]:
-        """Tokens after the last block: all of them, or the first `read`."""
-        tokens = self._embed(images)
-        for layer, block in enumerate(self.blocks):
-            watch = None if on_attention is None else partial(on_attention, layer)
-            leading = read if layer == len(self.blocks) - 1 else None
-            if self.grad_checkpointing and torch.is_grad_enabled() and watch is None:
-                tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
-            else:
-                tokens = block(tokens, watch, read=leading)
-        return tokens
+            parameter.requires_grad_(name.startswith(tuple(trained)))
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
