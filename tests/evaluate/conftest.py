@@ -1,12 +1,14 @@
 """Predictions with known statistics, and a small model file on the digits."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.evaluate.records import write_evaluation
 from vit.bundle import Bundle, load_bundle, save_bundle
 from vit.data.images import Preprocess
 from vit.data.sources import load_source
@@ -80,6 +82,13 @@ def bundle(model_file: Path) -> Bundle:
 def images(bundle: Bundle) -> Images:
     """The digits' test split."""
     source = load_source("digits", split="test")
-    return load_images(
-        source, preprocess=bundle.preprocess, class_names=bundle.class_names, progress=False
-    )
+    return load_images(source, preprocess=bundle.preprocess, class_names=bundle.class_names, progress=False)
+
+
+MakeEvaluation = Callable[..., Path]
+
+
+@pytest.fixture
+def make_evaluation(tmp_path: Path) -> MakeEvaluation:
+    """make_evaluation(name, ranks, …) writes an evaluation directory."""
+    return partial(write_evaluation, tmp_path)

@@ -32,9 +32,7 @@ def test_figures_equal_scikit_learn(make_predictions: MakePredictions, count: in
         "macro_f1": sklearn_metrics.f1_score(labels, predicted, **macro),
         "macro_precision": sklearn_metrics.precision_score(labels, predicted, **macro),
         "macro_recall": sklearn_metrics.recall_score(labels, predicted, **macro),
-        "brier": sklearn_metrics.brier_score_loss(
-            labels, probabilities, labels=every, scale_by_half=False
-        ),
+        "brier": sklearn_metrics.brier_score_loss(labels, probabilities, labels=every, scale_by_half=False),
     }
     if classes > 5:
         expected["top5"] = sklearn_metrics.top_k_accuracy_score(labels, logits, k=5, labels=every)

@@ -27,6 +27,7 @@ def predict(
     An image that can't be read gets a line with an error in its place. Progress goes to standard error.
     """
     import sys
+    from io import TextIOWrapper
 
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -36,6 +37,9 @@ def predict(
     from vit.evaluate.files import find_images, predict_files, write_csv, write_jsonl
     from vit.evaluate.predict import Predictor
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
     chosen = choose_device(device)
     bundle = load_bundle(model, device=chosen)
     predictor = Predictor(

@@ -183,7 +183,7 @@ def _chart_history(rows: Sequence[dict[str, Any]]) -> list[Chart]:
         charts.append(build_line_chart("Loss", losses, x_label="epoch", y_label="cross-entropy, nats"))
     if series("val_top1"):
         accuracy = {"validation": series("val_top1")}
-        charts.append(build_line_chart("Accuracy", accuracy, x_label="epoch", y_label="top-1, %"))
+        charts.append(build_line_chart("Accuracy", accuracy, x_label="epoch", y_label="top-1"))
     return charts
 
 

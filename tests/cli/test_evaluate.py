@@ -1,0 +1,297 @@
+"""`vit evaluate` as a person meets it: what it leaves, what it warns of, and one line for a mistake."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.bundle import load_bundle, save_bundle
+from vit.cli.main import main
+from vit.data.images import Preprocess
+from vit.data.sources import load_source
+from vit.data.stores import build_store
+from vit.model.vision_transformer import VisionTransformer
+
+CLASSES = ("bee", "cat", "dog")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VIT_CACHE", str(tmp_path_factory.mktemp("vit_cache")))
+        yield
+
+
+def draw(seed: int) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((36, 28), Image.Resampling.BICUBIC)
+
+
+def write_images(root: Path, *, split: str, first_seed: int, count: int = 6) -> None:
+    for number, name in enumerate(CLASSES):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for index in range(count):
+            draw(first_seed + 100 * number + index).save(folder / f"{index}.png")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Eighteen training and eighteen test pictures of three classes."""
+    write_images(tmp_path / "set", split="train", first_seed=0)
+    write_images(tmp_path / "set", split="test", first_seed=1000)
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def model_file(root: Path, tmp_path: Path) -> Path:
+    """An untrained model that says it was trained on the training pictures."""
+    torch.manual_seed(0)
+    model = VisionTransformer(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    config = {"data": {"name": "folder", "root": str(root), "validation_fraction": 0.3}, "train": {"seed": 1}}
+    store = build_store(load_source("folder", root=root, split="train"), size=None, progress=False)
+    path = tmp_path / "run" / "model.safetensors"
+    path.parent.mkdir()
+    save_bundle(
+        path,
+        model,
+        preprocess=Preprocess((16, 16), crop_fraction=0.8),
+        class_names=CLASSES,
+        config=config,
+        data={"name": "folder", "fingerprint": store.fingerprint},
+        training_hashes=(store.digests, store.perceptual),
+    )
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    code = 0
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    return run(capsys, "evaluate", *arguments, "--device", "cpu", "--precision", "float32")
+
+
+def test_leaves_figures_predictions_pictures_and_a_report(
+    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    code, screen, _ = evaluate(
+        capsys, model_file.parent, "--output", out, "--corruptions", "--shift", "--rotate"
+    )
+    assert code == 0
+    assert "18 images of folder (test)" in screen
+    figures = json.loads((out / "evaluation.json").read_text())
+    assert figures["num_images"] == 18
+    assert (figures["split"], figures["data"], figures["seed"]) == ("test", "folder", 1)
+    assert figures["model_sha256"] == load_bundle(model_file).sha256
+    assert figures["duplicates_of_training"] == {"exact": 0, "near": 0, "examples": []}
+    assert len(figures["corruptions"]) == 15
+    errors = 1 - np.array(list(figures["corruptions"].values()))
+    assert figures["mean_corruption_error"] == pytest.approx(errors.mean())
+    for sweep in figures["sweeps"].values():
+        assert dict(map(tuple, sweep))[0.0] == figures["top1"]  # moved by nothing: the clean images
+    rows = list(csv.DictReader((out / "predictions.csv").open()))
+    assert len(rows) == 18
+    right = [row["label"] == row["predicted"] for row in rows]
+    assert figures["top1"] == np.mean(right)
+    assert figures["loss"] == pytest.approx(np.mean([float(row["loss"]) for row in rows]), abs=1e-12)
+    with Image.open(out / "confusion.png") as picture:
+        assert min(picture.size) > 200
+    assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
+    assert "</html>" in (out / "report.html").read_text()
+
+
+def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
+    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+) -> None:
+    code, _, _ = evaluate(capsys, model_file, "--output", tmp_path / "before")
+    assert code == 0
+    # another copy: one training image among them, one file cut short, and a class before the others by name
+    other = tmp_path / "other"
+    for name in CLASSES:
+        (other / "test").mkdir(parents=True, exist_ok=True)
+        (root / "test" / name).rename(other / "test" / name)
+    (other / "test" / "dog" / "planted.png").write_bytes((root / "train" / "dog" / "3.png").read_bytes())
+    broken = other / "test" / "bee" / "9.png"
+    broken.write_bytes((other / "test" / "bee" / "0.png").read_bytes()[:90])
+    labels = ["path,label,split"] + [
+        f"{path.relative_to(other)},{path.parent.name},test"
+        for path in sorted(other.glob("test/*/*.png"), reverse=True)
+    ]
+    (other / "labels.csv").write_text("\n".join(labels))
+    code, screen, _ = evaluate(capsys, model_file, "--data", other, "--output", tmp_path / "after")
+    assert code == 2  # one of twenty is more than the share of bad files that is let pass
+    for index in range(40):  # so: more good ones
+        draw(5000 + index).save(other / "test" / "cat" / f"more{index}.png")
+        labels.append(f"test/cat/more{index}.png,cat,test")
+    (other / "labels.csv").write_text("\n".join(labels))
+    code, screen, _ = evaluate(capsys, model_file, "--data", other, "--output", tmp_path / "after")
+    assert code == 0
+    figures = json.loads((tmp_path / "after" / "evaluation.json").read_text())
+    assert figures["num_images"] == 18 + 1 + 40  # the broken one is no denominator's
+    assert [name for name, _ in figures["unreadable"]] == ["test/bee/9.png"]
+    assert figures["duplicates_of_training"]["exact"] == 1
+    assert figures["duplicates_of_training"]["examples"] == ["test/dog/planted.png"]
+    assert "1 images could not be read and are not counted" in " ".join(screen.split())
+    assert "1 of these images were in training" in " ".join(screen.split())
+    before = {row["path"]: row for row in csv.DictReader((tmp_path / "before" / "predictions.csv").open())}
+    after = {row["path"]: row for row in csv.DictReader((tmp_path / "after" / "predictions.csv").open())}
+    for path, row in before.items():
+        assert (after[path]["label"], after[path]["predicted"]) == (row["label"], row["predicted"])
+
+
+def test_class_names_in_another_order_are_matched_by_name(
+    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+) -> None:
+    """The same weights with the classes of the head, and their names, the other way round."""
+    bundle = load_bundle(model_file)
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    model.head.weight.data = model.head.weight.data.flip(0)
+    model.head.bias.data = model.head.bias.data.flip(0)
+    save_bundle(
+        tmp_path / "flipped.safetensors",
+        model,
+        preprocess=bundle.preprocess,
+        class_names=CLASSES[::-1],
+        config=bundle.config,
+        data=bundle.data,
+    )
+    for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
+        assert evaluate(capsys, path, "--output", tmp_path / name)[0] == 0
+    plain, flipped = (
+        list(csv.DictReader((tmp_path / name / "predictions.csv").open())) for name in ("plain", "flipped")
+    )
+    assert [(row["label"], row["predicted"]) for row in plain] == [
+        (row["label"], row["predicted"]) for row in flipped
+    ]
+    assert (
+        json.loads((tmp_path / "flipped" / "evaluation.json").read_text())["duplicates_of_training"] is None
+    )
+
+
+def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
+    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+) -> None:
+    before = load_bundle(model_file)
+    assert evaluate(capsys, model_file, "--output", tmp_path / "plain")[0] == 0
+    assert evaluate(capsys, model_file, "--output", tmp_path / "first", "--calibrate")[0] == 0
+    after = load_bundle(model_file)
+    plain, first = (
+        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first")
+    )
+    assert after.temperature == first["calibration"]["temperature"] != 1
+    assert first["model_sha256"] == after.sha256 != before.sha256
+    assert first["calibration"]["fitted_on"]["split"] == "validation"
+    assert first["calibration"]["before"]["ece"] == plain["ece"]
+    assert first["calibration"]["after"]["nll"] == first["nll"] < plain["nll"]
+    assert (first["top1"], first["loss"]) == (plain["top1"], plain["loss"])
+    assert plain["calibration"] is None
+    # it is the model's now: without the option the figures are the same
+    assert evaluate(capsys, model_file, "--output", tmp_path / "second")[0] == 0
+    assert json.loads((tmp_path / "second" / "evaluation.json").read_text())["ece"] == first["ece"]
+
+
+def test_processes_share_the_work_and_leave_the_same_figures(
+    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+) -> None:
+    arguments = ["--batch-size", "5", "--shift", "--device", "cpu", "--precision", "float32"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "vit", "evaluate"]
+    subprocess.run(
+        [sys.executable, *torchrun, str(model_file), "--output", str(tmp_path / "two"), *arguments],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        code, _, _ = run(capsys, "evaluate", model_file, "--output", tmp_path / "one", *arguments)
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0
+    assert (tmp_path / "one" / "predictions.csv").read_bytes() == (
+        tmp_path / "two" / "predictions.csv"
+    ).read_bytes()
+    one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
+    assert two["conditions"]["processes"] == "2"
+    for name in one.keys() - {"conditions", "cost"}:
+        assert one[name] == two[name], name
+
+
+def test_an_earlier_evaluation_is_replaced_only_when_told(
+    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert evaluate(capsys, model_file, "--output", out)[0] == 0
+    before = (out / "evaluation.json").read_bytes()
+    code, _, error = evaluate(capsys, model_file, "--output", out)
+    assert code == 2
+    assert "already holds files; choose another --output or add --overwrite" in error
+    assert (out / "evaluation.json").read_bytes() == before
+    # a failure leaves what was there, even with --overwrite
+    code, _, _ = evaluate(capsys, model_file, "--output", out, "--overwrite", "--data", tmp_path / "nothing")
+    assert code == 2
+    assert (out / "evaluation.json").read_bytes() == before
+    assert evaluate(capsys, model_file, "--output", out, "--overwrite", "--pictures", "0")[0] == 0
+    assert (out / "evaluation.json").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data", "cifar11"], "--data cifar11 is no data set"),
+        (["--split", "tset"], "unknown split 'tset'; known: train, validation, test, all"),
+        (["--calibrate", "--split", "validation"], "--calibrate needs"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    code, _, error = run(capsys, "evaluate", model_file, "--output", tmp_path / "out", *arguments)
+    assert code == 2
+    assert len(error.strip().splitlines()) == 1
+    assert sentence in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_folders_and_models_get_one_line(
+    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (root / "test" / "bee").rename(root / "test" / "yak")
+    write_images(tmp_path / "strange", split="test", first_seed=0, count=2)
+    (tmp_path / "strange" / "test" / "bee").rename(tmp_path / "strange" / "test" / "yak")
+    half = tmp_path / "half.safetensors"
+    half.write_bytes(model_file.read_bytes()[:5000])
+    cases = [
+        ([model_file, "--data", tmp_path / "empty"], "no class folders"),
+        ([model_file, "--data", tmp_path / "strange"], "the model doesn't know 'yak'"),
+        ([half], "is not a whole model file"),
+        ([tmp_path / "empty"], "holds no model.safetensors"),
+        ([tmp_path / "gone.safetensors"], "does not exist"),
+    ]
+    for arguments, sentence in cases:
+        code, _, error = evaluate(capsys, *arguments, "--output", tmp_path / "out")
+        assert (code, len(error.strip().splitlines())) == (2, 1), error
+        assert sentence in error
+        assert not (tmp_path / "out").exists()
