@@ -62,7 +62,7 @@ class AttentionLayer:
 
     def scaled_query_and_key(
         self, images: slice = EVERY_IMAGE
-    ) -> tuple[Float[Tensor, "B H N K"], Float[Tensor, "B H N K"]]:
+    ) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H N K"]]:
         """Attention is softmax(query keyᵀ) of these; at least float32."""
         query, key = self.query_and_key(images)
         return at_least_float32(query) * self.scale, at_least_float32(key)
