@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint notebooks soak records clean
+.PHONY: demo test lint notebooks soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -31,10 +31,6 @@ notebooks: $(VENV)/.installed-dev
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
-
-# The README's table, printed from the rows under benchmarks/results/
-records: $(VENV)/.installed
-	$(BIN)/python benchmarks/records.py
 
 clean:
 	rm -rf $(VENV) runs

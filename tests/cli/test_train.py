@@ -223,6 +223,6 @@ def test_a_read_only_place_is_one_line(
     assert str(tmp_path / "file") in message
 
 
-def test_importing_loads_no_torch_and_help_is_quick() -> None:
+def test_importing_the_package_and_the_commands_loads_no_torch() -> None:
     code = "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
