@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--processor-time", action="store_true", help="for one thread on a busy machine")
-    parser.add_argument("--output", type=Path, help="folder for attention-<device>.json")
+    parser.add_argument("--output", type=Path, help="folder for attention-<device>.json and the table")
     arguments = parser.parse_args()
     if arguments.processor_time and (arguments.threads != 1 or arguments.device != "cpu"):
         parser.error("--processor-time adds up over threads and knows no GPU; use --threads 1 --device cpu")
@@ -197,13 +197,15 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32)
         for shape in SHAPES
     ]
-    print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n")
-    Console(width=120).print(render(results))
+    console = Console(width=120, record=True)
+    console.print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n", highlight=False)
+    console.print(render(results))
     if arguments.output:
         slug = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
         arguments.output.mkdir(parents=True, exist_ok=True)
         path = arguments.output / f"attention-{slug}.json"
         path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        path.with_suffix(".txt").write_text(console.export_text())
 
 
 if __name__ == "__main__":
