@@ -67,7 +67,8 @@ def test_smooth_placing_goes_through_the_patches_centres() -> None:
 def test_opacity_zero_leaves_the_photos_pixels_as_they_are() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     geometry = Geometry(original_size=(60, 40), box=(10, 0, 50, 40))
-    blended = blend(photo, np.ones((4, 4), dtype=np.float32), geometry, scale=SCALE, opacity=0.0)
+    values = np.ones((4, 4), dtype=np.float32)
+    blended = np.asarray(blend(Image.fromarray(photo), values, geometry, scale=SCALE, opacity=0.0))
     assert np.array_equal(blended[:, 10:50], photo[:, 10:50])
 
 

@@ -108,7 +108,7 @@ def draw_overlay(
 ) -> Image.Image:
     """The photo, its heat map beside it, lines of caption and warning, and the legend."""
     photo = image.resize(_panel_size(image.size), Image.Resampling.LANCZOS)
-    heated = Image.fromarray(blend(np.asarray(photo), values, geometry, scale=scale, opacity=opacity))
+    heated = blend(photo, values, geometry, scale=scale, opacity=opacity)
     page = Image.new("RGB", (photo.width + heated.width + _MARGIN, photo.height), "white")
     page.paste(photo, (0, 0))
     page.paste(heated, (photo.width + _MARGIN, 0))
@@ -116,19 +116,22 @@ def draw_overlay(
 
 
 def blend(
-    photo: UInt8[np.ndarray, "height width 3"],
+    photo: Image.Image,
     values: Float[np.ndarray, "rows columns"],
     geometry: Geometry,
     *,
     scale: ColourScale,
     opacity: float = OPACITY,
-) -> UInt8[np.ndarray, "height width 3"]:
+) -> Image.Image:
     """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own."""
-    placed, coverage = place_map(values, geometry, size=(photo.shape[1], photo.shape[0]), smooth=True)
-    heat = colour(placed, low=scale.low, high=scale.high, signed=scale.signed)
-    blended = photo * np.float32(1 - opacity) + heat * np.float32(opacity)
-    unseen = photo.mean(axis=-1, keepdims=True, dtype=np.float32) * np.float32(0.5) + np.float32(96)
-    return np.where(coverage[..., None] > 0, blended, unseen).round().astype(np.uint8)
+    placed, coverage = place_map(values, geometry, size=photo.size, smooth=True)
+    heat = Image.fromarray(colour(placed, low=scale.low, high=scale.high, signed=scale.signed))
+    blended = Image.blend(photo, heat, opacity)
+    if coverage.all():
+        return blended
+    unseen = Image.blend(photo.convert("L"), Image.new("L", photo.size, 192), 0.5).convert("RGB")
+    seen = Image.fromarray((coverage * 255).astype(np.uint8))
+    return Image.composite(blended, unseen, seen)
 
 
 def draw_sheet(
