@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-FLAGS = (
-    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-    "disable-component-update disable-sync window-size=1400,1200"
-).split()
+FLAGS = [
+    "headless",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "window-size=1400,1200",
+]
 
 
 @pytest.fixture(scope="module")

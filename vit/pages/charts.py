@@ -67,7 +67,7 @@ def build_line_chart(
     whole = all(float(x).is_integer() for x, _ in everything)
     across = _Axis([x for x, _ in everything], _LEFT, WIDTH - _RIGHT, tight=True, whole=whole)
     up = _Axis(y_range or [y for _, y in everything], HEIGHT - _BOTTOM, _TOP, tight=y_range is not None)
-    lines = []
+    lines: list[Line] = []
     for name, points in series.items():
         marks = [Mark(across.place(x), up.place(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points]
         lines.append(Line(name, marks, style=len(lines) % 4))
