@@ -188,3 +188,17 @@ def test_preprocess_survives_json_and_refuses_nonsense() -> None:
 def test_decoding_needs_no_torch() -> None:
     code = "import sys, vit.data.stores; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_size_and_crop_push_the_box_over_an_edge() -> None:
+    """Rounding once made the box start at -1e-14, which Pillow refuses."""
+    for width in range(90, 520, 7):
+        for height in range(90, 520, 11):
+            for size, fraction in ((128, 0.875), (96, 0.9), (224, 0.875)):
+                left, top, right, bottom = Preprocess((size, size), fraction).geometry((width, height)).box
+                assert left >= 0
+                assert top >= 0
+                assert right <= width
+                assert bottom <= height
+                whole = Preprocess((round(size / fraction),) * 2).geometry((width, height)).box
+                assert min(whole[:2]) >= 0

@@ -167,8 +167,9 @@ class Preprocess:
         width, height = size
         target_height, target_width = self.resize_size
         pixel = min(width / target_width, height / target_height)
-        left, top = (width - target_width * pixel) / 2, (height - target_height * pixel) / 2
-        # min: Pillow refuses a box that rounding pushed over the edge
+        # max, min: Pillow refuses a box that rounding pushed over an edge
+        left = max((width - target_width * pixel) / 2, 0.0)
+        top = max((height - target_height * pixel) / 2, 0.0)
         return left, top, min(left + target_width * pixel, width), min(top + target_height * pixel, height)
 
     def _margins(self) -> tuple[int, int]:
