@@ -16,6 +16,8 @@ def choose_device(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda, cuda:N or mps")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")
@@ -30,6 +32,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
     if name in ("float32", "bfloat16", "float16"):
         return name  # type: ignore[return-value]
+    if name != "auto":
+        raise ValueError(f"unknown precision {name!r}; use auto, float32, bfloat16 or float16")
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if device.type == "cpu" and _cpu_multiplies_bfloat16():

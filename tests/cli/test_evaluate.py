@@ -88,6 +88,10 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return run(capsys, "evaluate", *arguments, "--device", "cpu", "--precision", "float32")
 
 
+def read_predictions(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
 def test_leaves_figures_predictions_pictures_and_a_report(
     capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
 ) -> None:
@@ -107,7 +111,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert figures["mean_corruption_error"] == pytest.approx(errors.mean())
     for sweep in figures["sweeps"].values():
         assert dict(map(tuple, sweep))[0.0] == figures["top1"]  # moved by nothing: the clean images
-    rows = list(csv.DictReader((out / "predictions.csv").open()))
+    rows = read_predictions(out / "predictions.csv")
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
     assert figures["top1"] == np.mean(right)
@@ -137,22 +141,16 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     ]
     (other / "labels.csv").write_text("\n".join(labels))
     code, screen, _ = evaluate(capsys, model_file, "--data", other, "--output", tmp_path / "after")
-    assert code == 2  # one of twenty is more than the share of bad files that is let pass
-    for index in range(40):  # so: more good ones
-        draw(5000 + index).save(other / "test" / "cat" / f"more{index}.png")
-        labels.append(f"test/cat/more{index}.png,cat,test")
-    (other / "labels.csv").write_text("\n".join(labels))
-    code, screen, _ = evaluate(capsys, model_file, "--data", other, "--output", tmp_path / "after")
     assert code == 0
     figures = json.loads((tmp_path / "after" / "evaluation.json").read_text())
-    assert figures["num_images"] == 18 + 1 + 40  # the broken one is no denominator's
+    assert figures["num_images"] == 18 + 1  # the broken one is no denominator's
     assert [name for name, _ in figures["unreadable"]] == ["test/bee/9.png"]
     assert figures["duplicates_of_training"]["exact"] == 1
     assert figures["duplicates_of_training"]["examples"] == ["test/dog/planted.png"]
     assert "1 images could not be read and are not counted" in " ".join(screen.split())
     assert "1 of these images were in training" in " ".join(screen.split())
-    before = {row["path"]: row for row in csv.DictReader((tmp_path / "before" / "predictions.csv").open())}
-    after = {row["path"]: row for row in csv.DictReader((tmp_path / "after" / "predictions.csv").open())}
+    before = {row["path"]: row for row in read_predictions(tmp_path / "before" / "predictions.csv")}
+    after = {row["path"]: row for row in read_predictions(tmp_path / "after" / "predictions.csv")}
     for path, row in before.items():
         assert (after[path]["label"], after[path]["predicted"]) == (row["label"], row["predicted"])
 
@@ -176,9 +174,7 @@ def test_class_names_in_another_order_are_matched_by_name(
     )
     for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
         assert evaluate(capsys, path, "--output", tmp_path / name)[0] == 0
-    plain, flipped = (
-        list(csv.DictReader((tmp_path / name / "predictions.csv").open())) for name in ("plain", "flipped")
-    )
+    plain, flipped = (read_predictions(tmp_path / name / "predictions.csv") for name in ("plain", "flipped"))
     assert [(row["label"], row["predicted"]) for row in plain] == [
         (row["label"], row["predicted"]) for row in flipped
     ]
@@ -261,7 +257,8 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
         (["--data", "cifar11"], "--data cifar11 is no data set"),
         (["--split", "tset"], "unknown split 'tset'; known: train, validation, test, all"),
         (["--calibrate", "--split", "validation"], "--calibrate needs"),
-        (["--device", "tpu"], "tpu"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--precision", "bf16"], "unknown precision 'bf16'"),
     ],
 )
 def test_a_mistake_gets_one_line_and_leaves_nothing(

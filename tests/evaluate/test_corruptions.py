@@ -13,9 +13,9 @@ def photo(request: pytest.FixtureRequest) -> Pixels:
     """A picture with edges, texture and colour."""
     side = request.param
     rng = np.random.default_rng(0)
-    coarse = rng.integers(30, 226, (8, 8, 3), dtype=np.uint8)
-    picture = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.NEAREST)).copy()
-    return np.clip(picture + rng.normal(0, 8, picture.shape), 0, 255).astype(np.uint8)
+    coarse = rng.integers(30, 226, (11, 11, 3), dtype=np.uint8)
+    picture = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BILINEAR)).copy()
+    return np.clip(picture + rng.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
 
 
 def test_there_are_the_fifteen_of_the_paper_in_four_families() -> None:

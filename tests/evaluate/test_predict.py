@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
+from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluate.predict import Logits, Precision, Predictor
@@ -63,7 +63,7 @@ from vit.data.sources import load_source
 from vit.evaluate.predict import Predictor
 from vit.evaluate.sources import load_images
 
-model, out, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model, out = sys.argv[1], sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 bundle = load_bundle(model)
@@ -71,47 +71,43 @@ images = load_images(
     load_source("digits", split="test"), preprocess=bundle.preprocess, class_names=bundle.class_names,
     progress=False,
 )
-seen = []
-def read(start, stop):
-    seen.extend(range(start, stop))
-    return images.read(start, stop)
-heard = []
 predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
-logits = predictor.predict(read, count=count, on_progress=heard.append)
-np.savez(f"{out}.{dist.get_rank()}.npz", logits=logits, seen=seen, heard=sum(heard))
+for count in map(int, sys.argv[3:]):
+    seen, heard = [], []
+    def read(start, stop):
+        seen.extend(range(start, stop))
+        return images.read(start, stop)
+    logits = predictor.predict(read, count=count, on_progress=heard.append)
+    np.savez(f"{out}.{count}.{dist.get_rank()}.npz", logits=logits, seen=seen, heard=sum(heard))
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    "count", [100, 31]
-)  # 4 batches, the last of 4 images; one batch, none for the others
 def test_processes_share_the_images_and_agree_bit_for_bit(
-    model_file: Path, bundle: Bundle, images: Images, tmp_path: Path, count: int
+    model_file: Path, bundle: Bundle, images: Images, tmp_path: Path
 ) -> None:
     script = tmp_path / "predict.py"
     script.write_text(SCRIPT)
-    world = 3
+    world, counts = 3, (100, 31)  # 4 batches, the last of 4 images; one batch, and none for two processes
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    arguments = [str(script), str(model_file), str(tmp_path / "out"), str(count)]
+    arguments = [str(script), str(model_file), str(tmp_path / "out"), *map(str, counts)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *arguments], check=True, capture_output=True, env=environment, timeout=240)
-    parts = [np.load(tmp_path / f"out.{rank}.npz") for rank in range(world)]
+    subprocess.run([*command, *arguments], check=True, capture_output=True, env=environment, timeout=300)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
-        alone = predictor.predict(images.read, count=count)
+        alone = {count: predictor.predict(images.read, count=count) for count in counts}
     finally:
         torch.set_num_threads(threads)
-    for part in parts:
-        assert np.array_equal(part["logits"], alone)
-    seen = np.concatenate([part["seen"] for part in parts])
-    assert sorted(seen.tolist()) == list(range(count))  # every image once
-    assert parts[0]["heard"] == count
+    for count in counts:
+        parts = [np.load(tmp_path / f"out.{count}.{rank}.npz") for rank in range(world)]
+        for part in parts:
+            assert np.array_equal(part["logits"], alone[count])
+        seen = np.concatenate([part["seen"] for part in parts])
+        assert sorted(seen.tolist()) == list(range(count))  # every image once
+        assert parts[0]["heard"] == count
 
 
-def _pil_images(images: Images) -> list:
-    from PIL import Image
-
+def _pil_images(images: Images) -> list[Image.Image]:
     return [Image.fromarray(images.read(index, index + 1)[0]) for index in range(len(images))]

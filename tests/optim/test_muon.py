@@ -97,7 +97,10 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
 
 
 def test_packed_queries_keys_and_values_are_orthogonalised_apart():
-    packed, apart = torch.nn.Parameter(torch.randn(24, 8)), [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    packed, apart = (
+        torch.nn.Parameter(torch.randn(24, 8)),
+        [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)],
+    )
     with torch.no_grad():
         for third, parameter in zip(packed.chunk(3), apart, strict=True):
             parameter.copy_(third)

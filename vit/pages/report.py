@@ -148,7 +148,7 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
             low, high = find_range([values], signed=False)
             scale = ColourScale(low, high, signed=False, label="this image")
             geometry = whole.preprocess.geometry(picture.size)
-            drawn.append(Image.fromarray(blend(np.asarray(photo), values, geometry, scale=scale)))
+            drawn.append(blend(photo, values, geometry, scale=scale))
     return drawn
 
 

@@ -128,9 +128,7 @@ class ProgressBar(Observer):
         self.bar.update(self.task, completed=step, total=total_steps)
 
     def on_step(self, report: StepReport) -> None:
-        figures = (
-            f"loss {report.loss:.3f}  top-1 {report.top1:.1%}  {report.images_per_second:,.0f} images/s"
-        )
+        figures = f"loss {report.loss:.3f}  top-1 {report.top1:.1%}  {report.images_per_second:,.0f} images/s"
         self.bar.update(self.task, completed=report.step, epoch=report.epoch + 1, figures=figures)
 
     def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
