@@ -23,7 +23,9 @@ def make_row(run: Path, evaluation: Path, *, command: str, note: str) -> dict[st
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     if figures["model_sha256"] != bundle.sha256:
         raise SystemExit(f"{evaluation} is of another model than {run}")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    )
     return {
         "test_top1": figures["top1"],
         "interval_95": figures["intervals"]["top1"],
