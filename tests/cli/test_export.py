@@ -23,7 +23,7 @@ FOR_TIMM: list[dict[str, Any]] = [
     {"pool": "max", "reg_tokens": 2, "qk_norm": True, "class_token": True},
     {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True, "mlp_ratio": 3.0},
     {"distilled": True, "qkv_bias": False},
-    {"pos_embed": "none", "pool": "avg", "fc_norm": False},
+    {"pos_embed": "none", "pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
 ]
 
 

@@ -24,7 +24,6 @@ _SAME_NAME_IN_TIMM = (
     "embed_dim",
     "depth",
     "num_heads",
-    "mlp_ratio",
     "qkv_bias",
     "qk_norm",
     "init_values",
@@ -75,6 +74,7 @@ def describe_for_timm(
             raise ValueError(
                 f"timm's VisionTransformer has no {what}; export to onnx or torch-export instead"
             )
+    hidden = round(model.embed_dim * ours["mlp_ratio"])
     base = {"distilled": "deit_base_distilled_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
     kind = "distilled" if ours["distilled"] else ours["mlp"]
     return {
@@ -83,7 +83,11 @@ def describe_for_timm(
         "num_features": model.embed_dim,
         "global_pool": model.pool,
         "model_args": {name: ours[name] for name in _SAME_NAME_IN_TIMM}
-        | {"global_pool": model.pool, "pos_embed": "none" if model.pos_embed is None else "learn"},
+        | {
+            "mlp_ratio": (hidden + 0.5) / model.embed_dim,  # timm cuts the product off, ours rounds it
+            "global_pool": model.pool,
+            "pos_embed": "none" if model.pos_embed is None else "learn",
+        },
         "pretrained_cfg": {
             "input_size": [model.patch_embed.in_chans, *model.patch_embed.img_size],
             "fixed_input_size": True,
