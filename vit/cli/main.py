@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     With VIT_DEBUG=1 in the environment the traceback is shown instead.
     """
+    # read when torch loads its OpenMP runtime: threads that spin while they wait for one another bring a machine
+    # shared with other work to a crawl (28 images/s instead of 1,500 on the digits, 2 cores, one of them taken)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(args=arguments, prog_name="vit")
     except (ValueError, OSError) as error:
