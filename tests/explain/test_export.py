@@ -249,3 +249,14 @@ def test_an_unknown_scale_or_method_is_said_before_any_work() -> None:
         Settings(scale="log")
     with pytest.raises(ValueError, match="unknown method 'lrp'"):
         Settings(methods=("lrp",))
+
+
+def test_explaining_in_parts_gives_the_same_maps(bundle: SmallBundle) -> None:
+    random = np.random.default_rng(0)
+    images = [Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(5)]
+    whole, parts = explain_images(bundle, images, "gae"), explain_images(bundle, images, "gae", batch_size=2)
+    assert (whole.maps - parts.maps).abs().max() < 1e-5
+    assert torch.equal(whole.targets, parts.targets)
+    assert whole.maps.shape == (5, 4, 4)
+    with pytest.raises(ValueError, match="no images"):
+        explain_images(bundle, [])

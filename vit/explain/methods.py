@@ -126,7 +126,9 @@ def explain_forward(
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
-    with torch.set_grad_enabled(forward.logits.requires_grad):
+    # the forward pass may be in half precision; the products of many matrices are not
+    full_precision = torch.autocast(forward.images.device.type, enabled=False)
+    with full_precision, torch.set_grad_enabled(forward.logits.requires_grad):
         return targets, [_compute(method, forward, targets, options) for method in methods]
 
 

@@ -150,6 +150,7 @@ def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> It
         yield slice(first, min(first + size, layer.batch))
 
 
+@torch.no_grad()
 def _through_attention(
     row: Float[Tensor, "B N"], layer: AttentionLayer, *, chunk_elements: int
 ) -> Float[Tensor, "B N"]:
@@ -161,8 +162,9 @@ def _through_attention(
         query, key = layer.scaled_query_and_key(images)
         for start in range(0, tokens, queries_at_once):
             rows = slice(start, start + queries_at_once)
-            weights = (query[:, :, rows] @ key.transpose(-2, -1)).softmax(dim=-1)  # [b, H, rows, N]
-            result[images] += torch.einsum("br,bhrn->bn", row[images, rows], weights)
+            weights = query[:, :, rows] @ key.transpose(-2, -1)  # [b, H, rows, N]
+            torch.softmax(weights, dim=-1, out=weights)  # fresh memory for each would cost as much again
+            result[images] += (row[images, None, None, rows] @ weights).sum(dim=1)[:, 0]
     return result / heads
 
 
