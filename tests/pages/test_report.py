@@ -1,0 +1,305 @@
+"""The report is one file of modest size that runs no name, sorts, and leads from a number to its images."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.data.image_source import ArrayBacking, make_source
+from vit.data.images import Preprocess
+from vit.data.stores import Store
+from vit.evaluate.corruptions import CORRUPTIONS
+from vit.evaluate.cost import Cost
+from vit.evaluate.errors import find_confident_mistakes
+from vit.evaluate.intervals import compute_intervals
+from vit.evaluate.metrics import (
+    Scores,
+    compute_confusion,
+    compute_figures,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
+from vit.evaluate.predict import Pixels
+from vit.evaluate.record import Calibration, Evaluation, Example, Examples
+from vit.evaluate.sources import Duplication, Images
+from vit.pages.report import build_report, load_history, render_markdown
+
+NASTY = "<img src=x onerror=document.title='owned'>"
+NAMES = ("ant", "</script><b>bee", "cat & co", "dog")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a report is built from."""
+
+    evaluation: Evaluation
+    scores: Scores
+    images: Images
+
+
+def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -> Case:
+    rng = np.random.default_rng(0)
+    logits = 2 * rng.standard_normal((count, len(names)))
+    labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    scores = score_logits(logits.astype(np.float32), labels)
+    ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
+    pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    source = make_source("made up", class_names=names, labels=labels, ids=ids, backing=ArrayBacking(pixels))
+    store = Store(
+        name="made up",
+        split="test",
+        class_names=names,
+        labels=labels,
+        ids=ids,
+        source=source,
+        images=pixels,
+        digests=np.arange(count, dtype=np.uint64),
+        perceptual=np.zeros(count, dtype=np.uint64),
+        unreadable=(),
+        notes=(),
+    )
+
+    def describe(indices: Any) -> list[Example]:
+        return [
+            Example(
+                ids[i],
+                names[labels[i]],
+                names[scores.predicted[i]],
+                float(scores.confidence[i]),
+                float(scores.label_probability[i]),
+            )
+            for i in indices
+        ]
+
+    figures = compute_figures(scores)
+    evaluation = Evaluation(
+        **figures,
+        intervals=compute_intervals(scores, resamples=20),
+        per_class=compute_per_class(compute_confusion(scores), names),
+        reliability=compute_reliability(scores),
+        calibration=Calibration(1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}),
+        num_images=count,
+        unreadable=[(NASTY, "broken")],
+        duplicates_of_training=Duplication(exact=1, near=0, examples=[NASTY]),
+        examples=Examples(
+            confident_mistakes=describe(find_confident_mistakes(scores, count=examples)),
+            uncertain_hits=describe([count - 1]),
+            label_errors=[],
+            num_label_errors=0,
+        ),
+        corruptions={name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)},
+        mean_corruption_error=0.4,
+        sweeps={"shift_right": [(-0.1, 0.5), (0.0, 0.8), (0.1, 0.5)], "rotate": [(-5.0, 0.6), (0.0, 0.8)]},
+        cost=Cost(1000, 2_000_000, 256, 1234.5, 0.001, 0.002, 2**20, "process", 1),
+        data="made up",
+        split="test",
+        notes=[],
+        fingerprint="f" * 64,
+        model=NASTY,
+        model_sha256="a" * 64,
+        recipe="b" * 64,
+        seed=3,
+        conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
+    )
+    return Case(evaluation, scores, Images(store, ids, labels, Preprocess((side, side))))
+
+
+def draw_red(pictures: list[Pixels]) -> list[Image.Image]:
+    return [Image.new("RGB", (64, 64), "red") for _ in pictures]
+
+
+def build(case: Case, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red) -> str:
+    return build_report(
+        case.evaluation, scores=case.scores, images=case.images, history=history or [], explain=explain
+    )
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return make_case(300, NAMES, side=16, examples=5)
+
+
+HISTORY = [
+    {"epoch": 1, "train_loss": 2.0, "val_loss": 1.8, "val_top1": 0.4},
+    {"epoch": 2, "train_loss": 1.0, "val_loss": None, "val_top1": None},
+    {"epoch": 3, "train_loss": 0.5, "val_loss": 0.9, "val_top1": 0.7},
+]
+
+
+def test_one_file_without_an_outside_address(case: Case) -> None:
+    page = build(case, history=HISTORY)
+    assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "")
+    assert not re.search(r"<link[^>]+stylesheet|<script[^>]+src|@import|url\((?!data:)", page)
+    assert set(re.findall(r'src="(\w+):', page)) == {"data"}
+
+
+def test_names_are_text_wherever_they_come_from(case: Case) -> None:
+    page = build(case)
+    assert "<img src=x" not in page
+    assert "</script><b>" not in page
+    assert "&lt;img src=x" in page
+    assert "cat &amp; co" in page
+
+
+def test_figures_are_those_of_the_evaluation(case: Case) -> None:
+    page = build(case)
+    low, high = case.evaluation.intervals["top1"]
+    assert f"{100 * case.evaluation.top1:.2f} %" in page
+    assert f"{100 * low:.2f} … {100 * high:.2f}" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
+    assert data["counts"] == compute_confusion(case.scores).tolist()
+    for key, images in data["cells"].items():
+        row, column = map(int, key.split(","))
+        assert len(images) == min(data["counts"][row][column], 100)
+        confidences = [confidence for _, confidence, _ in images]
+        assert confidences == sorted(confidences, reverse=True)
+    for order in data["orders"].values():
+        assert sorted(order) == list(range(len(NAMES)))
+
+
+def test_a_model_without_maps_has_a_report_that_says_so(case: Case) -> None:
+    def refuse(pictures: list[Pixels]) -> list[Image.Image]:
+        raise ValueError("a ResNet has no attention")
+
+    page = build(case, explain=refuse)
+    assert "No attention maps: a ResNet has no attention" in page
+    assert "attention map of" not in page
+
+
+def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> None:
+    names = tuple(f"class {index}" for index in range(100))
+    case = make_case(50_000, names, side=64, examples=64)
+    start = time.perf_counter()
+    page = build(case, history=HISTORY)
+    assert time.perf_counter() - start < 20
+    assert len(page.encode()) < 10_000_000
+    assert "Shown are the 40 of 100 classes with the most errors" in page
+
+
+def test_the_markdown_is_a_table_of_the_same_figures(case: Case) -> None:
+    lines = render_markdown(case.evaluation).splitlines()
+    assert lines[0] == "| figure | value | 95 % interval |"
+    assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.2f} % |")
+
+
+def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
+    assert load_history(str(tmp_path)) == []
+    assert load_history("timm:vit_tiny_patch16_224") == []
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    assert load_history(str(tmp_path / "model.safetensors")) == [{"epoch": 1}, {"epoch": 2}]
+
+
+# --- in a browser ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(case: Case, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(build(case, history=HISTORY), encoding="utf-8")
+    browser.get(path.as_uri())
+    return browser
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    found: list[str] = page.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)", selector
+    )
+    return found
+
+
+@pytest.mark.browser
+def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case: Case) -> None:
+    button = page.find_element("css selector", "#classes th:nth-child(3) button")
+    recalls = {row.name: row.recall for row in case.evaluation.per_class}
+    button.click()
+    names = texts(page, "#classes tbody td:first-child")
+    assert [recalls[name] for name in names] == sorted(recalls.values(), reverse=True)
+    button.click()
+    assert texts(page, "#classes tbody td:first-child") == names[::-1]
+    assert (
+        page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort")
+        == "ascending"
+    )
+    page.find_element("css selector", "#classes th:first-child button").click()
+    assert texts(page, "#classes tbody td:first-child") == sorted(NAMES)
+
+
+@pytest.mark.browser
+def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: Case) -> None:
+    confusion = compute_confusion(case.scores)
+    select = page.find_element("id", "order")
+    for option in select.find_elements("tag name", "option"):
+        option.click()
+        names = texts(page, "#matrix tbody th")
+        assert texts(page, "#matrix thead span") == names
+        shown = [
+            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")]
+            for row in (1, 2, 3, 4)
+        ]
+        order = [NAMES.index(name) for name in names]
+        assert np.array_equal(shown, confusion[np.ix_(order, order)])
+
+
+@pytest.mark.browser
+def test_a_click_on_a_number_shows_its_images(page: Any, case: Case) -> None:
+    confusion = compute_confusion(case.scores)
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert texts(page, "#images h3") == [f"ant predicted as {NAMES[1]}: {confusion[0, 1]}"]
+    items = page.find_elements("css selector", "#images li")
+    assert len(items) == confusion[0, 1]
+    picture = items[0].find_element("tag name", "img")
+    assert page.execute_script("return arguments[0].naturalWidth", picture) == 16
+    chosen = (case.scores.labels == 0) & (case.scores.predicted == 1)
+    best = np.flatnonzero(chosen)[case.scores.confidence[chosen].argmax()]
+    assert case.images.ids[best] in items[0].text
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert not page.find_element("id", "images").is_displayed()
+
+
+@pytest.mark.browser
+def test_the_theme_switches_and_both_are_legible(page: Any) -> None:
+    def contrast() -> float:
+        colours = page.execute_script(
+            "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+        )
+        light = [luminance([int(part) for part in re.findall(r"\d+", colour)[:3]]) for colour in colours]
+        return (max(light) + 0.05) / (min(light) + 0.05)
+
+    backgrounds = set()
+    for _ in range(2):
+        assert contrast() > 7
+        backgrounds.add(page.execute_script("return getComputedStyle(document.body).backgroundColor"))
+        page.find_element("id", "theme").click()
+    assert len(backgrounds) == 2
+
+
+def luminance(colour: list[int]) -> float:
+    """Relative luminance of an sRGB colour (WCAG 2)."""
+    linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.browser
+def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+    )
+    try:
+        widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        page.save_screenshot(str(tmp_path / "phone.png"))
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert widths == [390, 390]
+    with Image.open(tmp_path / "phone.png") as picture:
+        assert len(np.unique(np.asarray(picture.convert("L")))) > 50  # something is drawn
+    assert page.title.startswith("<img src=x")  # the name, shown and not run
+    assert page.get_log("browser") == []
