@@ -260,3 +260,15 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: SmallBundle) -> None:
     assert whole.maps.shape == (5, 4, 4)
     with pytest.raises(ValueError, match="no images"):
         explain_images(bundle, [])
+
+
+def test_half_precision_is_of_the_forward_pass_alone(
+    bundle: SmallBundle, photos: list[str], tmp_path: Path
+) -> None:
+    seen: list[ExplainedImage] = []
+    (tmp_path / "out").mkdir()
+    settings = Settings(precision="bfloat16", trust=False, methods=("rollout", "gae"))
+    export_maps(bundle, items_from_files(photos), tmp_path / "out", settings, on_batch=seen.extend)
+    for of_image in seen:
+        rollout = of_image.maps[0]
+        assert abs(rollout.values.sum() / (1 - rollout.prefix_mass) - 1) < 1e-5  # bfloat16 would give 1e-3

@@ -37,7 +37,7 @@ def test_rows_are_the_matrices_to_eight_bits(ours: Build) -> None:
         (1 + LAYERS + LAYERS * HEADS, ["rollout", "layer 0", "layer 0 head 0"]),
         (1 + LAYERS, ["rollout", "layer 0"]),
         (1, ["rollout"]),
-        (0, ["rollout"]),
+        (0, []),
     ],
 )
 def test_what_does_not_fit_is_left_out_in_order(ours: Build, matrices: int, names: list[str]) -> None:
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_left_out_in_order(ours: Build, matrices: int, name
     rows = collect_rows(run_forward(model, images), 0, budget=matrices * PATCHES**2)
     kinds = [row.name for row in rows if row.name in ("rollout", "layer 0", "layer 0 head 0")]
     assert kinds == names
-    assert sum(row.rows.size for row in rows) <= max(matrices, 1) * PATCHES**2
+    assert sum(row.rows.size for row in rows) <= matrices * PATCHES**2
 
 
 def test_layers_become_coarser_before_they_go(ours: Build) -> None:
@@ -55,3 +55,9 @@ def test_layers_become_coarser_before_they_go(ours: Build) -> None:
     assert rows[1].grid == (2, 3)  # of 4×6 patches
     assert rows[1].rows.shape == (PATCHES, 6)
     assert np.isfinite(rows[1].maxima).all()
+
+
+def test_rollout_of_a_fine_grid_becomes_coarser_too(ours: Build) -> None:
+    model, images = ours()
+    (rollout,) = collect_rows(run_forward(model, images), 0, budget=PATCHES * 6)
+    assert (rollout.name, rollout.grid) == ("rollout", (2, 3))

@@ -1,7 +1,8 @@
 """What every patch attends to, in few bytes: the rows a page shows when a patch is pointed at.
 
-A row is stored as 8-bit shares of its own maximum. What does not fit the given bytes is left out in this
-order: single heads, then the layers' resolution, then the layers; rollout stays.
+A row is stored as 8-bit shares of its own maximum. Where they don't fit the given bytes, the cells that a
+row is about become coarser than patches, and what does not fit even so is left out: single heads first, then
+layers.
 """
 
 from dataclasses import dataclass
@@ -31,54 +32,47 @@ def collect_rows(forward: Forward, image: int, *, budget: int) -> list[PatchRows
     """Rollout's rows of one image of the batch, and each layer's and head's as far as `budget` bytes go."""
     one = slice(image, image + 1)
     patches = slice(forward.num_prefix_tokens, None)
-    layers = [layer.attention(one)[:, :, patches, patches] for layer in forward.record.layers]  # [1, H, P, P]
-    rollout = attention_rollout([layer.attention(one) for layer in forward.record.layers])[
-        0, patches, patches
-    ]
-    size, heads = rollout.numel(), layers[0].shape[1]
-    kept = [quantise_rows("rollout", rollout, forward.grid)]
-    left = budget - size
-    coarse = _coarser_grid(forward.grid)
-    if left >= size * len(layers):
-        kept += [
-            quantise_rows(f"layer {i}", layer[0].mean(dim=0), forward.grid) for i, layer in enumerate(layers)
-        ]
-        left -= size * len(layers)
-    elif left >= rollout.shape[0] * coarse[0] * coarse[1] * len(layers):
-        kept += [
-            quantise_rows(f"layer {i}", _coarsen(layer[0].mean(dim=0), forward.grid, coarse), coarse)
-            for i, layer in enumerate(layers)
-        ]
-        left = 0
-    else:
-        left = 0
-    if left >= size * len(layers) * heads:
-        kept += [
-            quantise_rows(f"layer {i} head {h}", layer[0, h], forward.grid)
-            for i, layer in enumerate(layers)
-            for h in range(heads)
-        ]
-    return kept
+    layers, grid = forward.record.layers, forward.grid
+    count = grid[0] * grid[1]
+    rollout_grid = _fit(grid, budget // count)
+    if rollout_grid is None:
+        return []
+    left = budget // count - rollout_grid[0] * rollout_grid[1]  # cells that each patch's rows may still have
+    layer_grid = _fit(grid, left // len(layers)) if rollout_grid == grid else None
+    rollout = attention_rollout([layer.attention(one) for layer in layers])[0, patches, patches]
+    kept = [quantise_rows("rollout", rollout, grid, rollout_grid)]
+    if layer_grid is None:
+        return kept
+    with_heads = left >= count * len(layers) * (1 + layers[0].num_heads)
+    heads_kept = []
+    for number, layer in enumerate(layers):
+        attention = layer.attention(one)[0, :, patches, patches]  # [H, P, P]
+        kept.append(quantise_rows(f"layer {number}", attention.mean(dim=0), grid, layer_grid))
+        if with_heads:
+            heads_kept += [
+                quantise_rows(f"layer {number} head {head}", rows, grid, grid)
+                for head, rows in enumerate(attention)
+            ]
+    return kept + heads_kept
 
 
-def quantise_rows(name: str, rows: Float[Tensor, "P cells"], grid: tuple[int, int]) -> PatchRows:
-    """Rows as 8-bit shares of their maxima."""
+def quantise_rows(
+    name: str, rows: Float[Tensor, "P P"], grid: tuple[int, int], cells: tuple[int, int]
+) -> PatchRows:
+    """Rows as 8-bit shares of their maxima, each the mean over the patches of a cell."""
+    if cells != grid:
+        rows = F.adaptive_avg_pool2d(torch.unflatten(rows, -1, grid), cells).flatten(1)
     maxima = rows.amax(dim=1)
     shares = rows / maxima.clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
     return PatchRows(
-        name,
-        grid,
-        (shares * 255).round().to(torch.uint8).cpu().numpy(),
-        maxima.float().cpu().numpy(),
+        name, cells, (shares * 255).round().to(torch.uint8).cpu().numpy(), maxima.float().cpu().numpy()
     )
 
 
-def _coarser_grid(grid: tuple[int, int]) -> tuple[int, int]:
-    return (grid[0] + 1) // 2, (grid[1] + 1) // 2
-
-
-def _coarsen(
-    rows: Float[Tensor, "P cells"], grid: tuple[int, int], coarse: tuple[int, int]
-) -> Float[Tensor, "P coarse"]:
-    """Each row's mean over the patches of a cell."""
-    return F.adaptive_avg_pool2d(torch.unflatten(rows, -1, grid), coarse).flatten(1)
+def _fit(grid: tuple[int, int], most: int) -> tuple[int, int] | None:
+    """`grid`, halved until it has at most so many cells; None where that leaves less than 2×2."""
+    while grid[0] * grid[1] > most:
+        grid = ((grid[0] + 1) // 2, (grid[1] + 1) // 2)
+        if min(grid) < 2:
+            return None
+    return grid
