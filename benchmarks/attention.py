@@ -7,13 +7,7 @@ and ends with the heads merged. Arms take turns round by round; a figure is the 
 """
 
 import argparse
-import json
-import os
-import platform
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from rows import describe_conditions, write_row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -130,37 +125,6 @@ def measure(
     }
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on."""
-    if device.type == "cuda":
-        name, kernels = torch.cuda.get_device_name(device), f"CUDA {torch.version.cuda}"
-    else:
-        name, kernels = describe_processor()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "device": name,
-        "kernels": kernels,
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def describe_processor() -> tuple[str, str]:
-    """Its name, and what it multiplies bfloat16 with."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    names = re.findall(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    kernels = [torch.backends.cpu.get_cpu_capability()]
-    kernels += [flag for flag in ("avx512_bf16", "amx_bf16") if f" {flag} " in text]
-    return names[0] if names else platform.processor(), ", ".join(kernels)
-
-
 def render(results: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for result in results for name in result["milliseconds"]))
     table = Table(title="milliseconds; regret: default beside the faster")
@@ -190,7 +154,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     clock = time.process_time if arguments.processor_time else time.perf_counter
-    machine = describe_machine(device)
+    machine = describe_conditions(device)
     results = [
         measure(shape, device=device, dtype=dtype, training=training, rounds=arguments.rounds, clock=clock)
         for training in (True, False)
@@ -201,10 +165,7 @@ def main() -> None:
     console.print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n", highlight=False)
     console.print(render(results))
     if arguments.output:
-        slug = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        path = arguments.output / f"attention-{slug}.json"
-        path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        path = write_row(arguments.output, "attention", {"machine": machine, "results": results})
         path.with_suffix(".txt").write_text(console.export_text())
 
 

@@ -1,20 +1,16 @@
 """Attention rollout: this project's beside the textbook program, end to end and alone.
 
-    OMP_NUM_THREADS=2 python benchmarks/attention_maps.py --device cpu
+    OMP_NUM_THREADS=2 python benchmarks/attention_maps.py --output benchmarks/results
 
 The textbook program is what most pictures are made with: one image at a time, a hook on every unfused
 attention that copies the weights to the CPU, heads fused, products of whole N×N matrices. It is run with its
 customary 90 % discarding and without any. Ours takes the images in batches, leaves fused attention on and
 reads the map through the class token. Arms take turns round by round, in one process, on the same weights
-and images; a figure is the median over the rounds. Writes results/attention_maps_<device>.json.
+and images; a figure is the median over the rounds.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,10 +19,10 @@ from typing import Any
 
 import timm
 import torch
+from rows import describe_conditions, write_row
 from torch import Tensor, nn
 
-from vit.bundle import collect_versions
-from vit.device import choose_device, describe_device
+from vit.device import choose_device
 from vit.explain.faithfulness import to_markdown
 from vit.explain.methods import compute_maps
 from vit.explain.readout import run_forward
@@ -186,7 +182,7 @@ def compare(rates: dict[str, float]) -> dict[str, float]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, print a table and write the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,8 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--micro-batch", type=int, default=None, help="default: 16 on a CPU, else the batch")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--output", type=Path, help="folder for attention-maps-<machine>.json")
+    chosen = parser.parse_args()
     device = choose_device(chosen.device)
+    machine = describe_conditions(device)
     results = {}
     for name in chosen.models:
         architecture, changes, batch, textbook_images = MODELS[name]
@@ -223,23 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_markdown(["arm", "images/s"], [[arm, f"{rate:.1f}"] for arm, rate in rates.items()]))
         print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
     row = {
-        "device": describe_device(device),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "command": " ".join(["python", "benchmarks/attention_maps.py", *(arguments or sys.argv[1:])]),
-        "commit": _find_commit(),
-        "versions": collect_versions(),
+        "machine": machine,
         "rounds": chosen.rounds,
         "models": results,
     }
-    path = Path(__file__).parent / "results" / f"attention_maps_{device.type}.json"
-    path.write_text(json.dumps(row, indent=1) + "\n")
-    print(f"\n{path}")
-
-
-def _find_commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    if chosen.output:
+        print(f"\n{write_row(chosen.output, 'attention-maps', row)}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,7 @@ figure is the median over the rounds. The store is built in an empty cache; its 
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -19,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
+from rows import describe_conditions, write_row
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -122,24 +118,6 @@ def build_arms(
     return arms
 
 
-def describe_machine() -> dict[str, str | int]:
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,16 +136,14 @@ def main() -> None:
         steps=options.steps,
         rounds=options.rounds,
     )
-    machine = describe_machine()
+    machine = describe_conditions("cpu")
     table = Table("path", "images/s", "ms a batch", title=", ".join(f"{k} {v}" for k, v in machine.items()))
     for name, rate in figures.items():
         table.add_row(name, f"{rate:,.0f}", f"{1e3 * options.batch_size / rate:.2f}")
     Console().print(table)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        report = {"machine": machine, "image_size": options.image_size, "batch_size": options.batch_size}
-        text = json.dumps(report | {"images_per_second": figures}, indent=1) + "\n"
-        (options.output / f"data-{options.image_size}px.json").write_text(text)
+        row = {"machine": machine, "image_size": options.image_size, "batch_size": options.batch_size}
+        write_row(options.output, f"data-{options.image_size}px", row | {"images_per_second": figures})
 
 
 if __name__ == "__main__":

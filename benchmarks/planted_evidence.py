@@ -4,21 +4,19 @@ Scanned digits, a sixth of them with a glyph on a patch drawn at random; those b
 Where a model gives that class, the evidence is the glyph's patch, and a map is right when its maximum is
 there.
 
-    python benchmarks/planted_evidence.py --seeds 3
+    python benchmarks/planted_evidence.py --seeds 3 --output benchmarks/results
 
-prints each method's share of right maps (chance: 1 in 16) and writes results/planted_evidence.json.
+prints each method's share of right maps (chance: 1 in 16).
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
+from rows import describe_conditions, write_row
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from vit.bundle import collect_versions
-from vit.device import describe_device
 from vit.explain.dropping import build_predictor, leave_one_out
 from vit.explain.faithfulness import to_markdown
 from vit.explain.methods import METHODS, compute_maps
@@ -88,13 +86,15 @@ def main() -> None:
     """Train, measure, print and write."""
     parser = argparse.ArgumentParser(description="Do the maps point at evidence that was planted?")
     parser.add_argument("--seeds", type=int, default=3)
-    runs = [measure_pointing(*train(seed=seed)) for seed in range(parser.parse_args().seeds)]
+    parser.add_argument("--output", type=Path, help="folder for planted-evidence-<machine>.json")
+    options = parser.parse_args()
+    machine = describe_conditions("cpu")
+    runs = [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)]
     names = sorted(runs[0], key=lambda name: -sum(run[name] for run in runs))
     rows = [[name, *(f"{100 * run[name]:.0f} %" for run in runs)] for name in names]
     print(to_markdown(["map", *(f"seed {seed}" for seed in range(len(runs)))], rows))
-    row = {"device": describe_device(torch.device("cpu")), "versions": collect_versions(), "pointing": runs}
-    path = Path(__file__).parent / "results" / "planted_evidence.json"
-    path.write_text(json.dumps(row, indent=1) + "\n")
+    if options.output:
+        write_row(options.output, "planted-evidence", {"machine": machine, "pointing": runs})
 
 
 if __name__ == "__main__":

@@ -354,24 +354,6 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def describe_machine(device_name: str) -> dict[str, Any]:
-    import timm
-    import torch
-
-    from vit.device import describe_device
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "device": describe_device(torch.device(device_name)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -390,6 +372,9 @@ def main() -> None:
     if arguments.arm:
         print(json.dumps(run_arm(arguments)), flush=True)
         return
+    from rows import describe_conditions, write_row  # not at the top: start-up of the arms is timed
+
+    machine = describe_conditions(arguments.device)
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as directory:
         for number in range(arguments.rounds):
@@ -399,8 +384,7 @@ def main() -> None:
                 print(f"round {number + 1}, {arm}: {rounds[-1][arm]}", flush=True)
         agreement = compare_losses(start_arm("agreement", arguments, cache=Path(directory)))
     row = {
-        "machine": describe_machine(arguments.device),
-        "command": f"python benchmarks/train_throughput.py ROOT {' '.join(sys.argv[2:])}",
+        "machine": machine,
         "images": f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}",
         **summarise(rounds),
         "agreement": agreement,
@@ -408,10 +392,7 @@ def main() -> None:
     text = json.dumps(row, indent=1)
     print(text)
     if arguments.output:
-        slug = "-".join(
-            filter(str.isalnum, row["machine"]["device"].lower().replace("(", " ").replace(",", " ").split())
-        )
-        (arguments.output / f"train-throughput-{slug}.json").write_text(text + "\n")
+        write_row(arguments.output, "train-throughput", row)
 
 
 if __name__ == "__main__":

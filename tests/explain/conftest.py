@@ -1,9 +1,8 @@
 """Small models of every family, with weights large enough that attention is not uniform."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -99,13 +98,7 @@ class Trained:
 @pytest.fixture(scope="session")
 def planted() -> ModuleType:
     """`benchmarks/planted_evidence.py`."""
-    path = Path(__file__).parents[2] / "benchmarks" / "planted_evidence.py"
-    spec = importlib.util.spec_from_file_location("planted_evidence", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("planted_evidence")
 
 
 @pytest.fixture(scope="session")
