@@ -95,7 +95,7 @@ def validate(model: nn.Module, loader: timm.data.loader.MultiEpochsDataLoader, d
     losses, top1, top5 = (timm.utils.AverageMeter() for _ in range(3))
     criterion = nn.CrossEntropyLoss().to(device)
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
+        images, labels = images.to(device), labels.to(device)
         with autocast(device, "bfloat16"):
             logits = model(images)
             loss = criterion(logits, labels)
