@@ -73,6 +73,17 @@ def test_start_layer_leaves_the_layers_before_it_out() -> None:
     assert torch.equal(attention_rollout(attentions, start_layer=2), attention_rollout(attentions[2:]))
 
 
+@pytest.mark.parametrize(("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)])
+def test_a_readout_takes_its_row_of_the_whole_matrix(head_fusion: str, discard_ratio: float) -> None:
+    attentions = random_attention()
+    readout = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
+    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio, "residual": 0.3}
+    expected = torch.einsum("bi,bij->bj", readout, attention_rollout(attentions, **options))
+    row = attention_rollout(attentions, readout=readout, **options)
+    assert row.shape == (2, 10)
+    assert (row - expected).abs().max() < 1e-6
+
+
 def test_half_precision_is_accumulated_in_float32() -> None:
     attentions = random_attention()
     half = attention_rollout([attention.bfloat16() for attention in attentions])

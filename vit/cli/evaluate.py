@@ -38,6 +38,12 @@ def evaluate(
     ] = False,
     shift: Annotated[bool, typer.Option("--shift", help="move the images right and down")] = False,
     rotate: Annotated[bool, typer.Option("--rotate", help="rotate the images")] = False,
+    mirrored: Annotated[
+        bool,
+        typer.Option(
+            "--mirrored", help="test-time augmentation: mean logits of the image and its mirror image"
+        ),
+    ] = False,
     pictures: Annotated[
         int, typer.Option(min=0, help="mistakes, close calls and label errors to show, of each")
     ] = 16,
@@ -71,6 +77,7 @@ def evaluate(
             batch_size=batch_size,
             device=chosen,
             precision=choose_precision(precision, chosen),
+            mirrored=mirrored,
         )
 
         def load(part: str | None) -> "Images":
@@ -191,6 +198,7 @@ def _describe_conditions(predictor: "Predictor", process: "Process") -> dict[str
         "processes": str(process.world_size),
         "precision": predictor.precision,
         "batch size": str(predictor.batch_size),
+        "test-time augmentation": "mirrored" if predictor.mirrored else "none",
         "command": shlex.join(["vit", *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **collect_versions(),

@@ -27,6 +27,7 @@ class Predictor:
     batch_size: int
     device: torch.device
     precision: Precision
+    mirrored: bool = False  # test-time augmentation: logits are the mean over each image and its mirror image
 
     @torch.inference_mode()
     def predict(
@@ -50,7 +51,10 @@ class Predictor:
                 stop = min(start + self.batch_size, count)
                 pixels = torch.from_numpy(np.array(read_batch(start, stop)))
                 images = self.preprocess.normalize(pixels.to(self.device))
-                logits[start:stop] = compute_logits(self.model, images).to(logits.device)
+                of_batch = compute_logits(self.model, images)
+                if self.mirrored:
+                    of_batch = (of_batch + compute_logits(self.model, images.flip(-1))) / 2
+                logits[start:stop] = of_batch.to(logits.device)
                 on_progress(min(world_size * self.batch_size, count - start))
         if world_size > 1:
             dist.all_reduce(logits)  # a row is zero in every process but one: this sum rounds nothing

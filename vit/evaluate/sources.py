@@ -75,6 +75,8 @@ def load_images(
     source: ImageSource, *, preprocess: Preprocess, class_names: Sequence[str], progress: bool
 ) -> Images:
     """Decode `source` (once: the result is cached) and match its classes with the model's `class_names`."""
+    # before the decoding, which takes minutes: foreign classes are refused
+    map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
     store = build_store(
         source, size=preprocess.resize_size, interpolation=preprocess.interpolation, progress=progress
     )

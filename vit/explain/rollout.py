@@ -83,22 +83,40 @@ def attention_rollout(
     residual: float = 0.5,
     start_layer: int = 0,
     num_prefix_tokens: int = 1,
-) -> Float[Tensor, "B N N"]:
+    readout: Float[Tensor, "B N"] | None = None,
+) -> Float[Tensor, "B N N"] | Float[Tensor, "B N"]:
     """Roll the layers' attention up into one matrix [B, N, N] whose rows sum to one.
 
     `attentions`: post-softmax attention, first layer first. `residual`: share of a token that stays itself, 0
     to 1. `discard_ratio`: share of the smallest patch-to-patch entries that is dropped, 0 to below 1.
     `start_layer`: layers before it are left out. `num_prefix_tokens`: tokens in front that discarding spares.
+    With `readout`, the result is readout · rollout, [B, N], from vector-matrix products alone.
     """
     check_rollout_options(len(attentions), head_fusion, discard_ratio, residual, start_layer)
-    rollout: Tensor | None = None
-    for attention in attentions[start_layer:]:
-        mixing = mixing_matrix(
+
+    def mix(attention: Float[Tensor, "B H N N"]) -> Float[Tensor, "B N N"]:
+        return mixing_matrix(
             attention,
             head_fusion=head_fusion,
             discard_ratio=discard_ratio,
             num_prefix_tokens=num_prefix_tokens,
         )
+
+    if readout is not None:
+        row = at_least_float32(readout)
+        for attention in reversed(attentions[start_layer:]):
+            if head_fusion == "mean" and discard_ratio == 0:
+                # the heads' matrices on top of one another: one pass over the weights, no fused matrix
+                stacked = at_least_float32(attention).flatten(1, 2)  # [B, H·N, N]
+                every_head = row.repeat(1, attention.shape[1]) / attention.shape[1]
+                mixed = torch.bmm(every_head[:, None].to(stacked.dtype), stacked)[:, 0]
+            else:
+                mixed = torch.bmm(row[:, None], mix(attention))[:, 0]
+            row = residual * row + (1 - residual) * mixed
+        return row
+    rollout: Tensor | None = None
+    for attention in attentions[start_layer:]:
+        mixing = mix(attention)
         identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
         mixing = residual * identity + (1 - residual) * mixing
         rollout = mixing if rollout is None else mixing @ rollout
