@@ -36,7 +36,7 @@ def describe_plainness(config: dict[str, Any]) -> str:
     """What the model has beside encoder blocks with full attention."""
     model = config["model"]
     parts = [{"patch": "patchify", "conv": "conv stem", "conv_pool": "pooled conv stem"}[model["stem"]]]
-    parts += [f"{model['num_registers']} registers"] if model.get("num_registers") else []
+    parts += [f"{model['reg_tokens']} registers"] if model["reg_tokens"] else []
     return ", ".join(parts)
 
 

@@ -281,6 +281,8 @@ def start_arm(arm: str, arguments: argparse.Namespace, *, cache: Path) -> dict[s
     """Run one arm in a process of its own; its last line of output is its report."""
     launcher = [sys.executable]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled" / arm)}
+    if arm.startswith("engine"):
+        environment.setdefault("GOMP_SPINCOUNT", "10000")  # as `vit train` does
     if arm == "engine-2":
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         environment["OMP_NUM_THREADS"] = "1"

@@ -115,9 +115,12 @@ class RandomDeletion:
     def compare(
         self, maps: Float[Tensor, "B rows columns"]
     ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """(gap to the mean random order, share of random orders that do less harm) of each map."""
+        """(gap to the mean random order, share of random orders that do less harm) of each map.
+
+        The share is float64: 9 of 10 in float32 is below `BEATEN_SHARE`.
+        """
         area = self._area(maps.flatten(1).argsort(dim=1, descending=True, stable=True))
-        return self.areas.mean(dim=1) - area, (self.areas > area[:, None]).float().mean(dim=1)
+        return self.areas.mean(dim=1) - area, (self.areas > area[:, None]).double().mean(dim=1)
 
     def _area(self, order: Int[Tensor, "B P"]) -> Float[Tensor, " B"]:
         return area_under(deletion_curve(self._predict, order, fractions=FRACTIONS), fractions=FRACTIONS)
