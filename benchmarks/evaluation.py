@@ -3,20 +3,25 @@
     python benchmarks/evaluation.py FOLDER --output benchmarks/results
 
 FOLDER is an image folder, <class>/<image> (for the committed row: the test split of CIFAR-10 as JPEG files). All
-arms run one architecture with the same weights, batch size and threads, in bfloat16:
+arms run one architecture with the same weights and threads, in bfloat16:
 
     bare      forward passes alone over a normalised float tensor that is in memory
     vit       what `vit evaluate` does: crop and normalise images of the decoded store, forward passes in which
               the head is float32, logits kept
-    timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), its
-              accuracy and AverageMeter, the loss read after each batch
+    timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), batches of
+              256, its accuracy and AverageMeter, the loss read after each batch
 
-They take turns round by round; a figure is the median over the rounds. The files are in the page cache;
-decoding them into the store, which `vit evaluate` does once, is timed beside.
+"bare" has the batch size and the memory allocator's settings of "vit". Every arm runs in a process of its own; they
+take turns round by round, and a figure is the median over the rounds. The files are in the page cache; decoding
+them into the store, which `vit evaluate` does once, is timed beside.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +42,7 @@ from vit.data.stores import build_store
 from vit.device import choose_device
 from vit.evaluate.predict import Predictor, autocast
 from vit.model.vision_transformer import VisionTransformer
+from vit.train.memory import keep_freed_memory
 
 ARCHITECTURE = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3}
 PREPROCESS = Preprocess(image_size=(32, 32), crop_fraction=1.0)
@@ -45,9 +51,10 @@ ARMS = ("bare", "vit", "timm")
 
 
 def build_arms(
-    folder: Path, *, batch_size: int, device: torch.device, cache: Path
+    folder: Path, *, device: torch.device, cache: Path
 ) -> tuple[dict[str, Callable[[], object]], int, float]:
     """Name → a function that goes once over all images; their number; images a second of decoding."""
+    batch_size = 64 if device.type == "cpu" else 256  # as `vit evaluate` chooses
     source = load_source("folder", root=str(folder), split="all")
     for name in source.ids:
         (folder / name).read_bytes()
@@ -66,7 +73,7 @@ def build_arms(
     loader = timm.data.create_loader(
         timm.data.create_dataset("", root=str(folder)),
         (3, *PREPROCESS.image_size),
-        batch_size,
+        256,
         num_workers=WORKERS,
         crop_pct=PREPROCESS.crop_fraction,
         mean=PREPROCESS.mean,
@@ -105,45 +112,57 @@ def validate(model: nn.Module, loader: timm.data.loader.MultiEpochsDataLoader, d
         top5.update(fifth.item(), len(images))
 
 
+def run_arm(options: argparse.Namespace) -> dict[str, float]:
+    """What a child process does: a pass that warms up, and one that counts."""
+    device = choose_device(options.device)
+    if options.arm != "timm":
+        keep_freed_memory()  # as `vit evaluate` does
+    with tempfile.TemporaryDirectory() as cache:
+        arms, count, decoding = build_arms(options.folder, device=device, cache=Path(cache))
+        for _ in range(2):
+            start = time.perf_counter()
+            arms[options.arm]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            elapsed = time.perf_counter() - start
+    return {"num_images": count, "images_per_second": count / elapsed, "decoding": decoding}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="folder for evaluation-<machine>.json")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = choose_device(options.device)
-    machine = describe_conditions(device)
-    rates: dict[str, list[float]] = {name: [] for name in ARMS}
-    with tempfile.TemporaryDirectory() as cache:
-        arms, count, decoding = build_arms(
-            options.folder, batch_size=options.batch_size, device=device, cache=Path(cache)
-        )
-        for number in range(options.rounds + 1):
-            for name, arm in arms.items():
-                start = time.perf_counter()
-                arm()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if number:  # the first round warms up
-                    rates[name].append(count / (time.perf_counter() - start))
-    figures = {name: round(statistics.median(values), 1) for name, values in rates.items()}
-    ratios = {  # of arms in one round, which met the same load
-        f"vit / {name}": round(statistics.median(map(float.__truediv__, rates["vit"], rates[name])), 3)
-        for name in ("bare", "timm")
-    }
-    table = Table("", "images/s", title=f"{machine['device']}, {count} images")
+    if options.arm:
+        print(json.dumps(run_arm(options)))
+        return
+    machine = describe_conditions(choose_device(options.device))
+    rounds: list[dict[str, dict[str, float]]] = []
+    for _ in range(options.rounds):
+        rounds.append({})
+        for arm in ARMS:
+            environment = os.environ | ({} if arm == "timm" else {"GOMP_SPINCOUNT": "10000"})  # as `vit` does
+            command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            rounds[-1][arm] = json.loads(done.stdout.splitlines()[-1])
+    rates = {arm: [of_round[arm]["images_per_second"] for of_round in rounds] for arm in ARMS}
+    figures = {arm: round(statistics.median(values), 1) for arm, values in rates.items()}
+    ratios = {f"vit / {arm}": round(figures["vit"] / figures[arm], 2) for arm in ("bare", "timm")}
+    decoding = statistics.median(of_round["vit"]["decoding"] for of_round in rounds)
+    table = Table("", "images/s", title=f"{machine['device']}, {rounds[0]['vit']['num_images']} images")
     for name, rate in (figures | {"decoding, once": decoding}).items():
         table.add_row(name, f"{rate:,.0f}")
     for name, ratio in ratios.items():
         table.add_row(name, f"{ratio:.2f} ×")
     Console().print(table)
     if options.output:
-        row = {"machine": machine, "num_images": count, "batch_size": options.batch_size}
-        row |= {"model": ARCHITECTURE, "images_per_second": figures, "ratios": ratios}
+        row = {"machine": machine, "num_images": rounds[0]["vit"]["num_images"], "model": ARCHITECTURE}
+        row |= {"images_per_second": figures, "rounds": rates, "ratios": ratios}
         write_row(options.output, "evaluation", row | {"decoding_images_per_second": round(decoding, 1)})
 
 

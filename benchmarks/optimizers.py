@@ -48,7 +48,9 @@ def build_arms(architecture: dict[str, int], device: torch.device) -> dict[str, 
     rest = [value for value in model.parameters() if id(value) not in chosen]
     muon = torch.optim.Muon(matrices, lr=0.02)
     adamw = torch.optim.AdamW(rest, lr=1e-3, fused=True)
-    ours = create_optimizer("muon", build(), lr=1e-3, weight_decay=0.05, muon_lr=0.02)
+    ours = create_optimizer(
+        "muon", build(), lr=1e-3, weight_decay=0.05, muon_lr=0.02, muon_dtype=torch.bfloat16
+    )
     alone = create_optimizer("adamw", build(), lr=1e-3, weight_decay=0.05)
     return {"ours": ours.step, "torch": lambda: (muon.step(), adamw.step()), "adamw": alone.step}
 

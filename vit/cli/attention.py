@@ -81,9 +81,11 @@ def attention(
     from vit.explain.methods import MapOptions, check_options
     from vit.explain.pipeline import Settings
     from vit.explain.targets import build_target_chooser
+    from vit.train.memory import keep_freed_memory
 
     wanted = _split(formats, known=FORMATS)
     chosen_device = choose_device(device)
+    keep_freed_memory()
     bundle = load_bundle(model, device=chosen_device, random_weights=random_weights)
     paths = _find_files(images) if images else None
     number = len(paths) if paths is not None else count

@@ -47,7 +47,9 @@ def evaluate(
     pictures: Annotated[
         int, typer.Option(min=0, help="mistakes, close calls and label errors to show, of each")
     ] = 16,
-    batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="default: 256, or on a CPU the 64 that its caches hold")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier evaluation")] = False,
@@ -63,18 +65,20 @@ def evaluate(
     from vit.evaluate.predict import Predictor
     from vit.evaluate.sources import find_source, load_images
     from vit.train.distributed import join_processes
+    from vit.train.memory import keep_freed_memory
 
     check_output(output, overwrite=overwrite)
     if calibrate and (model.startswith("timm:") or split in ("validation", "all")):
         raise ValueError("--calibrate needs a model file to keep the temperature in, and --split test")
     with join_processes(device) as (process, device_name):
         chosen = choose_device(device_name)
+        keep_freed_memory()
         bundle = load_bundle(model, device=chosen)
         predictor = Predictor(
             model=bundle.model,
             preprocess=bundle.preprocess,
             num_classes=len(bundle.class_names),
-            batch_size=batch_size,
+            batch_size=batch_size or (64 if chosen.type == "cpu" else 256),
             device=chosen,
             precision=choose_precision(precision, chosen),
             mirrored=mirrored,

@@ -36,11 +36,13 @@ def predict(
     from vit.device import choose_device, choose_precision
     from vit.evaluate.files import find_images, predict_files, write_csv, write_jsonl
     from vit.evaluate.predict import Predictor
+    from vit.train.memory import keep_freed_memory
 
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
     chosen = choose_device(device)
+    keep_freed_memory()
     bundle = load_bundle(model, device=chosen)
     predictor = Predictor(
         model=bundle.model,

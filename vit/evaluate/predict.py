@@ -71,7 +71,9 @@ def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
 
     The head runs in float32: logits rounded to bfloat16 tie, and ties move top-1 by tenths of a percent.
     """
-    features = cast(Any, model).forward_features(images)  # timm's names: its models have them too
+    read = getattr(model, "num_read_tokens", None)  # of our models; the last block skips the other tokens
+    options = {} if read is None else {"read": read}
+    features = cast(Any, model).forward_features(images, **options)  # timm's name: its models have it too
     with torch.autocast(images.device.type, enabled=False):
         logits: Tensor = cast(Any, model).forward_head(features.float())
     return logits

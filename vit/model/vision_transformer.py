@@ -25,8 +25,7 @@ OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
 
 
 class VisionTransformer(nn.Module):
-    """
-    img_size and patch_size: one number or (height, width); the patch must divide the image.
+    """img_size and patch_size: one number or (height, width); the patch must divide the image.
     num_classes: 0 gives the pooled features instead of logits.
     pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
     with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
@@ -90,7 +89,6 @@ class VisionTransformer(nn.Module):
         self.num_prefix_tokens = class_token + distilled + reg_tokens
         self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.grad_checkpointing = False
-
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if distilled else None
@@ -128,14 +126,18 @@ class VisionTransformer(nn.Module):
         """(rows, columns) of patches: the shape of an attention map."""
         return self.patch_embed.grid_size
 
+    @property
+    def num_read_tokens(self) -> int | None:
+        """Leading tokens that the head reads, where those are fewer than all: the last block may skip the rest."""
+        return None if self.pool != "token" else 1 + (self.head_dist is not None)
+
     def forward(
         self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
     ) -> Float[Tensor, "B classes"]:
         """Logits. `on_attention(layer, weights [B, H, N, N])` is called as each layer's attention is
         computed, and nothing here keeps the weights, so that large images need only one layer's at a time."""
-        # no loss sees the last block's other tokens: same logits, same gradients, one block's work less
-        skips = self.training and on_attention is None and self.pool == "token"
-        read = (1 if self.head_dist is None else 2) if skips else None
+        # same logits, same gradients, one block's work less; hooks of an evaluated model may want every token
+        read = self.num_read_tokens if self.training and on_attention is None else None
         return self.forward_head(self.forward_features(images, on_attention, read=read))
 
     def forward_with_attention(
@@ -242,9 +244,7 @@ class VisionTransformer(nn.Module):
         if self.pool == "token":
             return tokens[:, 0]
         patches = tokens[:, self.num_prefix_tokens :]
-        if self.pool == "avg":
-            return patches.mean(dim=1)
-        if self.pool == "max":
-            return patches.amax(dim=1)
+        if self.pool in ("avg", "max"):
+            return patches.mean(dim=1) if self.pool == "avg" else patches.amax(dim=1)
         pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
         return pooled[:, 0]
