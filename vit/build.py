@@ -178,8 +178,6 @@ def build_run(
     torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
     # else every new tensor is written twice, a debugging aid
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        False  # a debugging aid: it writes every new tensor twice
-    )
     num_classes = len(load_source(**source_arguments(config), split="train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes)
     data = build_data(config, device=device, pretrained=pretrained)
