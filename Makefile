@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint notebooks soak clean
+.PHONY: demo test lint notebooks records soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -27,6 +27,10 @@ lint: $(VENV)/.installed-dev
 
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/test_notebooks.py
+
+# The README's table of recipes, from the rows under benchmarks/results
+records: $(VENV)/.installed
+	$(BIN)/python benchmarks/records.py
 
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
