@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 from rows import describe_conditions, write_row
 
-from vit.build import source_arguments
+from vit.build_data import source_arguments
 from vit.bundle import load_bundle
 from vit.config import Config, load_config
 from vit.data.image_source import ImageSource
@@ -47,25 +47,22 @@ def time_ours(
     run, cold = directory / f"seed-{seed}", not cache.exists()
     environment = os.environ | {"VIT_CACHE": str(cache)}
     vit = [sys.executable, "-m", "vit"]
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        [*vit, "train", recipe, *overrides, f"train.seed={seed}", "--output", str(run)],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*vit, "train", recipe, *overrides, f"train.seed={seed}", "--output", str(run)]
     curve: list[dict[str, float]] = []
-    metrics = run / "metrics.jsonl"
-    while process.poll() is None:
-        time.sleep(0.2)
-        rows = metrics.read_text().splitlines() if metrics.exists() else []
-        now = round(time.perf_counter() - start, 1)
-        for line in rows[len(curve) :]:
-            row = json.loads(line)
-            curve.append({"seconds": now, "epoch": row["epoch"], "top1": row["val_top1"]})
-    seconds = time.perf_counter() - start
+    metrics, said = run / "metrics.jsonl", directory / f"seed-{seed}.log"
+    with said.open("w") as log:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        while process.poll() is None:
+            time.sleep(0.2)
+            rows = metrics.read_text().splitlines() if metrics.exists() else []
+            now = round(time.perf_counter() - start, 1)
+            for line in rows[len(curve) :]:
+                row = json.loads(line)
+                curve.append({"seconds": now, "epoch": row["epoch"], "top1": row["val_top1"]})
+        seconds = time.perf_counter() - start
     if process.returncode:
-        raise SystemExit(f"vit train failed: {process.stderr.read() if process.stderr else ''}")
+        raise SystemExit(f"vit train failed: {said.read_text()}")
     figures = {}
     for name, options in (("test_top1", []), ("test_top1_mirrored", ["--mirrored"])):
         evaluation = directory / f"seed-{seed}-{name}"
@@ -226,6 +223,7 @@ def main() -> None:
     parser.add_argument("--rival-seconds", type=float, default=float("inf"), help="stop it after an epoch")
     parser.add_argument("--target", type=float, default=0.75, help="validation top-1 to time")
     parser.add_argument("--name", help="of the row; default: the recipe's path")
+    parser.add_argument("--kind", choices=["record", "ladder"], default="record", help="the table it is for")
     parser.add_argument("--output", type=Path, help="folder for the row")
     parser.add_argument("--only-rival", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
@@ -269,7 +267,7 @@ def main() -> None:
     print(json.dumps({key: row[key] for key in ("ours", "rival", "time_to")}, indent=1))
     if options.output:
         name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace("/", "-")
-        print(write_row(options.output, f"record-{name}", row))
+        print(write_row(options.output, f"{options.kind}-{name}", row))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         raise ValueError(f"unknown precision {name!r}; use auto, float32, bfloat16 or float16")
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    if device.type == "cpu" and _cpu_multiplies_bfloat16():
+    if device.type == "cpu" and cpu_multiplies_bfloat16():
         return "bfloat16"
     return "float32"
 
@@ -56,7 +56,8 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"
 
 
-def _cpu_multiplies_bfloat16() -> bool:
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it; without them bfloat16 is slower than float32."""
     return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
 
 

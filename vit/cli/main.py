@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     With VIT_DEBUG=1 in the environment the traceback is shown instead.
     """
-    # Read when torch loads its OpenMP runtime. Threads that wait for one another spin for some 0.1 s by default,
-    # which brings a machine shared with other work to a crawl (28 images/s instead of 1,500 on the digits, one of 2
-    # cores taken), and sleeping at once costs a quiet machine a fifth. So they spin for tens of microseconds.
+    # Read when torch loads its OpenMP runtime. Threads that wait for one another spin long by default, which brings
+    # a machine shared with other work to a crawl (28 images/s instead of 1,500 on the digits, one of 2 cores taken);
+    # sleeping at once costs a quiet machine 15 to 37 %. A short spin is as fast as a long one there.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:

@@ -1,5 +1,6 @@
 """`vit train`: from a configuration to a trained, self-sufficient model file."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,7 +129,10 @@ def _summarize(run: "Run") -> dict[str, str]:
     unreadable = sum(len(store.unreadable) for store in (data.train, data.validation) if store)
     if unreadable:
         counts.append(f"{unreadable} unreadable and skipped")
-    minutes = run.step_cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
+    full = math.prod(data.preprocess.image_size)  # a step's time goes with its pixels
+    sizes = [plan.image_size(epoch) for epoch in range(run.trainer.progress.epoch, plan.epochs)]
+    share = sum(math.prod(size) / full if size else 1 for size in sizes) / max(len(sizes), 1)
+    minutes = share * run.step_cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
     return {
         "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
         "fingerprint": data.train.fingerprint[:16],

@@ -2,6 +2,7 @@
 embeddings."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.device import cpu_flags
+from vit.device import cpu_multiplies_bfloat16
 from vit.model.arguments import as_pair, check_choice
 
 STEMS = ("conv", "conv_pool", "patch")
@@ -21,7 +22,8 @@ class PatchEmbed(nn.Module):
     stem "patch": one linear map a patch (Dosovitskiy et al. 2021).
     stem "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao et al.
     2021, without their batch norms, so that no sample's result depends on its batch).
-    stem "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2 (CCT, Hassani et al. 2021).
+    stem "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide up to the last, which is D
+    wide (CCT, Hassani et al. 2021; of its models CCT-7 has just these widths).
     Both end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
     """
 
@@ -37,7 +39,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch_size = as_pair(patch_size, name="patch_size")
         self.in_chans = in_chans
-        self._cpu_has_amx = "amx_bf16" in cpu_flags()
+        self._cpu_has_bfloat16 = cpu_multiplies_bfloat16()
         self.dynamic_img_size = False  # lets images of other sizes through, for training on a few sizes
         self.set_input_size(img_size)
         check_choice(stem, STEMS, name="stem")
@@ -95,14 +97,22 @@ class PatchEmbed(nn.Module):
                         self.proj.weight.flatten(1), self.proj.bias)  # fmt: skip
 
     def _convolve(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B D rows columns"]:
-        if images.is_cpu and not self._cpu_has_amx:
-            # without matrix units oneDNN has no bfloat16 kernel for a convolution's weight gradient: its
-            # fallback took 1.4 to 2.0 s where float32 took 0.05 to 0.12 s (256 images, 32 px, 2 cores)
-            with torch.autocast("cpu", enabled=False):
-                features: Tensor = self.proj(self.stem(images))
-        else:
-            features = self.proj(self.stem(images))
-        return features
+        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        run = _run_uncompiled if compiling and images.is_cpu else _run
+        # without bfloat16 instructions oneDNN's fallback for a convolution's weight gradient took 1.4 to 2.0 s
+        # where float32 took 0.05 to 0.12 s (256 images, 32 px, 2 cores)
+        in_float32 = images.is_cpu and not self._cpu_has_bfloat16
+        with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
+            return run(self.proj, run(self.stem, images))
+
+
+def _run(module: nn.Module, images: Tensor) -> Tensor:
+    result: Tensor = module(images)
+    return result
+
+
+# on CPUs, where compiled max pooling takes longer than all the rest of a small model
+_run_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
 def _strides(patch_size: tuple[int, int]) -> list[tuple[int, int]]:
@@ -125,7 +135,7 @@ def _build_conv_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, 
 
 
 def _build_pooled_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, int]]) -> nn.Sequential:
-    widths = [in_chans, *[64] * (len(strides) - 1), embed_dim]
+    widths = [in_chans, *[max(embed_dim // 4, 8)] * (len(strides) - 1), embed_dim]
     layers: list[nn.Module] = []
     for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
         layers += [nn.Conv2d(narrow, wide, 3, padding=1, bias=False), nn.ReLU(inplace=True)]

@@ -4,9 +4,10 @@ import os
 import shutil
 from pathlib import Path
 
-# FLOPs of a run from which compiling pays. CPU: the step gains 5 % and compiling takes 25 s (2-core Zen 5), so it
-# is even after 8 minutes at 0.5 TFLOP/s; this is twice that. CUDA: assumed, 30 % and 60 s at 80 TFLOP/s.
-_WORTHWHILE_FLOPS = {"cpu": 5e14, "cuda": 1.6e16}
+# FLOPs of a run from which compiling pays. CPU: the step gains 8 % (d=192) to 15 % (d=128) and compiling takes
+# 25 s (2-core Zen 5), even after 3 to 6 minutes at 0.4 TFLOP/s; the next run finds it compiled. CUDA: assumed, 30 %
+# and 60 s at 80 TFLOP/s.
+_WORTHWHILE_FLOPS = {"cpu": 1e14, "cuda": 1.6e16}
 
 
 def should_compile(device_type: str, *, total_flops: float) -> bool:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MEASURED_IMAGES = 32
+_MEASURED_IMAGES = 128
+_MEASURED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ def measure_step_cost(
     part_size: int,
     dtype: torch.dtype,
 ) -> StepCost:
-    """Run forward and backward on a few blank images and scale up to a batch that goes through in parts.
+    """Run forward and backward on blank images, a part's at most, and scale up to the batch.
 
-    Leaves `model` and the random numbers as they were. Small batches are less efficient than large ones, so the
-    time is an upper estimate.
+    Leaves `model` and the random numbers as they were. The model is not compiled here, so the time is an upper
+    estimate.
     """
     device = next(model.parameters()).device
-    count = min(_MEASURED_IMAGES, batch_size)
+    count = min(_MEASURED_IMAGES, part_size)
     with torch.random.fork_rng():
         trial = copy.deepcopy(model).train()
         images = torch.zeros(count, *image_shape, device=device)
@@ -52,11 +53,13 @@ def measure_step_cost(
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             step()  # the first one also warms up
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
+        times = []
+        for _ in range(_MEASURED_STEPS):
+            start = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     activations = max(sum(kept.values()) - weights, 0) * part_size // count
-    return StepCost(seconds * batch_size / count, 4 * weights + activations)
+    return StepCost(min(times) * batch_size / count, 4 * weights + activations)
