@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the row")
     parser.add_argument("--only-rival", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
-    config = load_config(options.recipe, options.overrides)
+    config = load_config(Path(options.recipe), options.overrides)
     device = choose_device(config.train.device)
     if options.only_rival is not None:
         limits = {"epochs": options.rival_epochs, "seconds": options.rival_seconds}

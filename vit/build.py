@@ -107,8 +107,7 @@ def build_run(
     train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
     precision = choose_precision(train.precision, device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     is_compiled = _should_compile(config, plan, model)
     if is_compiled:
         keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
