@@ -16,12 +16,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 CURVES = ROOT / ".github" / "images" / "learning-curves.png"
 BEGIN, END = "<!-- written by make records -->", "<!-- end of what make records writes -->"
-RECIPE = "cifar10-cpu"  # whose curves are drawn, and its ladder
+RECIPE = "cifar10-cpu"  # whose curves are drawn
+MINUTES = (1, 3, 5, 10, 20)
 
 
 def load_rows(kind: str) -> dict[str, dict[str, Any]]:
     """File name → row, of `record-*` or `ladder-*`."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))}
+
+
+def choose_recipe(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of RECIPE, for any length of training."""
+    return {name: row for name, row in rows.items() if name.startswith(f"record-{RECIPE}")}
 
 
 def format_share(figure: dict[str, Any] | None) -> str:
@@ -85,6 +91,33 @@ def build_rival_lines(rows: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def build_cost_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Validation accuracy at some minutes since process start: the mean over seeds of the last figure so far."""
+
+    def at(curves: list[list[dict[str, float]]], minutes: int) -> str:
+        figures = [[point["top1"] for point in curve if point["seconds"] <= 60 * minutes] for curve in curves]
+        if not all(figures):
+            return "–"
+        ended = all(curve[-1]["seconds"] <= 60 * minutes for curve in curves)
+        return f"{100 * sum(of[-1] for of in figures) / len(figures):.1f}{' (ended)' if ended else ''}"
+
+    if not rows:
+        return []
+    lines = [
+        f"| validation top-1, %, after | {' | '.join(f'{minutes} min' for minutes in MINUTES)} |",
+        f"|---|{'---|' * len(MINUTES)}",
+    ]
+    for row in rows.values():
+        changes = " ".join(item for item in row["overrides"] if not item.startswith("data."))
+        name = f"`{row['recipe'].removeprefix('configs/')}`{' `' + changes + '`' if changes else ''}"
+        arms = {name: row["runs"], "timm's model, plain loop": row["rival_runs"]}
+        for arm, runs in arms.items():
+            if runs:
+                figures = " | ".join(at([run["curve"] for run in runs], minutes) for minutes in MINUTES)
+                lines.append(f"| {arm} | {figures} |")
+    return lines
+
+
 def build_ladder(rows: dict[str, dict[str, Any]]) -> list[str]:
     if not rows:
         return []
@@ -140,6 +173,7 @@ def render() -> str:
     blocks = [
         "\n".join(build_table(rows)),
         *build_rival_lines(rows),
+        "\n".join(build_cost_table(choose_recipe(rows))),
         "\n".join(build_ladder(load_rows("ladder"))),
     ]
     return "\n\n".join(block for block in blocks if block)
@@ -155,7 +189,7 @@ def main() -> None:
         readme = README.read_text()
         before, rest = readme.split(BEGIN)
         README.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
-        rows = {name: row for name, row in load_rows("record").items() if name.startswith(f"record-{RECIPE}")}
+        rows = choose_recipe(load_rows("record"))
         if rows:
             draw_curves(rows, CURVES)
 

@@ -64,7 +64,6 @@ def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...]
     import cv2
 
     first, side = (level[0], level[0]), min(pixels.shape[:2])
-    scales = {"downscale": cv2.INTER_AREA, "upscale": cv2.INTER_NEAREST_EXACT}
     edges = cv2.BORDER_REFLECT_101
     build: dict[str, Callable[[], Any]] = {
         "gaussian_noise": lambda: A.GaussNoise(std_range=first, p=1),
@@ -74,7 +73,6 @@ def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...]
         "elastic_transform": lambda: A.ElasticTransform(
             level[0] * side, sigma=max(level[1] * side, 1), border_mode=edges, p=1
         ),
-        "pixelate": lambda: A.Downscale(scale_range=first, interpolation_pair=scales, p=1),
         "jpeg_compression": lambda: A.ImageCompression(quality_range=(int(level[0]), int(level[0])), p=1),
     }
     transform = build[name]()

@@ -170,6 +170,15 @@ def _contrast(picture: Picture, level: Level, _: Draw) -> Picture:
 # --- parts -------------------------------------------------------------------------------------------------
 
 
+def _pixelate(pixels: Pixels, level: Level, _: int) -> Pixels:
+    """Pillow's box filter, as in the paper: at a severity of 1 it keeps 30 of 32 pixels as they are, which
+    albumentations' Downscale blurs by fractions (a mean damage of 7.9 grey levels instead of 2.0)."""
+    height, width = pixels.shape[:2]
+    small = (max(int(width * level[0]), 1), max(int(height * level[0]), 1))
+    image = Image.fromarray(pixels).resize(small, Image.Resampling.BOX)
+    return np.asarray(image.resize((width, height), Image.Resampling.BOX))
+
+
 def _scale(pixels: float, picture: Picture) -> float:
     """A length given for 32 or 224 pixels, for this picture."""
     side: int = min(picture.shape[:2])
@@ -309,7 +318,7 @@ CORRUPTIONS = {
         family="digital",
         small=((0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
         large=((0.6,), (0.5,), (0.4,), (0.3,), (0.25,)),
-        apply=partial(corrupt_with_library, "pixelate"),
+        apply=_pixelate,
     ),
     "jpeg_compression": Corruption(
         family="digital",

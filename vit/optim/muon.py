@@ -17,6 +17,8 @@ from torch.optim.adamw import adamw
 
 # tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about 0.7 … 1.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+# On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108 ms against 198).
+_BATCHED_WIDTH = 128
 
 
 def orthogonalize(
@@ -29,11 +31,21 @@ def orthogonalize(
     rows, columns = matrices.shape[-2:]
     work = matrices.mT if rows > columns else matrices
     work = (work / work.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype).contiguous()
+    if work.is_cpu and min(rows, columns) > _BATCHED_WIDTH:
+        work = torch.stack([_iterate(matrix, steps=steps) for matrix in work])
+    else:
+        work = _iterate(work, steps=steps)
+    return (work.mT if rows > columns else work).to(matrices.dtype)
+
+
+def _iterate(work: Tensor, *, steps: int) -> Tensor:
+    """Newton–Schulz on a wide matrix [R, C], or on a stack of them [M, R, C]."""
+    multiply_add = torch.addmm if work.ndim == 2 else torch.baddbmm
     for _ in range(steps):
         gram = work @ work.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
-        work = torch.baddbmm(work, polynomial, work, beta=_A)
-    return (work.mT if rows > columns else work).to(matrices.dtype)
+        polynomial = multiply_add(gram, gram, gram, beta=_B, alpha=_C)
+        work = multiply_add(work, polynomial, work, beta=_A)
+    return work
 
 
 class Muon(torch.optim.Optimizer):

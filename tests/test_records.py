@@ -1,0 +1,48 @@
+"""The table of records says what its rows say."""
+
+from typing import Any
+
+import pytest
+from records import build_cost_table, format_share
+from time_to_accuracy import compare
+
+
+def make_run(*points: tuple[float, float]) -> dict[str, Any]:
+    return {"curve": [{"seconds": seconds, "epoch": 1, "top1": top1} for seconds, top1 in points]}
+
+
+def test_a_target_nobody_reached_gives_a_bound() -> None:
+    ours = [make_run((50, 0.6), (100, 0.8)), make_run((60, 0.76)), make_run((90, 0.75))]
+    reached = compare(ours, [make_run((400, 0.5), (900, 0.75))], 0.75)
+    assert reached == {
+        "top1": 0.75, "ours_seconds": 90, "rival_seconds": 900, "rival_reached_it": True, "ratio": 10.0,
+    }  # fmt: skip
+    bound = compare(ours, [make_run((400, 0.5), (900, 0.7))], 0.75)
+    assert (bound["rival_reached_it"], bound["ratio"]) == (False, 10.0)
+    assert compare([*ours, make_run((50, 0.7))], [make_run((400, 0.8))], 0.75)["ratio"] is None
+
+
+def test_accuracy_at_minutes_is_the_mean_of_the_last_figures_so_far() -> None:
+    row = {
+        "recipe": "configs/cifar10/cpu.yaml",
+        "overrides": ["data.name=folder", "train.epochs=2"],
+        "runs": [make_run((59, 0.5), (170, 0.7)), make_run((60, 0.6), (181, 0.9))],
+        "rival_runs": [make_run((200, 0.4), (700, 0.5))],
+    }
+    lines = build_cost_table({"record-cifar10-cpu-machine": row})
+    assert lines[2] == (
+        "| `cifar10/cpu.yaml` `train.epochs=2` | 55.0 | 65.0 | 80.0 (ended) | 80.0 (ended) | 80.0 (ended) |"
+    )
+    assert lines[3] == "| timm's model, plain loop | – | – | 40.0 | 40.0 | 50.0 (ended) |"
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [
+        (None, "–"),
+        ({"mean": 0.815, "standard_deviation": None}, "81.5 %"),
+        ({"mean": 0.815, "standard_deviation": 0.0031}, "81.5 ± 0.3 %"),
+    ],
+)
+def test_a_share_comes_with_its_spread(figure: dict[str, Any] | None, text: str) -> None:
+    assert format_share(figure) == text
