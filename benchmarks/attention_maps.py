@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from vit.device import choose_device
 from vit.explain.faithfulness import to_markdown
 from vit.explain.methods import compute_maps
+from vit.explain.pipeline import choose_batch_size
 from vit.explain.readout import run_forward
 from vit.explain.rollout import attention_rollout, rollout_row
 from vit.model.vision_transformer import VisionTransformer
+from vit.train.memory import keep_freed_memory
 
 # name: (architecture, images of a batch, images of the textbook program a round)
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
@@ -198,11 +200,17 @@ def main() -> None:
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--micro-batch", type=int, default=None, help="default: 16 on a CPU, else the batch")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=None,
+        help="default: what `vit attention` takes on a CPU, else the batch",
+    )
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--output", type=Path, help="folder for attention-maps-<machine>.json")
     chosen = parser.parse_args()
     device = choose_device(chosen.device)
+    keep_freed_memory()  # as `vit attention` does, and to the textbook program's good as well
     machine = describe_conditions(device)
     results = {}
     for name in chosen.models:
@@ -216,7 +224,8 @@ def main() -> None:
         ours = VisionTransformer(**architecture).eval().to(device)
         ours.load_state_dict(theirs.state_dict())
         images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=device)
-        micro_batch = chosen.micro_batch or (16 if device.type == "cpu" else batch)
+        default = choose_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
+        micro_batch = chosen.micro_batch or default
         arms = build_arms(
             ours, theirs, images, textbook_images=textbook_images, micro_batch=micro_batch, build=build
         )

@@ -57,7 +57,9 @@ def attention(
     layer: Annotated[str, typer.Option(help="raw: a layer, or all for a sheet; -1 is the last")] = "-1",
     head: Annotated[str, typer.Option(help="raw: a head, mean, or all for a sheet")] = "mean",
     count: Annotated[int, typer.Option("--images", min=1, help="how many, where no IMAGES are named")] = 16,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto")] = "float32",
     random_weights: Annotated[
@@ -79,7 +81,7 @@ def attention(
     from vit.explain.capture import find_attention_layers
     from vit.explain.export import Results, load_results
     from vit.explain.methods import MapOptions, check_options
-    from vit.explain.pipeline import Settings
+    from vit.explain.pipeline import Settings, choose_batch_size
     from vit.explain.targets import build_target_chooser
     from vit.train.memory import keep_freed_memory
 
@@ -103,7 +105,7 @@ def attention(
         classes=classes,
         scale=scale,
         trust=number <= _TRUST_UP_TO if trust is None else trust,
-        batch_size=batch_size,
+        batch_size=batch_size or choose_batch_size(bundle.preprocess.image_size),
         precision=choose_precision(precision, chosen_device),
     )
     # mistakes are said before anything is written

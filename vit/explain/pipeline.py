@@ -48,6 +48,12 @@ class Settings:
             raise ValueError(f"unknown scale {self.scale!r}; known: {', '.join(SCALES)}")
 
 
+def choose_batch_size(image_size: tuple[int, int]) -> int:
+    """Few tokens keep two cores busy only in larger batches: 64 images of 65 tokens are explained 1.1 × (float32) to
+    1.4 × (bfloat16) as fast as 16 on a 2-core Zen 5."""
+    return 64 if max(image_size) <= 64 else 16
+
+
 @dataclass
 class ExplainedMap:
     """One map of one image; `values` [rows, columns], or [layers, heads, rows, columns] of a sheet."""

@@ -181,9 +181,7 @@ def _report(
     if beaten < BEATEN_SHARE:
         warnings.append("no better than random for this image")
     if abs(scrambled_correlation) > max(CORRELATION_LIMIT, 3 / math.sqrt(max(patches - 1, 1))):
-        warnings.append(
-            f"much the same with scrambled weights (rank correlation {scrambled_correlation:.2f})"
-        )
+        warnings.append(f"predictable from scrambled weights (rank correlation {scrambled_correlation:.2f})")
     if prefix_mass > PREFIX_LIMIT:
         warnings.append(f"{100 * prefix_mass:.0f} % of it is in prefix tokens, not in patches")
     if math.exp(entropy) > UNIFORM_LIMIT * patches:
