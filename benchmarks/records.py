@@ -60,10 +60,11 @@ def build_table(rows: dict[str, dict[str, Any]]) -> list[str]:
         warm = [run["seconds"] for run in row["runs"] if not run["cold"]]
         times = " / ".join(f"{sum(of) / len(of):.0f}" if of else "–" for of in (cold, warm))
         changes = " ".join(item for item in row["overrides"] if item != "data.name=folder")
+        mirrors = row["config"]["augment"]["flip"] != "none"  # else a mirrored image is no image of its class
         lines.append(
             f"| `{row['recipe'].removeprefix('configs/')}`{' `' + changes + '`' if changes else ''} | "
             f"{describe_plainness(row['config'])} | {format_share(ours['test_top1'])} | "
-            f"{format_share(ours.get('test_top1_mirrored'))} | {times} | {ours['seeds']} | "
+            f"{format_share(ours.get('test_top1_mirrored') if mirrors else None)} | {times} | {ours['seeds']} | "
             f"{row['machine']['device']} | [row](benchmarks/results/{name}.json) |"
         )
     for path in sorted((ROOT / "configs").rglob("*.yaml")):

@@ -49,6 +49,7 @@ def time_ours(
     vit = [sys.executable, "-m", "vit"]
     command = [*vit, "train", recipe, *overrides, f"train.seed={seed}", "--output", str(run)]
     curve: list[dict[str, float]] = []
+    seen = 0
     metrics, said = run / "metrics.jsonl", directory / f"seed-{seed}.log"
     with said.open("w") as log:
         start = time.perf_counter()
@@ -57,9 +58,11 @@ def time_ours(
             time.sleep(0.2)
             rows = metrics.read_text().splitlines() if metrics.exists() else []
             now = round(time.perf_counter() - start, 1)
-            for line in rows[len(curve) :]:
+            for line in rows[seen:]:
                 row = json.loads(line)
-                curve.append({"seconds": now, "epoch": row["epoch"], "top1": row["val_top1"]})
+                if row["val_top1"] is not None:  # not every epoch is followed by a validation
+                    curve.append({"seconds": now, "epoch": row["epoch"], "top1": row["val_top1"]})
+            seen = len(rows)
         seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"vit train failed: {said.read_text()}")
