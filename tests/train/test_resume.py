@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import MakeRun, flatten, read_curves, read_metrics, run_until
+from tests.train.conftest import Killed, MakeRun, flatten, read_curves, read_metrics, run_until
 from vit.bundle import load_bundle
 from vit.train.state import collect_state
 
@@ -40,6 +40,29 @@ def test_resumed_run_equals_uninterrupted_run(
     states = [flatten(collect_state(run.trainer.step)) for run in (whole, resumed)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_death_between_an_epochs_figures_and_its_checkpoint_logs_them_once(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    overrides = ["train.checkpoint_every_steps=5"]  # an epoch's steps
+    make_run(tmp_path / "whole", *overrides).trainer.run()
+    broken = make_run(tmp_path / "broken", *overrides)
+    save = broken.trainer._save
+
+    def die_after_the_figures() -> None:
+        if len(read_metrics(tmp_path / "broken")) == 2:
+            raise Killed
+        save()
+
+    broken.trainer._save = die_after_the_figures  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        broken.trainer.run()
+    resumed = make_run(tmp_path / "broken", *overrides)
+    assert resumed.trainer.resume()
+    assert resumed.trainer.progress.epoch == 1
+    resumed.trainer.run()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
 
 
 def test_two_equal_runs_are_bit_equal_and_another_seed_is_not(make_run: MakeRun, tmp_path: Path) -> None:

@@ -176,11 +176,12 @@ class Trainer:
                 self._check_finite()
                 self._save()
                 raise Stopped(f"stopped after step {progress.step}; continue with --resume")
-            if plan.checkpoint_every_steps and progress.step % plan.checkpoint_every_steps == 0:
-                self._check_finite()
-                self._save()
             if progress.step >= plan.total_steps:
                 break
+            # an epoch's last step is saved when its figures are: a kill between the two would log them twice
+            if self._is_checkpoint_due() and progress.step_in_epoch < len(self.train_batches):
+                self._check_finite()
+                self._save()
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
         epoch, plan = self.progress.epoch, self.plan
@@ -214,8 +215,12 @@ class Trainer:
         progress.epoch_seconds = 0.0
         for total in (progress.loss_sum, progress.correct, progress.finite_steps):
             total.zero_()
-        if is_due:
+        if is_due or self._is_checkpoint_due():
             self._save()
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.plan.checkpoint_every_steps
+        return every is not None and self.progress.step % every == 0
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> tuple[float, float]:

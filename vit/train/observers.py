@@ -59,6 +59,8 @@ class MetricsFile(Observer):
         truncate_metrics(self.path, step=step)
 
     def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
+        # a run killed between this row and the epoch's checkpoint comes here again
+        truncate_metrics(self.path, step=row["step"] - 1)
         append_metrics(self.path, row)
 
 
