@@ -2,8 +2,8 @@
 
     python benchmarks/optimizers.py --output benchmarks/results
 
-    ours          `vit.optim.muon.Muon`: one chain of batched products for all matrices of a shape, the packed
-                  query-key-value matrix as three, AdamW for the rest
+    ours          `vit.optim.muon.Muon`: one chain of batched products for the matrices of a shape (on a CPU up to 128
+                  wide), the packed query-key-value matrix as three, AdamW for the rest
     torch         torch.optim.Muon, one matrix after the other (in bfloat16; the packed matrix as one), and fused
                   AdamW for the rest
     adamw         fused AdamW for everything: what Muon's steps cost more

@@ -2,7 +2,8 @@
 
 Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the
 nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go
-through one chain of batched products; over several processes each orthogonalises its share.
+through one chain of batched products, on a CPU the wider ones each through its own; over several processes
+each orthogonalises its share.
 """
 
 from collections import defaultdict
