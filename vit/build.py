@@ -29,7 +29,7 @@ from vit.train.estimate import StepCost, measure_step_cost
 from vit.train.loop import Plan, Trainer
 from vit.train.memory import choose_parts, keep_freed_memory
 from vit.train.observers import MetricsFile, Observer, ProgressBar, TensorBoard
-from vit.train.state import gather
+from vit.train.state import gather_weights
 from vit.train.step import TrainStep
 from vit.watch import AttentionWatch, write_training_batch
 
@@ -148,6 +148,7 @@ def build_run(
         save_model=_model_writer(config, data, directory, process),
         observers=observers,
         process=process,
+        sharded=train.parallel == "fsdp",
         sample_name=lambda index: str(data.train.ids[index]),
     )
     return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
@@ -170,7 +171,7 @@ def _build_step(
     parallel_model = wrap_model(model, process=process, parallel=train.parallel)
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel="fsdp")
-    if train.parallel == "fsdp" and process.world_size > 1 and config.optimizer.name == "muon":
+    if train.parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError(
             "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
         )
@@ -274,7 +275,7 @@ def _model_writer(
 
     def write(model: nn.Module) -> None:
         assert isinstance(model, VisionTransformer)
-        weights = gather(model.state_dict())
+        weights = gather_weights(model)
         if not process.is_main:
             return
         save_bundle(

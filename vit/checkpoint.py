@@ -1,12 +1,15 @@
-"""Training state on disk: written atomically, verified on reading, loaded with `weights_only=True`.
+"""Training state on disk: written atomically, verified on reading, loaded without unpickling objects.
 
-A checkpoint is `step-<global step>-<first 16 hex digits of its SHA-256>.pt`: the name carries the checksum, so that
-one rename makes file and checksum appear together.
+A checkpoint is a file `step-<global step>-<first 16 hex digits of its SHA-256>.pt`, or of a run whose weights are
+sharded a directory `….sharded` with the shards and `state.pt`, the digits being those of all its files. The name
+carries the checksum, so that one rename makes content and checksum appear together.
 """
 
 import hashlib
 import io
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +17,10 @@ from typing import Any
 
 import torch
 
-from vit.files import write_atomically
+from vit.files import compute_sha256, flush, write_atomically
 
-_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
+_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.(pt|sharded)")
+_STATE_FILE = "state.pt"
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,28 @@ class CheckpointStore:
     directory: Path
     keep_limit: int = 5
 
-    def save(self, state: dict[str, Any], *, step: int, best_step: int, keep_steps: list[int]) -> Path:
-        """Write `state` as the checkpoint of global step `step`, then drop the ones no longer needed.
+    def open_shards(self) -> Path:
+        """A new directory that processes write their shards into, to be given to `save`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        return Path(tempfile.mkdtemp(prefix=".step-", suffix=".tmp", dir=self.directory))
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        best_step: int,
+        keep_steps: list[int],
+        shards: Path | None = None,
+    ) -> Path:
+        """Write `state`, with the `shards` already written, as the checkpoint of global step `step`, then drop
+        the ones no longer needed.
 
         Raises OSError (disk full, read-only, vanished mount) and leaves the earlier checkpoints as they were.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
-        write_atomically(path, lambda temporary: _write(temporary, buffer))
+        path = self._save_file(state, step) if shards is None else self._save_directory(state, step, shards)
         wanted = {best_step, *sorted(keep_steps)[-self.keep_limit :]}
         entries = self._list()
         last_two = [number for number, _ in entries if number <= step][-2:]
@@ -48,30 +63,51 @@ class CheckpointStore:
             # later ones, or another of this step, are from before a fallback to an earlier checkpoint
             stale = number > step or (number == step and old != path)
             if stale or number not in {*wanted, *last_two}:
-                old.unlink(missing_ok=True)
-        for leftover in self.directory.glob(".step-*.tmp"):  # of a process killed while writing
-            leftover.unlink(missing_ok=True)
+                _remove(old)
+        self._clear_leftovers()
         return path
 
-    def load_latest(self, *, warn: Callable[[str], None], map_location: str = "cpu") -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+    def load_latest(self, *, warn: Callable[[str], None]) -> tuple[dict[str, Any], Path | None] | None:
+        """The newest checkpoint that is whole, with the directory of its shards, or None where there is none.
 
         A damaged one is named through `warn` and passed over. Raises ValueError where all are damaged.
         """
         entries = self._list()
         for _, path in reversed(entries):
-            content = path.read_bytes()
             match = _NAME.fullmatch(path.name)
             assert match is not None
-            if hashlib.sha256(content).hexdigest().startswith(match[2]):
-                state: dict[str, Any] = torch.load(
-                    io.BytesIO(content), map_location=map_location, weights_only=True
-                )
-                return state
+            is_sharded = path.is_dir()
+            if (_hash_directory(path) if is_sharded else compute_sha256(path)).startswith(match[2]):
+                file = path / _STATE_FILE if is_sharded else path
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+                return state, path if is_sharded else None
             warn(f"checkpoint {path.name} is damaged; falling back to the one before")
         if entries:
             raise ValueError(f"every checkpoint in {self.directory} is damaged; start again with --overwrite")
         return None
+
+    def _save_file(self, state: dict[str, Any], step: int) -> Path:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+        path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
+        write_atomically(path, lambda temporary: _write(temporary, buffer))
+        return path
+
+    def _save_directory(self, state: dict[str, Any], step: int, shards: Path) -> Path:
+        torch.save(state, shards / _STATE_FILE)
+        for entry in (*shards.iterdir(), shards):
+            flush(entry)
+        path = self.directory / f"step-{step:08d}-{_hash_directory(shards)[:16]}.sharded"
+        _remove(path)  # damaged, if it is there
+        shards.rename(path)
+        flush(self.directory)
+        return path
+
+    def _clear_leftovers(self) -> None:
+        """Of a process that was killed, or failed, while writing."""
+        for leftover in self.directory.glob(".step-*.tmp"):
+            _remove(leftover)
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, path) of every checkpoint, oldest first."""
@@ -79,6 +115,19 @@ class CheckpointStore:
             return []
         found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted((int(match[1]), path) for match, path in found)
+
+
+def _hash_directory(path: Path) -> str:
+    """SHA-256 of the names and the SHA-256 of a directory's files."""
+    lines = [f"{entry.name} {compute_sha256(entry)}\n" for entry in sorted(path.iterdir())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, buffer: io.BytesIO) -> None:

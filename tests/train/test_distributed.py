@@ -1,6 +1,7 @@
 """Two gloo processes train as one does, also from each other's checkpoints."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return directory
 
 
+def halfway(directory: Path) -> None:
+    """Take the last checkpoint away, so that a run goes on from the one before."""
+    for path in (directory / "checkpoints").glob("step-*.sharded"):
+        if int(path.name.split("-")[1]) > 40:
+            shutil.rmtree(path)
+
+
 def assert_close(first: Path, second: Path) -> None:
     ours, theirs = weights(first), weights(second)
     for name in ours:
@@ -87,11 +95,15 @@ def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(
     finish(launch(tmp_path / "alone", cache, *sharded, processes=1))
     finish(launch(tmp_path / "two", cache, *sharded, processes=2))
     assert_close(tmp_path / "alone", tmp_path / "two")
-    # back to the middle: the checkpoints of the second half go, those of the first stay
-    for path in (tmp_path / "two" / "checkpoints").glob("step-*.pt"):
-        if int(path.name.split("-")[1]) > 40:
-            path.unlink()
+    halfway(tmp_path / "two")
+    shutil.copytree(tmp_path / "two", tmp_path / "two again")
+    finish(launch(tmp_path / "two again", cache, *sharded, "--resume", processes=2))
+    for name, tensor in weights(tmp_path / "two").items():
+        assert torch.equal(weights(tmp_path / "two again")[name], tensor)
     finish(launch(tmp_path / "two", cache, *sharded, "--resume", processes=1))
+    assert_close(tmp_path / "alone", tmp_path / "two")
+    halfway(tmp_path / "alone")
+    finish(launch(tmp_path / "alone", cache, *sharded, "--resume", processes=2))
     assert_close(tmp_path / "alone", tmp_path / "two")
 
 

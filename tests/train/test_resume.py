@@ -7,7 +7,7 @@ import torch
 
 from tests.train.conftest import Killed, MakeRun, flatten, read_curves, read_metrics, run_until
 from vit.bundle import load_bundle
-from vit.train.state import collect_state
+from vit.train.state import collect_state, save_shards
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,27 @@ def test_resumed_run_equals_uninterrupted_run(
     states = [flatten(collect_state(run.trainer.step)) for run in (whole, resumed)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_run_whose_checkpoints_are_shards_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path) -> None:
+    overrides = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=2"]
+    make_run(tmp_path / "whole", *overrides).trainer.run()
+    broken = make_run(tmp_path / "broken", *overrides)
+    run_until(broken, 8)
+    (latest,) = (tmp_path / "broken" / "checkpoints").glob("step-00000006-*")
+    assert {file.suffix for file in latest.iterdir()} == {".pt", ".safetensors"}
+    resumed = make_run(tmp_path / "broken", *overrides)
+    resumed.trainer.resume()
+    assert resumed.trainer.progress.step == 6
+    resumed.trainer.run()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_shards_that_cannot_be_written_are_one_error(make_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    step = make_run(tmp_path / "run", "optimizer.name=adamw").trainer.step
+    with pytest.raises(OSError, match=r"process 0 could not write its part of the checkpoint: .*a file"):
+        save_shards(step, tmp_path / "a file")
 
 
 def test_a_death_between_an_epochs_figures_and_its_checkpoint_logs_them_once(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vit.checkpoint import CheckpointStore
 from vit.train.distributed import Process
 from vit.train.observers import Observer, StepReport
-from vit.train.state import collect_state, load_state
+from vit.train.state import collect_state, load_shards, load_state, save_shards
 from vit.train.step import StepResult, TrainStep, find_nonfinite
 
 LOG_EVERY_STEPS = 20  # for the record; fixed, so that a resumed run's curves have the same points
@@ -97,7 +97,8 @@ class Stopped(Exception):
 
 
 class Trainer:
-    """Runs `plan` with the given parts. `save_model` writes the model file of the best model."""
+    """Runs `plan` with the given parts. `save_model` writes the model file of the best model; `sharded` has
+    each process write its own part of a checkpoint."""
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class Trainer:
         save_model: Callable[[nn.Module], None],
         observers: list[Observer],
         process: Process,
+        sharded: bool = False,
         sample_name: Callable[[int], str] = str,
     ) -> None:
         self.step = step
@@ -120,6 +122,7 @@ class Trainer:
         self.save_model = save_model
         self.observers = observers
         self.process = process
+        self.sharded = sharded
         self.sample_name = sample_name
         self.progress = Progress()
         self._move_sums()
@@ -132,13 +135,17 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go back to the newest whole checkpoint; False where there is none."""
-        state = self.checkpoints.load_latest(warn=self._say) if self.process.is_main else None
-        state = self.process.broadcast(state)
-        if state is None:
+        found = self.checkpoints.load_latest(warn=self._say) if self.process.is_main else None
+        found = self.process.broadcast(found)
+        if found is None:
             return False
+        state, shards = found
         self.progress = Progress(**state["progress"])
         self._move_sums()
-        load_state(self.step, state["state"])
+        if shards is None:
+            load_state(self.step, state["state"])
+        else:
+            load_shards(self.step, shards, state["state"])
         return True
 
     def run(self) -> Progress:
@@ -329,10 +336,17 @@ class Trainer:
     def _save(self) -> None:
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._resumed_at
-        state = {"progress": _as_plain(progress), "state": collect_state(self.step)}
+        shards = None
+        if self.sharded:
+            shards = self.process.broadcast(self.checkpoints.open_shards() if self.process.is_main else None)
+        state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
             self.checkpoints.save(
-                state, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps
+                {"progress": _as_plain(progress), "state": state},
+                step=progress.step,
+                best_step=progress.best_step,
+                keep_steps=progress.keep_steps,
+                shards=shards,
             )
         self.process.wait()
 

@@ -1,13 +1,24 @@
-"""A step's whole state as plain tensors: the same checkpoint whatever number of processes shares the work.
+"""A step's whole state: one dictionary or, where `train.parallel` is fsdp, shards that each process writes its own of.
 
-Tensors that FSDP2 shards are gathered one at a time, and cut again on loading. All processes have to take part.
+torch.distributed.checkpoint writes the shards as safetensors files and reads them into any number of processes.
 """
 
-from typing import Any
+import warnings
+from pathlib import Path
+from typing import Any, cast
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from vit.train.step import TrainStep
 
@@ -15,11 +26,10 @@ from vit.train.step import TrainStep
 def collect_state(step: TrainStep) -> dict[str, Any]:
     """Weights, their average, optimizer, schedule and the step's own counters."""
     return {
-        "model": gather(step.module.state_dict()),
-        "average": gather(step.average.model.state_dict()) if step.average else None,
-        "optimizer": gather(step.optimizer.state_dict()),
-        "schedule": step.schedule.state_dict(),
-        "step": step.state_dict(),
+        "model": step.module.state_dict(),
+        "average": step.average.model.state_dict() if step.average else None,
+        "optimizer": step.optimizer.state_dict(),
+        **_counters(step),
     }
 
 
@@ -29,42 +39,71 @@ def load_state(step: TrainStep, state: dict[str, Any]) -> None:
         raise ValueError(
             "the checkpoint and this run differ in keeping an average of the weights; use one ema_decay"
         )
-    _load_weights(step.module, state["model"])
-    if step.average:
-        _load_weights(step.average.model, state["average"])
-    parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        index: {name: _cut_like(value, parameters[index]) for name, value in entries.items()}
-        for index, entries in state["optimizer"]["state"].items()
-    }
-    step.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
-    step.schedule.load_state_dict(state["schedule"])
-    step.load_state_dict(state["step"])
-
-
-def gather(value: Any) -> Any:
-    """`value`, a tensor or a nest of them, with sharded tensors made whole on the CPU."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
-    if isinstance(value, dict):
-        return {key: gather(item) for key, item in value.items()}
-    return [gather(item) for item in value] if isinstance(value, list) else value
-
-
-@torch.no_grad()
-def _load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    own = model.state_dict()
-    if own.keys() != weights.keys():
+    if step.module.state_dict().keys() != state["model"].keys():
         raise ValueError(
             "the checkpoint is of another architecture; resume with the configuration it began with"
         )
-    for name, tensor in own.items():
-        tensor.copy_(_cut_like(weights[name].to(tensor.device), tensor))
+    step.module.load_state_dict(state["model"])
+    if step.average:
+        step.average.model.load_state_dict(state["average"])
+    step.optimizer.load_state_dict(state["optimizer"])
+    _load_counters(step, state)
 
 
-def _cut_like(value: Any, pattern: Tensor) -> Any:
-    """This process's shard of `value` where `pattern` is sharded."""
-    if isinstance(pattern, DTensor) and isinstance(value, Tensor) and value.shape == pattern.shape:
-        whole = value.to(pattern.device)
-        return distribute_tensor(whole, pattern.device_mesh, pattern.placements, src_data_rank=None)
-    return value
+def save_shards(step: TrainStep, directory: Path) -> dict[str, Any]:
+    """Write the tensors of weights, average and optimizer into `directory`; all processes take part.
+
+    Returns the rest of the state. Raises OSError where a process can't write.
+    """
+    tensors, groups = _find_tensors(step)
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # "is distributed disabled?"
+            save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"process {rank} could not write its part of the checkpoint: {cause}") from error
+    return {"groups": groups, **_counters(step)}
+
+
+def load_shards(step: TrainStep, directory: Path, state: dict[str, Any]) -> None:
+    """Put back what `save_shards` wrote and returned; all processes take part."""
+    tensors, _ = _find_tensors(step)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(directory)),
+            no_dist=not dist.is_initialized(),
+        )
+    set_state_dict(
+        step.module,
+        step.optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict={"state": tensors["optimizer"], "param_groups": state["groups"]},
+    )
+    _load_counters(step, state)
+
+
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights on the CPU, sharded ones made whole, in the main process; nothing in the others."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return cast(dict[str, Tensor], get_model_state_dict(model, options=whole))
+
+
+def _find_tensors(step: TrainStep) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The tensors to write, or to read into, by name, and the optimizer's settings for each of its groups."""
+    weights, found = get_state_dict(step.module, step.optimizer)
+    optimizer = cast(dict[str, Any], found)
+    tensors = {"model": weights, "optimizer": optimizer["state"]}
+    if step.average:
+        tensors["average"] = step.average.model.state_dict()  # loaded in place
+    return tensors, optimizer["param_groups"]
+
+
+def _counters(step: TrainStep) -> dict[str, Any]:
+    return {"schedule": step.schedule.state_dict(), "step": step.state_dict()}
+
+
+def _load_counters(step: TrainStep, state: dict[str, Any]) -> None:
+    step.schedule.load_state_dict(state["schedule"])
+    step.load_state_dict(state["step"])

@@ -60,7 +60,6 @@ class TrainStep:
         if accumulate < 1:
             raise ValueError(f"accumulate {accumulate} is not positive; 1 takes the whole batch at once")
         self.model = model
-        self.is_sharded = isinstance(model, FSDPModule)
         self.module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
         self.optimizer = optimizer
         self.schedule = schedule
