@@ -119,19 +119,30 @@ def build_cost_table(rows: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def build_ladder(rows: dict[str, dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    lines = ["| step of the ladder | test top-1 | seconds | seeds |", "|---|---|---|---|"]
-    for name, row in rows.items():
-        changes = " ".join(
-            item for item in row["overrides"] if not item.startswith(("data.", "train.epochs"))
-        )
-        ours = row["ours"]
-        lines.append(
-            f"| [`{changes or 'the recipe'}`](benchmarks/results/{name}.json) | {format_share(ours['test_top1'])} | "
-            f"{ours['seconds']['mean']:.0f} | {ours['seeds']} |"
-        )
+def build_ladder(ladders: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]]) -> list[str]:
+    """The rungs of each ladder, the recipe that it leads to, and the levers that were left out."""
+    lines: list[str] = []
+    for name, ladder in ladders.items():
+        recipe = ladder["recipe"].removeprefix("configs/")
+        ends = [row for row in records.values() if row["recipe"] == ladder["recipe"]]
+        rungs = list(ladder["rungs"].items())
+        up = [(rung, of) for rung, of in rungs if rung.startswith("+")]
+        losers = [(f"instead: {rung}", of) for rung, of in rungs[len(up) + 1 :]]
+        end = f"+ {ladder['last_lever']}: the recipe"
+        ordered = [rungs[0], *up, *((end, row) for row in ends), *losers]
+        lines += [
+            f"| [ladder of `{recipe}`](benchmarks/results/{name}.json) | test top-1 | seconds | seeds |",
+            "|---|---|---|---|",
+        ]
+        for rung, of in ordered:
+            figures = of["ours"]
+            seconds = [run["seconds"] for run in of["runs"] if not run["cold"]] or [
+                run["seconds"] for run in of["runs"]
+            ]
+            lines.append(
+                f"| {rung} | {format_share(figures['test_top1'])} | {sum(seconds) / len(seconds):.0f} | "
+                f"{figures['seeds']} |"
+            )
     return lines
 
 
@@ -175,7 +186,7 @@ def render() -> str:
         "\n".join(build_table(rows)),
         *build_rival_lines(rows),
         "\n".join(build_cost_table(choose_recipe(rows))),
-        "\n".join(build_ladder(load_rows("ladder"))),
+        "\n".join(build_ladder(load_rows("ladder"), rows)),
     ]
     return "\n\n".join(block for block in blocks if block)
 

@@ -45,6 +45,7 @@ def time_ours(
 ) -> dict[str, Any]:
     """One run of `vit train` and two of `vit evaluate`."""
     run, cold = directory / f"seed-{seed}", not cache.exists()
+    directory.mkdir(exist_ok=True)
     environment = os.environ | {"VIT_CACHE": str(cache)}
     vit = [sys.executable, "-m", "vit"]
     command = [*vit, "train", recipe, *overrides, f"train.seed={seed}", "--output", str(run)]
@@ -226,7 +227,6 @@ def main() -> None:
     parser.add_argument("--rival-seconds", type=float, default=float("inf"), help="stop it after an epoch")
     parser.add_argument("--target", type=float, default=0.75, help="validation top-1 to time")
     parser.add_argument("--name", help="of the row; default: the recipe's path")
-    parser.add_argument("--kind", choices=["record", "ladder"], default="record", help="the table it is for")
     parser.add_argument("--output", type=Path, help="folder for the row")
     parser.add_argument("--only-rival", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
@@ -270,7 +270,7 @@ def main() -> None:
     print(json.dumps({key: row[key] for key in ("ours", "rival", "time_to")}, indent=1))
     if options.output:
         name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace("/", "-")
-        print(write_row(options.output, f"{options.kind}-{name}", row))
+        print(write_row(options.output, f"record-{name}", row))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """The table of records says what its rows say."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from records import build_cost_table, format_share
+from ladder import LEVERS, RECIPE, list_rungs
+from records import ROOT, build_cost_table, build_ladder, format_share
 from time_to_accuracy import compare
+
+from vit.build import _flatten as flatten
+from vit.config import load_config
 
 
 def make_run(*points: tuple[float, float]) -> dict[str, Any]:
@@ -46,3 +51,34 @@ def test_accuracy_at_minutes_is_the_mean_of_the_last_figures_so_far() -> None:
 )
 def test_a_share_comes_with_its_spread(figure: dict[str, Any] | None, text: str) -> None:
     assert format_share(figure) == text
+
+
+def test_a_rung_of_the_ladder_has_one_lever_more_than_the_one_before() -> None:
+    rungs = list(list_rungs().values())
+    climbed = [
+        flatten(load_config(ROOT / RECIPE, overrides).model_dump())
+        for overrides in [*rungs[: len(LEVERS)], []]
+    ]
+    for number, (before, after) in enumerate(pairwise(climbed)):
+        pulled = {key for key in after if before[key] != after[key]}
+        assert pulled == {item.split("=")[0] for item in list(LEVERS.values())[number]}
+
+
+def test_the_ladder_leads_to_the_recipe_and_then_lists_the_losers() -> None:
+    def make_rung(top1: float, *seconds: float) -> dict[str, Any]:
+        runs = [{"seconds": of, "cold": number == 0} for number, of in enumerate(seconds)]
+        figure = {"mean": top1, "standard_deviation": None}
+        return {"runs": runs, "ours": {"seeds": len(runs), "test_top1": figure}}
+
+    ladder = {
+        "recipe": "configs/a.yaml",
+        "last_lever": "z",
+        "rungs": {"first": make_rung(0.5, 100), "+ y": make_rung(0.6, 110), "x": make_rung(0.4, 90)},
+    }
+    record = {"recipe": "configs/a.yaml", **make_rung(0.7, 200, 120)}
+    assert build_ladder({"ladder-a": ladder}, {"record-a": record})[2:] == [
+        "| first | 50.0 % | 100 | 1 |",
+        "| + y | 60.0 % | 110 | 1 |",
+        "| + z: the recipe | 70.0 % | 120 | 2 |",
+        "| instead: x | 40.0 % | 90 | 1 |",
+    ]
