@@ -229,14 +229,13 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
 def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
     """What a person sees: a progress bar, the metrics file, TensorBoard."""
     watch = None
-    if data.validation is not None and data.validation.images is not None and config.train.attention_maps:
-        count = min(config.train.attention_maps, len(data.validation))
-        chosen = (
-            np.linspace(0, len(data.validation) - 1, count).round().astype(int)
-        )  # they are sorted by class
-        watch = AttentionWatch(
-            data.preprocess.crop(np.asarray(data.validation.images[chosen])), data.preprocess
-        )
+    images = data.validation.images if data.validation is not None else None
+    count = config.train.attention_maps
+    # a sharded model's forward pass takes all processes, and only the main one is observed
+    if images is not None and count and config.train.parallel != "fsdp":
+        # they are sorted by class
+        chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
+        watch = AttentionWatch(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
 
     def show_batch(writer: "SummaryWriter") -> None:
         write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
