@@ -48,7 +48,7 @@ class Run:
     device: torch.device
     train_loader: Loader
     is_compiled: bool
-    step_cost: StepCost
+    step_cost: StepCost | None  # not of a sharded model, which need not fit the device whole
 
 
 def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
@@ -103,7 +103,9 @@ def build_run(
     num_classes = len(load_source(**source_arguments(config), split="train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes)
     data = build_data(config, device=device, pretrained=pretrained)
-    model.to(device)
+    is_sharded = train.parallel == "fsdp"
+    if not is_sharded:
+        model.to(device)
     train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
     precision = choose_precision(train.precision, device)
@@ -113,24 +115,26 @@ def build_run(
         keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
     rank_batch = plan.batch_size // process.world_size
     parts = (
-        choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size)
+        choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size, device=device)
         if train.accumulate == "auto"
         else train.accumulate
     )
-    # before the model is wrapped or sharded
-    step_cost = measure_step_cost(
-        model,
-        (3, *data.preprocess.image_size),
-        batch_size=rank_batch,
-        part_size=-(-rank_batch // parts),
-        dtype=getattr(torch, precision),
-    )
+    step_cost = None
+    if not is_sharded:
+        step_cost = measure_step_cost(
+            model,
+            (3, *data.preprocess.image_size),
+            batch_size=rank_batch,
+            part_size=-(-rank_batch // parts),
+            dtype=getattr(torch, precision),
+        )
     step = _build_step(
         config,
         model,
         plan=plan,
         steps_per_epoch=len(train_loader),
         process=process,
+        device=device,
         precision=precision,
         parts=parts,
         compile=is_compiled,
@@ -148,7 +152,7 @@ def build_run(
         save_model=_model_writer(config, data, directory, process),
         observers=observers,
         process=process,
-        sharded=train.parallel == "fsdp",
+        sharded=is_sharded,
         sample_name=lambda index: str(data.train.ids[index]),
     )
     return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
@@ -161,6 +165,7 @@ def _build_step(
     plan: Plan,
     steps_per_epoch: int,
     process: Process,
+    device: torch.device,
     precision: Precision,
     parts: int,
     compile: bool,
@@ -168,9 +173,9 @@ def _build_step(
     """The model wrapped for its processes, with its average, optimizer and schedule."""
     train = config.train
     average_model = copy.deepcopy(model) if train.ema_decay else None
-    parallel_model = wrap_model(model, process=process, parallel=train.parallel)
+    parallel_model = wrap_model(model, process=process, parallel=train.parallel, device=device)
     if average_model is not None and train.parallel == "fsdp":
-        wrap_model(average_model, process=process, parallel="fsdp")
+        wrap_model(average_model, process=process, parallel="fsdp", device=device)
     if train.parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError(
             "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
@@ -224,14 +229,13 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
 def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
     """What a person sees: a progress bar, the metrics file, TensorBoard."""
     watch = None
-    if data.validation is not None and data.validation.images is not None and config.train.attention_maps:
-        count = min(config.train.attention_maps, len(data.validation))
-        chosen = (
-            np.linspace(0, len(data.validation) - 1, count).round().astype(int)
-        )  # they are sorted by class
-        watch = AttentionWatch(
-            data.preprocess.crop(np.asarray(data.validation.images[chosen])), data.preprocess
-        )
+    images = data.validation.images if data.validation is not None else None
+    count = config.train.attention_maps
+    # a sharded model's forward pass takes all processes, and only the main one is observed
+    if images is not None and count and config.train.parallel != "fsdp":
+        # they are sorted by class
+        chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
+        watch = AttentionWatch(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
 
     def show_batch(writer: "SummaryWriter") -> None:
         write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)

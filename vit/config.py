@@ -123,7 +123,7 @@ class TrainConfig(_Section):
     checkpoint_every_steps: int | None = Field(None, gt=0)  # beside the one after every evaluation
     keep_every_epochs: int | None = Field(None, gt=0)  # checkpoints to keep for good, beside last and best
     keep_limit: int = Field(5, gt=0)  # of those
-    attention_maps: int = Field(8, ge=0)  # validation images whose maps go to TensorBoard
+    attention_maps: int = Field(8, ge=0)  # validation images whose maps go to TensorBoard; none with fsdp
     on_nonfinite: Literal["stop", "skip"] = "stop"
     parallel: Literal["ddp", "fsdp"] = "ddp"
 

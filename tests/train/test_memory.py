@@ -56,7 +56,7 @@ def two_threads():
 )
 def test_a_parts_widest_activation_takes_three_mebibytes_a_thread(size, patch, width, batch, parts):
     model = VisionTransformer(size, patch, num_classes=10, embed_dim=width, depth=1, num_heads=2)
-    assert choose_parts(model, batch_size=batch, image_size=(size, size)) == parts
+    assert choose_parts(model, batch_size=batch, image_size=(size, size), device=torch.device("cpu")) == parts
     tokens = (size // patch) ** 2
     if parts > 1:
         assert -(-batch // parts) * tokens * 4 * width * 2 <= 6 * 2**20
@@ -65,7 +65,7 @@ def test_a_parts_widest_activation_takes_three_mebibytes_a_thread(size, patch, w
 def test_other_devices_take_the_batch_whole():
     with torch.device("meta"):
         model = VisionTransformer(224, 16, num_classes=10)
-    assert choose_parts(model, batch_size=1024, image_size=(224, 224)) == 1
+    assert choose_parts(model, batch_size=1024, image_size=(224, 224), device=torch.device("cuda")) == 1
 
 
 def test_only_long_runs_on_known_devices_are_compiled():

@@ -132,7 +132,10 @@ def _summarize(run: "Run") -> dict[str, str]:
     full = math.prod(data.preprocess.image_size)  # a step's time goes with its pixels
     sizes = [plan.image_size(epoch) for epoch in range(run.trainer.progress.epoch, plan.epochs)]
     share = sum(math.prod(size) / full if size else 1 for size in sizes) / max(len(sizes), 1)
-    minutes = share * run.step_cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
+    cost, estimate = run.step_cost, "none for a sharded model"
+    if cost is not None:
+        minutes = share * cost.seconds * (plan.total_steps - run.trainer.progress.step) / 60
+        estimate = f"{minutes:.1f} minutes, {cost.memory_bytes / 2**20:,.0f} MiB beside the images"
     return {
         "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
         "fingerprint": data.train.fingerprint[:16],
@@ -141,7 +144,7 @@ def _summarize(run: "Run") -> dict[str, str]:
         "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, {precision}, "
         f"{'compiled' if run.is_compiled else 'not compiled'}",
         "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
-        "estimate": f"{minutes:.1f} minutes, {run.step_cost.memory_bytes / 2**20:,.0f} MiB beside the images",
+        "estimate": estimate,
     }
 
 

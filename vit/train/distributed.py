@@ -77,15 +77,22 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         dist.destroy_process_group()
 
 
-def wrap_model(model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
-    """`model` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp)."""
+def wrap_model(
+    model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"], device: torch.device
+) -> nn.Module:
+    """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp).
+
+    A sharded model may come from the host: each block goes to the device and is cut there before the next.
+    """
     if process.world_size == 1:
-        return model
+        return model.to(device)
     if parallel == "ddp":
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh(device.type, (process.world_size,))
     for block in model.get_submodule("blocks").children():
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
