@@ -4,6 +4,7 @@
 
 ROOT is an image folder with a train/ split. Every arm is a process of `vit train` that takes two steps of 64
 images with AdamW and an average of the weights; a figure is the largest size its resident memory had.
+The loss is high, the second step follows one at the full learning rate; the arms have to agree on it, no more.
 """
 
 import argparse
