@@ -124,7 +124,12 @@ def build_ladder(ladders: dict[str, dict[str, Any]], records: dict[str, dict[str
     lines: list[str] = []
     for name, ladder in ladders.items():
         recipe = ladder["recipe"].removeprefix("configs/")
-        ends = [row for row in records.values() if row["recipe"] == ladder["recipe"]]
+        ends = [
+            row
+            for row in records.values()
+            if row["recipe"] == ladder["recipe"]
+            and all(item.startswith("data.") for item in row["overrides"])
+        ]
         rungs = list(ladder["rungs"].items())
         up = [(rung, of) for rung, of in rungs if rung.startswith("+")]
         losers = [(f"instead: {rung}", of) for rung, of in rungs[len(up) + 1 :]]

@@ -75,8 +75,9 @@ def test_the_ladder_leads_to_the_recipe_and_then_lists_the_losers() -> None:
         "last_lever": "z",
         "rungs": {"first": make_rung(0.5, 100), "+ y": make_rung(0.6, 110), "x": make_rung(0.4, 90)},
     }
-    record = {"recipe": "configs/a.yaml", **make_rung(0.7, 200, 120)}
-    assert build_ladder({"ladder-a": ladder}, {"record-a": record})[2:] == [
+    record = {"recipe": "configs/a.yaml", "overrides": ["data.root=x"], **make_rung(0.7, 200, 120)}
+    longer = record | {"overrides": ["train.epochs=99"]}
+    assert build_ladder({"ladder-a": ladder}, {"record-a": record, "record-a-99": longer})[2:] == [
         "| first | 50.0 % | 100 | 1 |",
         "| + y | 60.0 % | 110 | 1 |",
         "| + z: the recipe | 70.0 % | 120 | 2 |",
