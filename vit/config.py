@@ -83,7 +83,7 @@ class ModelConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """`muon` moves the encoder's matrices by `muon_lr` and everything else by AdamW at `lr`."""
+    """`muon` moves the encoder's matrices and a stem's inner kernels by `muon_lr`, all else by AdamW at `lr`."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0)

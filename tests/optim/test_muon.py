@@ -112,6 +112,19 @@ def test_packed_queries_keys_and_values_are_orthogonalised_apart():
     torch.testing.assert_close(packed.detach(), torch.cat([parameter.detach() for parameter in apart]))
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_kernel_moves_as_the_matrix_of_its_flattened_filters(memory_format):
+    start, gradient = torch.randn(12, 4, 3, 3), torch.randn(12, 4, 3, 3)
+    kernel = torch.nn.Parameter(start.clone(memory_format=memory_format))
+    matrix = torch.nn.Parameter(start.flatten(1).clone())
+    kernel.grad, matrix.grad = gradient.clone(memory_format=memory_format), gradient.flatten(1).clone()
+    optimizer = Muon([{"params": [kernel, matrix], "pieces": 1}], lr=0.1, weight_decay=0.1)
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(kernel.detach().flatten(1), matrix.detach())
+    assert kernel.detach().sub(start).abs().max() > 0.01
+
+
 def test_tall_matrices_move_by_the_root_of_their_aspect():
     tall = torch.nn.Parameter(torch.zeros(64, 16))
     tall.grad = torch.randn(64, 16)

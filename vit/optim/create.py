@@ -26,7 +26,7 @@ def create_optimizer(
 ) -> Optimizer:
     """An optimizer over all trainable parameters of `model`.
 
-    `betas` are AdamW's, `momentum` is SGD's and Muon's (Nesterov's). "muon" takes `muon_lr` for the encoder's
+    `betas` are AdamW's, `momentum` is SGD's and Muon's (Nesterov's). "muon" takes `muon_lr` for hidden
     matrices, whose products it computes in `muon_dtype`, and `lr` and `betas` for AdamW on the rest.
     """
     if name not in ("adamw", "sgd", "muon"):

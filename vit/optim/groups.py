@@ -13,9 +13,12 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not name.endswith(_EMBEDDINGS)
 
 
-def is_encoder_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon may orthogonalise a parameter: the linear layers' weights inside the encoder's blocks."""
-    return parameter.ndim == 2 and re.search(r"(^|\.)blocks\.\d+\.", name) is not None
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter maps features to features: a linear layer's weight inside the encoder's blocks, or a
+    stem's kernel."""
+    return parameter.ndim == 4 or (
+        parameter.ndim == 2 and re.search(r"(^|\.)blocks\.\d+\.", name) is not None
+    )
 
 
 def layer_of(name: str, *, depth: int) -> int:
@@ -41,8 +44,9 @@ def parameter_groups(
     """Every trainable parameter of `model` once, in groups that share their settings.
 
     A parameter of layer i of L learns at lr · layer_decay^(L + 1 − i) (BEiT, arXiv 2106.08254, appendix).
-    With `muon_lr` the encoder's matrices form groups of their own, whose `pieces` says how many matrices are
-    packed into one: 3 for queries, keys and values, else 1; it is 0 in all other groups.
+    With `muon_lr` the hidden matrices and kernels, all but the first kernel, which reads the pixels, form groups of
+    their own, whose `pieces` says how many matrices are packed into one: 3 for queries, keys and values, else
+    1; it is 0 in all other groups.
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(
@@ -51,10 +55,11 @@ def parameter_groups(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     blocks = [int(found) for name, _ in named for found in re.findall(r"(?:^|\.)blocks\.(\d+)\.", name)]
     depth = max(blocks, default=-1) + 1
+    first_kernel = next((name for name, parameter in model.named_parameters() if parameter.ndim == 4), None)
     groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
     for name, parameter in named:
         layer, decayed = layer_of(name, depth=depth), is_decayed(name, parameter)
-        muon = muon_lr is not None and is_encoder_matrix(name, parameter)
+        muon = muon_lr is not None and name != first_kernel and is_hidden_matrix(name, parameter)
         pieces = (3 if name.endswith("attn.qkv.weight") else 1) if muon else 0
         scale = layer_decay ** (depth + 1 - layer)
         group = groups.setdefault(

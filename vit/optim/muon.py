@@ -1,4 +1,4 @@
-"""Muon for the encoder's matrices and AdamW for everything else, in one optimizer.
+"""Muon for hidden matrices and AdamW for everything else, in one optimizer.
 
 Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the
 nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go
@@ -52,7 +52,8 @@ def _iterate(work: Tensor, *, steps: int) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon on the groups whose `pieces` is positive, AdamW on the others; one state_dict for both.
 
-    A Muon group's matrices are orthogonalised in `pieces` parts of equal rows. The update is scaled by
+    A Muon group's matrices are orthogonalised in `pieces` parts of equal rows; a convolution's kernel [O, I, h, w] is
+    the matrix [O, I·h·w] (as Jordan's). The update is scaled by
     sqrt(max(1, rows / columns)) as in the original, so a learning rate near 0.02 fits all shapes.
     `dtype` is the products': the iteration needs no more than bfloat16, which is several times faster where the
     hardware has it, but then the order of a sum may show, as it does where a batch is split over processes.
@@ -87,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         self._dtype = dtype
         for group in self.param_groups:
             for parameter in group["params"]:
-                if group["pieces"] and (parameter.ndim != 2 or parameter.shape[0] % group["pieces"]):
+                if group["pieces"] and (parameter.ndim < 2 or parameter.shape[0] % group["pieces"]):
                     raise ValueError(
                         f"Muon takes matrices that split into {group['pieces']}; got {tuple(parameter.shape)}"
                     )
@@ -136,14 +137,14 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"] if group["pieces"] else ():
                 if parameter.grad is not None:
                     update = self._momentum(parameter, momentum=group["momentum"])
-                    shape = (parameter.shape[0] // group["pieces"], parameter.shape[1])
-                    stacks[shape].append((parameter, update.view(group["pieces"], *shape), group))
+                    shape = (parameter.shape[0] // group["pieces"], parameter[0].numel())
+                    stacks[shape].append((parameter, update.reshape(group["pieces"], *shape), group))
         for (rows, columns), entries in stacks.items():
             directions = self._orthogonalize_shared(torch.cat([update for _, update, _ in entries]))
             directions *= max(1.0, rows / columns) ** 0.5
             start = 0
             for parameter, update, group in entries:
-                direction = directions[start : start + len(update)].flatten(0, 1)
+                direction = directions[start : start + len(update)].reshape(parameter.shape)
                 start += len(update)
                 change = direction.add(parameter, alpha=group["weight_decay"]).mul_(group["lr"])
                 parameter.sub_(self._unless_found_inf(change))
