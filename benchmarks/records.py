@@ -41,7 +41,13 @@ def format_share(figure: dict[str, Any] | None) -> str:
 def describe_plainness(config: dict[str, Any]) -> str:
     """What the model has beside encoder blocks with full attention."""
     model = config["model"]
-    parts = [{"patch": "patchify", "conv": "conv stem", "conv_pool": "pooled conv stem"}[model["stem"]]]
+    stems = {
+        "patch": "patchify",
+        "conv": "conv stem",
+        "conv_pool": "pooled conv stem",
+        "conv_pool_residual": "pooled conv stem with a residual convolution",
+    }
+    parts = [stems[model["stem"]]]
     parts += [f"{model['reg_tokens']} registers"] if model["reg_tokens"] else []
     return ", ".join(parts)
 

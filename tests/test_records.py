@@ -8,8 +8,7 @@ from ladder import LEVERS, RECIPE, list_rungs
 from records import ROOT, build_cost_table, build_ladder, format_share
 from time_to_accuracy import compare
 
-from vit.build import _flatten as flatten
-from vit.config import load_config
+from vit.config import flatten_config, load_config
 
 
 def make_run(*points: tuple[float, float]) -> dict[str, Any]:
@@ -56,8 +55,7 @@ def test_a_share_comes_with_its_spread(figure: dict[str, Any] | None, text: str)
 def test_a_rung_of_the_ladder_has_one_lever_more_than_the_one_before() -> None:
     rungs = list(list_rungs().values())
     climbed = [
-        flatten(load_config(ROOT / RECIPE, overrides).model_dump())
-        for overrides in [*rungs[: len(LEVERS)], []]
+        flatten_config(load_config(ROOT / RECIPE, overrides)) for overrides in [*rungs[: len(LEVERS)], []]
     ]
     for number, (before, after) in enumerate(pairwise(climbed)):
         pulled = {key for key in after if before[key] != after[key]}

@@ -14,7 +14,7 @@ from torch import nn
 from vit.build_data import Data, Loader, build_data, build_loaders, source_arguments
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
-from vit.config import Config, as_pair, load_config, plain_values
+from vit.config import Config, as_pair, flatten_config, load_config, plain_values
 from vit.data.cache import default_cache_dir
 from vit.data.images import Preprocess
 from vit.data.sources import load_source
@@ -253,12 +253,8 @@ def find_changes(config: Config, saved: Path) -> list[str]:
     Where the images are cached and how many processes decode them changes no number.
     """
     neutral = {"data.workers", "data.cache_dir", "data.memory_share", "data.root", "train.keep_limit"}
-    ours, theirs = _flatten(config.model_dump()), _flatten(load_config(saved).model_dump())
+    ours, theirs = flatten_config(config), flatten_config(load_config(saved))
     return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
-
-
-def _flatten(values: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
 
 
 def _should_compile(config: Config, plan: Plan, model: VisionTransformer) -> bool:

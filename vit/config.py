@@ -65,7 +65,7 @@ class ModelConfig(_Section):
         None  # a name of timm's, such as vit_tiny_patch16_224, or a small one, vit_micro_patch4_32
     )
     patch_size: Size = 4
-    stem: Literal["patch", "conv", "conv_pool"] = "patch"
+    stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
     embed_dim: int = Field(192, gt=0)
     depth: int = Field(12, gt=0)
     num_heads: int = Field(3, gt=0)
@@ -205,6 +205,15 @@ def plain_values(config: Config) -> dict[str, Any]:
     if config.model.preset is not None:  # what is not named is the preset's
         values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
     return values
+
+
+def flatten_config(config: Config) -> dict[str, Any]:
+    """'section.key' → value."""
+    return {
+        f"{section}.{key}": value
+        for section, keys in config.model_dump().items()
+        for key, value in keys.items()
+    }
 
 
 def dump_config(config: Config) -> str:

@@ -19,6 +19,7 @@ OPTIONS = [
     {"pool": "max", "class_token": True},
     {"pool": "attention", "stem": "conv", "pos_embed": "sincos"},
     {"stem": "conv_pool", "mlp": "relu2", "pos_embed": "none"},
+    {"stem": "conv_pool_residual", "pool": "avg"},
     {"mlp": "swiglu", "qk_norm": True, "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
     {"distilled": True, "qkv_bias": False},
 ]
@@ -93,7 +94,7 @@ class TestGeometry:
             ({"patch_size": 0}, "patch_size 0 is neither a positive number"),
             ({"num_heads": 5}, "num_heads 5 does not divide embed_dim 32; try 2 or 4"),
             ({"pool": "mean"}, "unknown pool 'mean'; known: attention, avg, max, token"),
-            ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, patch"),
+            ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch"),
             ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, none, sincos"),
             (
@@ -118,7 +119,7 @@ class TestGeometry:
         ):
             tiny()(torch.randn(2, 3, 16, 8))
 
-    @pytest.mark.parametrize("stem", ["conv", "conv_pool"])
+    @pytest.mark.parametrize("stem", ["conv", "conv_pool", "conv_pool_residual"])
     @pytest.mark.parametrize("patch", [(4, 4), (2, 4), (1, 2), (16, 16)])
     def test_a_convolutional_stem_ends_on_the_patch_grid(self, stem, patch):
         size = (2 * patch[0], 3 * patch[1])
@@ -126,7 +127,7 @@ class TestGeometry:
         assert embed.grid_size == (2, 3)
         assert embed(torch.randn(1, 3, *size)).shape == (1, 6, 16)
 
-    @pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool"])
+    @pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool", "conv_pool_residual"])
     def test_tokens_go_row_by_row_and_see_their_own_patch(self, stem):
         torch.manual_seed(0)
         embed = PatchEmbed((16, 24), 4, in_chans=3, embed_dim=16, stem=stem)
@@ -135,7 +136,7 @@ class TestGeometry:
             (gradient,) = torch.autograd.grad(embed(images)[0, row * 6 + column].square().sum(), images)
             seen = gradient[0].abs().sum(0).reshape(4, 4, 6, 4).sum((1, 3))  # by patch, [rows, columns]
             assert seen[row, column] > 0
-            reach = {"patch": 0, "conv": 1, "conv_pool": 2}[stem]
+            reach = {"patch": 0, "conv": 1, "conv_pool": 2, "conv_pool_residual": 3}[stem]
             far = [abs(r - row) > reach or abs(c - column) > reach for r in range(4) for c in range(6)]
             assert seen.flatten()[torch.tensor(far)].sum() == 0
 
@@ -282,6 +283,13 @@ class TestInitialisation:
         torch.manual_seed(0)
         embed = tiny(stem=stem, patch_size=16, img_size=64, embed_dim=192).patch_embed
         assert 0.5 < embed(torch.randn(8, 3, 64, 64)).square().mean().sqrt() < 5
+
+    def test_the_residual_convolution_adds_at_most_as_much_as_it_reads(self):
+        torch.manual_seed(0)
+        embed = tiny(stem="conv_pool_residual", patch_size=4, img_size=32, embed_dim=128).patch_embed
+        features = embed.stem(torch.randn(8, 3, 32, 32))
+        added = embed.proj(features) - features
+        assert 0.3 * features.square().mean() < added.square().mean() < features.square().mean()
 
     def test_logits_start_small_and_drop_path_grows_linearly(self, model):
         assert model.eval()(torch.randn(8, 3, 32, 32)).std() < 0.5

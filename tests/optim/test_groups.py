@@ -56,7 +56,7 @@ def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
     assert rates["patch_embed.proj.weight"] == rates["cls_token"] == rates["pos_embed"] == 0.0625
 
 
-@pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool"])
+@pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool", "conv_pool_residual"])
 def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in_three(stem):
     model = build_model(stem=stem)
     pieces = settings(model, "pieces", lr=1.0, weight_decay=0.05, muon_lr=0.02)
@@ -65,10 +65,8 @@ def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in
         inside = name.startswith("blocks") and parameter.ndim == 2
         kernel = parameter.ndim == 4 and name != reads_pixels
         assert pieces[name] == (3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0), name
-    assert (
-        sum(parameter.ndim == 4 for parameter in model.parameters())
-        == {"patch": 1, "conv": 3, "conv_pool": 2}[stem]
-    )
+    kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3}[stem]
+    assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels
 
 
 def test_muons_rate_decays_by_layer_too():

@@ -8,12 +8,12 @@ from torch import nn
 def initialise(module: nn.Module) -> None:
     """The field's start (DeiT, timm): linear maps and learned positions truncated normal with σ = 0.02,
     biases zero, tokens near zero. Convolutions are normal with the variance that keeps their signal's: LeCun
-    et al. 1998, or He et al. 2015 in a stem, where a ReLU follows."""
+    et al. 1998, or He et al. 2015 where a ReLU follows."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
             nn.init.trunc_normal_(part.weight, std=0.02)
         elif isinstance(part, nn.Conv2d):
-            gain = 2.0 if ".stem." in name else 1.0
+            gain = 1.0 if name.endswith("patch_embed.proj") else 2.0
             nn.init.normal_(part.weight, std=(gain / part.weight[0].numel()) ** 0.5)
         if isinstance(part, nn.Linear | nn.Conv2d) and part.bias is not None:
             nn.init.zeros_(part.bias)

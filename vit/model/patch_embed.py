@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vit.device import cpu_multiplies_bfloat16
 from vit.model.arguments import as_pair, check_choice
 
-STEMS = ("conv", "conv_pool", "patch")
+STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
 
 
 class PatchEmbed(nn.Module):
@@ -24,7 +24,9 @@ class PatchEmbed(nn.Module):
     2021, without their batch norms, so that no sample's result depends on its batch).
     stem "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide up to the last, which is D
     wide (CCT, Hassani et al. 2021; of its models CCT-7 has just these widths).
-    Both end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
+    stem "conv_pool_residual": the same, and one more 3×3 convolution with ReLU on the patch grid, added to what it
+    reads (He et al. 2016): a token then sees one patch further.
+    All end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class PatchEmbed(nn.Module):
             self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
         else:
             self.stem = _build_pooled_stem(in_chans, embed_dim, strides=_strides(self.patch_size))
-            self.proj = nn.Identity()
+            self.proj = ResidualConv(embed_dim) if stem == "conv_pool_residual" else nn.Identity()
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -104,6 +106,17 @@ class PatchEmbed(nn.Module):
         in_float32 = images.is_cpu and not self._cpu_has_bfloat16
         with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
             return run(images, self.stem, self.proj)
+
+
+class ResidualConv(nn.Module):
+    """features + relu(conv(features)), 3×3, on the patch grid."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(embed_dim, embed_dim, 3, padding=1, bias=False)
+
+    def forward(self, features: Float[Tensor, "B D rows columns"]) -> Float[Tensor, "B D rows columns"]:
+        return features + F.relu(self.conv(features))
 
 
 def _run(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
