@@ -2,9 +2,9 @@
 
     python benchmarks/ladder.py data.name=folder data.root=ROOT --seeds 1 --output benchmarks/results
 
-Every rung trains for the recipe's epochs with the levers of the rungs before it and one more; the losers are the
-recipe with one thing changed that looked promising. The recipe itself is the row of `time_to_accuracy.py`. The
-row is written after every run, and runs that it already holds are not repeated.
+Every rung trains for the recipe's epochs with the levers of the rungs before it and one more; the others are the
+recipe with one thing changed: what lost, or takes longer than it is worth in nine epochs. The recipe itself is the
+row of `time_to_accuracy.py`. The row is written after every run, and runs that it already holds are not repeated.
 """
 
 import argparse
@@ -30,10 +30,11 @@ LEVERS = {
     "24 px for 60 % of the epochs": ["train.image_sizes=null"],
 }
 LOSERS = {
-    "cutout of 8 px": ["augment.cutout=8"],
-    "query-key norm": ["model.qk_norm=true"],
+    "pooled conv stem with a residual convolution": ["model.stem=conv_pool_residual"],
     "strided conv stem": ["model.stem=conv"],
+    "cutout of 8 px": ["augment.cutout=8"],
     "Muon's learning rate 0.02": ["optimizer.muon_lr=0.02"],
+    "query-key norm": ["model.qk_norm=true"],
 }
 
 
@@ -75,6 +76,7 @@ def main() -> None:
                         directory=Path(directory) / str(number),
                         cache=cache,
                     )
+                    | {"commit": machine["commit"]}
                 )
                 rung["ours"] = summarise(rung["runs"])
                 path.write_text(json.dumps(row, indent=1) + "\n")

@@ -165,17 +165,17 @@ def draw_curves(rows: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-    colours = {"ours": "#0072b2", "rival": "#d55e00"}  # Okabe and Ito's, told apart by the colour-blind
+    ours = iter(["#0072b2", "#56b4e9", "#009e73"])  # Okabe and Ito's, told apart by the colour-blind
     shown: set[str] = set()
     for row in rows.values():
-        arms = [("ours", run["curve"]) for run in row["runs"]]
-        arms += [("rival", run["curve"]) for run in row["rival_runs"]]
-        for arm, curve in arms:
-            label = {"ours": "vit train", "rival": "timm's model, plain loop"}[arm]
+        name, colour = f"vit train {row['recipe']}", next(ours)
+        arms = [(name, colour, run["curve"]) for run in row["runs"]]
+        arms += [("timm's model, plain loop", "#d55e00", run["curve"]) for run in row["rival_runs"]]
+        for label, colour, curve in arms:
             axes.plot(
                 [point["seconds"] / 60 for point in curve],
                 [100 * point["top1"] for point in curve],
-                color=colours[arm],
+                color=colour,
                 marker=".",
                 linewidth=1.2,
                 label=None if label in shown else label,

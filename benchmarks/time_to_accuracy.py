@@ -221,7 +221,9 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rival", choices=["timm"])
+    rivals = parser.add_mutually_exclusive_group()
+    rivals.add_argument("--rival", choices=["timm"])
+    rivals.add_argument("--rival-from", type=Path, metavar="ROW", help="take its runs from an earlier row")
     parser.add_argument("--rival-seeds", type=int, default=1)
     parser.add_argument("--rival-epochs", type=int, default=10)
     parser.add_argument("--rival-seconds", type=float, default=float("inf"), help="stop it after an epoch")
@@ -238,7 +240,10 @@ def main() -> None:
         return
     machine = describe_conditions(device)
     ours: list[dict[str, Any]] = []
-    rival: list[dict[str, Any]] = []
+    earlier = json.loads(options.rival_from.read_text()) if options.rival_from else {}
+    if earlier and earlier["machine"]["device"] != machine["device"]:
+        parser.error(f"{options.rival_from} was measured on {earlier['machine']['device']}")
+    rival: list[dict[str, Any]] = earlier.get("rival_runs", [])
     with tempfile.TemporaryDirectory() as directory:
         cache = Path(directory) / "cache"
         for seed in range(max(options.seeds, options.rival_seeds if options.rival else 0)):
@@ -266,6 +271,7 @@ def main() -> None:
             "time_to": compare(ours, rival, options.target),
             "runs": ours,
             "rival_runs": rival,
+            "rival_machine": earlier.get("rival_machine", earlier.get("machine", machine)) if rival else None,
         }
     print(json.dumps({key: row[key] for key in ("ours", "rival", "time_to")}, indent=1))
     if options.output:
