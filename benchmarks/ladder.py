@@ -2,9 +2,9 @@
 
     python benchmarks/ladder.py data.name=folder data.root=ROOT --seeds 1 --output benchmarks/results
 
-Every rung trains for the recipe's epochs with the levers of the rungs before it and one more; the others are the
-recipe with one thing changed: what lost, or takes longer than it is worth in nine epochs. The recipe itself is the
-row of `time_to_accuracy.py`. The row is written after every run, and runs that it already holds are not repeated.
+Every rung trains for nine epochs with the levers of the rungs before it and one more; the others are the recipe with
+one thing changed: what lost, or takes longer than it is worth in nine epochs. The row is written after every run,
+and runs that it already holds are not repeated.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from rows import describe_conditions, machine_slug
 from time_to_accuracy import summarise, time_ours
 
 RECIPE = "configs/cifar10/cpu.yaml"
+EPOCHS = "train.epochs=9"
 # the levers in the order in which they are pulled, each with what stands there before
 LEVERS = {
     "label smoothing, averaged weights": ["train.label_smoothing=0", "train.ema_decay=null"],
@@ -39,11 +40,10 @@ LOSERS = {
 
 
 def list_rungs() -> dict[str, list[str]]:
-    """Name → overrides. The last lever's rung would be the recipe and is left out."""
+    """Name → overrides."""
     names = list(LEVERS)
-    without = [[item for name in names[first:] for item in LEVERS[name]] for first in range(len(names))]
-    climbed = dict(zip(["AdamW, patches", *(f"+ {name}" for name in names[:-1])], without, strict=True))
-    return climbed | LOSERS
+    without = [[item for name in names[first:] for item in LEVERS[name]] for first in range(len(names) + 1)]
+    return dict(zip(["AdamW, patches", *(f"+ {name}" for name in names)], without, strict=True)) | LOSERS
 
 
 def main() -> None:
@@ -57,9 +57,7 @@ def main() -> None:
     machine = describe_conditions("cpu")
     path = options.output / f"ladder-cifar10-cpu-{machine_slug(machine['device'])}.json"
     row: dict[str, Any] = (
-        json.loads(path.read_text())
-        if path.exists()
-        else {"recipe": RECIPE, "machine": machine, "last_lever": list(LEVERS)[-1], "rungs": {}}
+        json.loads(path.read_text()) if path.exists() else {"recipe": RECIPE, "machine": machine, "rungs": {}}
     )
     with tempfile.TemporaryDirectory() as directory:
         cache = Path(directory) / "cache"
@@ -71,7 +69,7 @@ def main() -> None:
                 rung["runs"].append(
                     time_ours(
                         RECIPE,
-                        [*options.overrides, *changes],
+                        [*options.overrides, EPOCHS, *changes],
                         seed=seed,
                         directory=Path(directory) / str(number),
                         cache=cache,

@@ -125,33 +125,23 @@ def build_cost_table(rows: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def build_ladder(ladders: dict[str, dict[str, Any]], records: dict[str, dict[str, Any]]) -> list[str]:
-    """The rungs of each ladder, the recipe that it leads to, and the levers that were left out."""
+def build_ladder(ladders: dict[str, dict[str, Any]]) -> list[str]:
+    """The rungs of each ladder up to the recipe, and the levers that were left out."""
     lines: list[str] = []
     for name, ladder in ladders.items():
         recipe = ladder["recipe"].removeprefix("configs/")
-        ends = [
-            row
-            for row in records.values()
-            if row["recipe"] == ladder["recipe"]
-            and all(item.startswith("data.") for item in row["overrides"])
-        ]
-        rungs = list(ladder["rungs"].items())
-        up = [(rung, of) for rung, of in rungs if rung.startswith("+")]
-        losers = [(f"instead: {rung}", of) for rung, of in rungs[len(up) + 1 :]]
-        end = f"+ {ladder['last_lever']}: the recipe"
-        ordered = [rungs[0], *up, *((end, row) for row in ends), *losers]
         lines += [
             f"| [ladder of `{recipe}`](benchmarks/results/{name}.json) | test top-1 | seconds | seeds |",
             "|---|---|---|---|",
         ]
-        for rung, of in ordered:
+        for number, (rung, of) in enumerate(ladder["rungs"].items()):
+            label = rung if number == 0 or rung.startswith("+") else f"instead: {rung}"
             figures = of["ours"]
             seconds = [run["seconds"] for run in of["runs"] if not run["cold"]] or [
                 run["seconds"] for run in of["runs"]
             ]
             lines.append(
-                f"| {rung} | {format_share(figures['test_top1'])} | {sum(seconds) / len(seconds):.0f} | "
+                f"| {label} | {format_share(figures['test_top1'])} | {sum(seconds) / len(seconds):.0f} | "
                 f"{figures['seeds']} |"
             )
     return lines
@@ -197,7 +187,7 @@ def render() -> str:
         "\n".join(build_table(rows)),
         *build_rival_lines(rows),
         "\n".join(build_cost_table(choose_recipe(rows))),
-        "\n".join(build_ladder(load_rows("ladder"), rows)),
+        "\n".join(build_ladder(load_rows("ladder"))),
     ]
     return "\n\n".join(block for block in blocks if block)
 

@@ -263,7 +263,11 @@ def _should_compile(config: Config, plan: Plan, model: VisionTransformer) -> boo
     if config.train.parallel == "fsdp":
         return False
     total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
-    return should_compile(next(model.parameters()).device.type, total_flops=total_flops)
+    return should_compile(
+        next(model.parameters()).device.type,
+        total_flops=total_flops,
+        num_sizes=len(plan.image_sizes) or 1,
+    )
 
 
 def _model_writer(

@@ -71,6 +71,8 @@ def test_other_devices_take_the_batch_whole():
 def test_only_long_runs_on_known_devices_are_compiled():
     assert should_compile("cpu", total_flops=1e16)
     assert not should_compile("cpu", total_flops=1e13)
+    assert should_compile("cpu", total_flops=2e14)
+    assert not should_compile("cpu", total_flops=2e14, num_sizes=2)
     assert should_compile("cuda", total_flops=1e18)
     assert not should_compile("mps", total_flops=1e18)
 

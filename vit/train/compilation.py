@@ -4,18 +4,18 @@ import os
 import shutil
 from pathlib import Path
 
-# FLOPs of a run from which compiling pays. CPU: the step gains 8 % (d=192) to 15 % (d=128) and compiling takes
-# 25 s (2-core Zen 5), even after 3 to 6 minutes at 0.4 TFLOP/s; the next run finds it compiled. CUDA: assumed, 30 %
-# and 60 s at 80 TFLOP/s.
-_WORTHWHILE_FLOPS = {"cpu": 1e14, "cuda": 1.6e16}
+# FLOPs at one image size from which compiling for that size pays. CPU: the step gains 8 to 13 % and compiling takes
+# 32 s (2-core Zen 5), even after 6 minutes at 0.45 TFLOP/s; the next run finds it compiled. CUDA: assumed, 30 % and
+# 60 s at 80 TFLOP/s.
+_WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
 
-def should_compile(device_type: str, *, total_flops: float) -> bool:
-    """Whether a run of `total_flops`, forward and backward, is to be compiled.
+def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) -> bool:
+    """Whether a run of `total_flops`, forward and backward, over `num_sizes` image sizes is to be compiled.
 
     It depends on nothing that is measured, so that a resumed run decides as the interrupted one did.
     """
-    if total_flops < _WORTHWHILE_FLOPS.get(device_type, float("inf")):
+    if total_flops / num_sizes < _WORTHWHILE_FLOPS.get(device_type, float("inf")):
         return False
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
 
