@@ -53,8 +53,8 @@ class Muon(torch.optim.Optimizer):
     """Muon on the groups whose `pieces` is positive, AdamW on the others; one state_dict for both.
 
     A Muon group's matrices are orthogonalised in `pieces` parts of equal rows; a convolution's kernel [O, I, h, w] is
-    the matrix [O, I·h·w] (as Jordan's). The update is scaled by
-    sqrt(max(1, rows / columns)) as in the original, so a learning rate near 0.02 fits all shapes.
+    the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as there, so a
+    learning rate near 0.02 fits all shapes.
     `dtype` is the products': the iteration needs no more than bfloat16, which is several times faster where the
     hardware has it, but then the order of a sum may show, as it does where a batch is split over processes.
     `grad_scale` and `found_inf` are read as torch's fused optimizers read them: gradients are divided by the
