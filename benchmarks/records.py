@@ -8,6 +8,7 @@ A recipe without a row is listed as not measured.
 
 import argparse
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def draw_curves(rows: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-    ours = iter(["#0072b2", "#56b4e9", "#009e73"])  # Okabe and Ito's, told apart by the colour-blind
+    ours = cycle(["#0072b2", "#56b4e9", "#009e73"])  # Okabe and Ito's, told apart by the colour-blind
     shown: set[str] = set()
     for row in rows.values():
         name, colour = f"vit train {row['recipe']}", next(ours)
