@@ -24,14 +24,14 @@ import torch
 from rows import describe_conditions, write_row
 from torch import Tensor, nn
 
-from vit.device import choose_device
-from vit.explain.faithfulness import to_markdown
-from vit.explain.methods import compute_maps
-from vit.explain.pipeline import choose_batch_size
-from vit.explain.readout import run_forward
-from vit.explain.rollout import attention_rollout, rollout_row
+from vit.explanation.capture.readout import run_forward
+from vit.explanation.explain import choose_batch_size
+from vit.explanation.faithfulness.metrics import to_markdown
+from vit.explanation.methods.rollout import attention_rollout, rollout_row
+from vit.explanation.methods.table import compute_maps
 from vit.model.vision_transformer import VisionTransformer
-from vit.train.memory import keep_freed_memory
+from vit.runtime.device import choose_device
+from vit.runtime.memory import keep_freed_memory
 
 # name: (architecture, images of a batch, images of the textbook program a round)
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {

@@ -23,10 +23,10 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from vit.data.augment import Augment
+from vit.data.cache import Store, build_store
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader
-from vit.data.sources import load_source
-from vit.data.stores import Store, build_store
+from vit.data.open import load_source
 
 WORKERS = 2
 

@@ -36,13 +36,13 @@ from rich.table import Table
 from rows import describe_conditions, write_row
 from torch import nn
 
+from vit.data.cache import build_store
 from vit.data.images import Preprocess
-from vit.data.sources import load_source
-from vit.data.stores import build_store
-from vit.device import choose_device
-from vit.evaluate.predict import Predictor, autocast
+from vit.data.open import load_source
+from vit.evaluation.predictor import Predictor, autocast
 from vit.model.vision_transformer import VisionTransformer
-from vit.train.memory import keep_freed_memory
+from vit.runtime.device import choose_device
+from vit.runtime.memory import keep_freed_memory
 
 ARCHITECTURE = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3}
 PREPROCESS = Preprocess(image_size=(32, 32), crop_fraction=1.0)

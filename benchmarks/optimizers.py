@@ -21,9 +21,9 @@ import torch
 from rows import describe_conditions, write_row
 from torch import nn
 
-from vit.device import choose_device
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim import create_optimizer
+from vit.runtime.device import choose_device
 
 MODELS = {
     "CIFAR ViT, d128 L4": {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 2},

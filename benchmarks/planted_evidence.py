@@ -17,9 +17,9 @@ from rows import describe_conditions, write_row
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from vit.explain.dropping import build_predictor, leave_one_out
-from vit.explain.faithfulness import to_markdown
-from vit.explain.methods import METHODS, compute_maps
+from vit.explanation.faithfulness.metrics import to_markdown
+from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
+from vit.explanation.methods.table import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
 GLYPH_CLASS, GRID, PATCH = 10, 4, 6

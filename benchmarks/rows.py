@@ -13,7 +13,7 @@ from typing import Any
 import timm
 import torch
 
-from vit.device import describe_device
+from vit.runtime.device import describe_device
 
 
 def describe_conditions(device: torch.device | str) -> dict[str, Any]:

@@ -30,12 +30,12 @@ import torch
 from PIL import Image
 from rows import describe_conditions, write_row
 
-from vit.build_data import source_arguments
+from vit.build.data import source_arguments
 from vit.bundle import load_bundle
 from vit.config import Config, load_config
-from vit.data.image_source import ImageSource
-from vit.data.sources import load_source
-from vit.device import choose_device
+from vit.data.open import load_source
+from vit.data.sets.source import ImageSource
+from vit.runtime.device import choose_device
 
 WORKERS = 2
 

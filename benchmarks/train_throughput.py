@@ -149,7 +149,7 @@ class TimedBatches:
         return len(self.batches)
 
     def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
-        from vit.train.loop import Stopped
+        from vit.training.loop import Stopped
 
         for batch in self.batches.epoch(epoch, **arguments):
             yield batch  # and come back here after the step
@@ -159,10 +159,10 @@ class TimedBatches:
 
 def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[str, float]:
     """The whole training loop, but for what it shows and saves between epochs."""
-    from vit.build import build_run
+    from vit.build.run import build_run
     from vit.config import load_config
-    from vit.train.distributed import join_processes
-    from vit.train.loop import Stopped
+    from vit.runtime.processes import join_processes
+    from vit.training.loop import Stopped
 
     overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
     overrides += [f"optimizer.{name}={value}" for name, value in ADAMW.items()]
@@ -218,13 +218,13 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
 def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
     """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
     from vit.data.augment import Augment
+    from vit.data.cache import build_store
     from vit.data.images import Preprocess
     from vit.data.loaders import ResidentLoader
-    from vit.data.sources import load_source
-    from vit.data.stores import build_store
+    from vit.data.open import load_source
     from vit.model.vision_transformer import VisionTransformer
     from vit.optim import create_optimizer, create_schedule
-    from vit.train.step import TrainStep
+    from vit.training.step import TrainStep
 
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_fraction=1.0)
     source = load_source("folder", root=str(root), split="train")

@@ -10,8 +10,8 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         "vit.model",
-        "vit.explain",
-        "vit.data.draws",
+        "vit.explanation",
+        "vit.data.random",
         "vit.data.kernels",
         "vit.data.loaders",
         "vit.data.policies",

@@ -10,16 +10,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vit.bundle import Bundle, load_bundle
-    from vit.explain import explain_images
-    from vit.explain.rollout import attention_rollout
+    from vit.explanation import explain_images
+    from vit.explanation.methods.rollout import attention_rollout
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
 
 _HOME = {
     "Bundle": "vit.bundle",
     "VisionTransformer": "vit.model.vision_transformer",
-    "attention_rollout": "vit.explain.rollout",
-    "explain_images": "vit.explain",
+    "attention_rollout": "vit.explanation.methods.rollout",
+    "explain_images": "vit.explanation",
     "load_bundle": "vit.bundle",
     "load_timm": "vit.model.timm_weights",
 }

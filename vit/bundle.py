@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import vit
 from vit.data.images import Preprocess
-from vit.files import compute_sha256, write_atomically
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_finite, load_state
+from vit.runtime.files import compute_sha256, write_atomically
 
 SCHEMA_VERSION = 1
 MODEL_FILE = "model.safetensors"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vit.files import compute_sha256, flush, write_atomically
+from vit.runtime.files import compute_sha256, flush, write_atomically
 
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.(pt|sharded)")
 _STATE_FILE = "state.pt"

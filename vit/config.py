@@ -1,8 +1,8 @@
 """Every knob, typed, on one page.
 
 A configuration is a YAML file plus `key.path=value` overrides, validated once. Whatever is not named keeps the
-default below. Values travel on from here as plain arguments; only `vit/build.py`, `vit/build_data.py` and the
-commands see this schema.
+default below. Values travel on from here as plain arguments; only `vit/build/` and the commands see this
+schema.
 """
 
 import difflib

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from vit.bundle import save_bundle
 from vit.data.images import Preprocess
-from vit.explain.methods import METHODS
+from vit.explanation.methods.table import METHODS
 from vit.model.vision_transformer import VisionTransformer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.evaluate.records import write_evaluation
+from tests.evaluation.records import write_evaluation
 from vit.cli.main import main
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)

@@ -14,9 +14,9 @@ from PIL import Image
 
 from vit.bundle import load_bundle, save_bundle
 from vit.cli.main import main
+from vit.data.cache import build_store
 from vit.data.images import Preprocess
-from vit.data.sources import load_source
-from vit.data.stores import build_store
+from vit.data.open import load_source
 from vit.model.vision_transformer import VisionTransformer
 
 CLASSES = ("bee", "cat", "dog")

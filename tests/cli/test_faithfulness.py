@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from vit.bundle import save_bundle
 from vit.data.images import Preprocess
-from vit.data.sources import load_source
+from vit.data.open import load_source
 from vit.model.vision_transformer import VisionTransformer
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.image_source import ArrayBacking, ImageSource, make_source
+from vit.data.sets.source import ArrayBacking, ImageSource, make_source
 
 MakeFolder = Callable[..., Path]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, autoaugment
 
 from vit.data.augment import Augment, _draw_beta, cut_pixels, finish_images, mix_batch
-from vit.data.draws import Draws
 from vit.data.images import Preprocess
 from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations
+from vit.data.random import Draws
 
 SIZE = (16, 20)
 PREPROCESS = Preprocess(SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))

@@ -186,7 +186,7 @@ def test_preprocess_survives_json_and_refuses_nonsense() -> None:
 
 
 def test_decoding_needs_no_torch() -> None:
-    code = "import sys, vit.data.stores; sys.exit('torch' in sys.modules)"
+    code = "import sys, vit.data.cache; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

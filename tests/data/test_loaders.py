@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from vit.data.augment import Augment
-from vit.data.image_source import ImageSource
+from vit.data.cache import Store, build_store
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
-from vit.data.sources import load_source
-from vit.data.stores import Store, build_store
+from vit.data.open import load_source
+from vit.data.sets.source import ImageSource
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from vit.data.images import Preprocess
-from vit.explain.export import export_maps
-from vit.explain.items import ImageItem, clean_name
-from vit.explain.methods import MapOptions
-from vit.explain.pipeline import Settings
+from vit.explanation.explain import Settings
+from vit.explanation.items import ImageItem, clean_name
+from vit.explanation.methods.table import MapOptions
+from vit.explanation.render.write import export_maps
 from vit.model.vision_transformer import VisionTransformer
 from vit.pages.gallery import Gallery
 
@@ -205,7 +205,7 @@ def test_opacity_zero_shows_the_photo(browser, page: tuple) -> None:
 
 @pytest.mark.browser
 def test_full_opacity_draws_the_same_colours_as_the_pictures(browser, page: tuple) -> None:
-    from vit.explain.overlay import colour, place_map
+    from vit.explanation.render.overlay import colour, place_map
 
     (first, _) = open_page(browser, page[0])
     set_opacity(browser, 100)

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.image_source import ArrayBacking, make_source
+from vit.data.cache import Store
 from vit.data.images import Preprocess
-from vit.data.stores import Store
-from vit.evaluate.corruptions import CORRUPTIONS
-from vit.evaluate.cost import Cost
-from vit.evaluate.errors import find_confident_mistakes
-from vit.evaluate.intervals import compute_intervals
-from vit.evaluate.metrics import (
+from vit.data.sets.source import ArrayBacking, make_source
+from vit.evaluation.corruptions import CORRUPTIONS
+from vit.evaluation.cost import Cost
+from vit.evaluation.errors import find_confident_mistakes
+from vit.evaluation.images import Duplication, Images
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import (
     Scores,
     compute_confusion,
     compute_figures,
@@ -27,9 +28,8 @@ from vit.evaluate.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluate.predict import Pixels
-from vit.evaluate.record import Calibration, Evaluation, Example, Examples
-from vit.evaluate.sources import Duplication, Images
+from vit.evaluation.predictor import Pixels
+from vit.evaluation.result import Calibration, Evaluation, Example, Examples
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"

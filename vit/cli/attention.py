@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vit.bundle import Bundle
-    from vit.explain.export import Results
-    from vit.explain.items import ImageItem
-    from vit.explain.pipeline import ExplainedImage, Settings
+    from vit.explanation.explain import ExplainedImage, Settings
+    from vit.explanation.items import ImageItem
+    from vit.explanation.render.write import Results
 
 FORMATS = ("png", "npz", "html", "tensorboard")
 _TRUST_UP_TO = 64  # images: a report costs about 25 forward passes an image
@@ -77,13 +77,13 @@ def attention(
 
     from vit.bundle import load_bundle
     from vit.cli.common import prepare_output
-    from vit.device import choose_device, choose_precision
-    from vit.explain.capture import find_attention_layers
-    from vit.explain.export import Results, load_results
-    from vit.explain.methods import MapOptions, check_options
-    from vit.explain.pipeline import Settings, choose_batch_size
-    from vit.explain.targets import build_target_chooser
-    from vit.train.memory import keep_freed_memory
+    from vit.explanation.capture.capture import find_attention_layers
+    from vit.explanation.explain import Settings, choose_batch_size
+    from vit.explanation.methods.table import MapOptions, check_options
+    from vit.explanation.methods.targets import build_target_chooser
+    from vit.explanation.render.write import Results, load_results
+    from vit.runtime.device import choose_device, choose_precision
+    from vit.runtime.memory import keep_freed_memory
 
     wanted = _split(formats, known=FORMATS)
     chosen_device = choose_device(device)
@@ -135,7 +135,7 @@ def _export(
 ) -> "Results":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vit.explain.export import export_maps
+    from vit.explanation.render.write import export_maps
     from vit.pages.gallery import Gallery
 
     gallery = Gallery(bundle.class_names) if "html" in wanted else None
@@ -167,7 +167,7 @@ def _write_tensorboard(
 ) -> "Callable[[list[ExplainedImage]], None]":
     from torch.utils.tensorboard import SummaryWriter
 
-    from vit.explain.export import draw_map
+    from vit.explanation.render.write import draw_map
 
     writer = SummaryWriter(directory)
 
@@ -184,7 +184,7 @@ def _write_tensorboard(
 
 
 def _find_files(names: list[str]) -> list[str]:
-    from vit.evaluate.files import find_images
+    from vit.evaluation.predict_files import find_images
 
     return list(find_images(names, listed=()))
 
@@ -193,8 +193,8 @@ def _find_items(
     bundle: "Bundle", paths: list[str] | None, *, count: int, done: "Results"
 ) -> "list[ImageItem]":
     """What is left to explain."""
-    from vit.evaluate.sources import find_source
-    from vit.explain.items import items_from_files, items_from_source
+    from vit.evaluation.images import find_source
+    from vit.explanation.items import items_from_files, items_from_source
 
     if paths is not None:
         return items_from_files([path for path in paths if path not in done.paths], taken=done.names)

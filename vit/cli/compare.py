@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vit.evaluate.compare import Group, Pair
+    from vit.evaluation.comparison import Group, Pair
 
 
 def compare(
@@ -29,7 +29,7 @@ def compare(
     from rich.console import Console
 
     from vit.cli.common import check_output, prepare_output
-    from vit.evaluate.compare import Group, compare_groups, fold_seeds, load_arms, save_comparison
+    from vit.evaluation.comparison import Group, compare_groups, fold_seeds, load_arms, save_comparison
 
     if output is not None:
         check_output(output, overwrite=overwrite)

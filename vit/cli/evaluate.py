@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vit.bundle import Bundle
-    from vit.evaluate.cost import Cost
-    from vit.evaluate.metrics import Scores
-    from vit.evaluate.predict import Predictor
-    from vit.evaluate.record import Evaluation
-    from vit.evaluate.robustness import Sweep
-    from vit.evaluate.sources import Images
-    from vit.train.distributed import Process
+    from vit.evaluation.cost import Cost
+    from vit.evaluation.images import Images
+    from vit.evaluation.metrics import Scores
+    from vit.evaluation.predictor import Predictor
+    from vit.evaluation.result import Evaluation
+    from vit.evaluation.robustness import Sweep
+    from vit.runtime.processes import Process
 
 
 def evaluate(
@@ -60,12 +60,12 @@ def evaluate(
     """
     from vit.bundle import load_bundle
     from vit.cli.common import check_output
-    from vit.device import choose_device, choose_precision
-    from vit.evaluate.evaluation import summarize
-    from vit.evaluate.predict import Predictor
-    from vit.evaluate.sources import find_source, load_images
-    from vit.train.distributed import join_processes
-    from vit.train.memory import keep_freed_memory
+    from vit.evaluation.images import find_source, load_images
+    from vit.evaluation.predictor import Predictor
+    from vit.evaluation.summary import summarize
+    from vit.runtime.device import choose_device, choose_precision
+    from vit.runtime.memory import keep_freed_memory
+    from vit.runtime.processes import join_processes
 
     check_output(output, overwrite=overwrite)
     if calibrate and (model.startswith("timm:") or split in ("validation", "all")):
@@ -135,7 +135,7 @@ def _calibrate(
 ) -> "Bundle":
     """Fit the temperature on the validation images, keep it in the model file, load that again."""
     from vit.bundle import MODEL_FILE, load_bundle, update_metadata
-    from vit.evaluate.calibration import fit_temperature
+    from vit.evaluation.calibration import fit_temperature
 
     with _progress("calibrating", len(validation), shown=process.is_main) as advance:
         logits = predictor.predict(validation.read, count=len(validation), on_progress=advance)
@@ -155,8 +155,8 @@ def _calibrate(
 
 
 def _measure_corruptions(predictor: "Predictor", images: "Images", *, shown: bool) -> dict[str, list[float]]:
-    from vit.evaluate.corruptions import CORRUPTIONS, SEVERITIES
-    from vit.evaluate.robustness import measure_corruptions
+    from vit.evaluation.corruptions import CORRUPTIONS, SEVERITIES
+    from vit.evaluation.robustness import measure_corruptions
 
     total = len(images) * len(CORRUPTIONS) * len(SEVERITIES)
     with _progress("corrupting", total, shown=shown) as advance:
@@ -166,8 +166,8 @@ def _measure_corruptions(predictor: "Predictor", images: "Images", *, shown: boo
 def _measure_sweeps(
     predictor: "Predictor", images: "Images", *, shift: bool, rotate: bool, shown: bool
 ) -> "dict[str, Sweep]":
-    from vit.evaluate.corruptions import ROTATIONS, SHIFTS
-    from vit.evaluate.robustness import measure_rotations, measure_shifts
+    from vit.evaluation.corruptions import ROTATIONS, SHIFTS
+    from vit.evaluation.robustness import measure_rotations, measure_shifts
 
     sweeps: dict[str, Sweep] = {}
     if shift:
@@ -182,7 +182,7 @@ def _measure_sweeps(
 def _measure_cost(predictor: "Predictor", images: "Images") -> "Cost":
     import torch
 
-    from vit.evaluate.cost import measure_cost
+    from vit.evaluation.cost import measure_cost
 
     pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
     batch = predictor.preprocess.normalize(pixels)
@@ -195,7 +195,7 @@ def _describe_conditions(predictor: "Predictor", process: "Process") -> dict[str
     import sys
 
     from vit.bundle import collect_versions
-    from vit.device import describe_device
+    from vit.runtime.device import describe_device
 
     return {
         "device": describe_device(predictor.device),
@@ -219,11 +219,11 @@ def _write(
     overwrite: bool,
 ) -> None:
     from vit.cli.common import prepare_output
-    from vit.evaluate.metrics import compute_confusion
-    from vit.evaluate.plots import draw_confusion
-    from vit.evaluate.record import EVALUATION_FILE, PREDICTIONS_FILE, save_evaluation, save_predictions
-    from vit.files import write_text
+    from vit.evaluation.metrics import compute_confusion
+    from vit.evaluation.plots import draw_confusion
+    from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, save_evaluation, save_predictions
     from vit.pages.report import build_report, draw_maps, load_history, render_markdown
+    from vit.runtime.files import write_text
 
     report = build_report(
         evaluation,

@@ -30,9 +30,9 @@ def export(
 
     from vit.bundle import load_bundle
     from vit.cli.common import prepare_output
-    from vit.files import write_text
-    from vit.model.export import describe_for_timm, export_onnx, export_timm, export_torch
+    from vit.export.formats import describe_for_timm, export_onnx, export_timm, export_torch
     from vit.model.vision_transformer import VisionTransformer
+    from vit.runtime.files import write_text
 
     bundle = load_bundle(model)
     network = bundle.model

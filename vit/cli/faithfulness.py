@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vit.bundle import Bundle
-    from vit.data.image_source import ImageSource
+    from vit.data.sets.source import ImageSource
 
 _FEWEST = 8  # images, below which an interval says nothing
 
@@ -47,11 +47,11 @@ def faithfulness(
 
     from vit.bundle import collect_versions, load_bundle
     from vit.cli.common import prepare_output
-    from vit.device import choose_device, describe_device
-    from vit.evaluate.sources import find_source
-    from vit.explain.harness import Plan, measure
-    from vit.explain.methods import METHODS, find_methods
-    from vit.explain.report import write_report
+    from vit.evaluation.images import find_source
+    from vit.explanation.faithfulness.benchmark import Plan, measure
+    from vit.explanation.faithfulness.summary import write_report
+    from vit.explanation.methods.table import METHODS, find_methods
+    from vit.runtime.device import choose_device, describe_device
 
     names = [name for name in METHODS if name != "chunked"] if methods == "all" else methods.split(",")
     find_methods(names)
@@ -102,8 +102,8 @@ def _choose_images(
     import numpy as np
     import torch
 
-    from vit.evaluate.sources import map_labels
-    from vit.explain.readout import compute_logits
+    from vit.evaluation.images import map_labels
+    from vit.explanation.capture.readout import compute_logits
 
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
     device = next(bundle.model.parameters()).device

@@ -28,7 +28,7 @@ def _describe_machine() -> dict[str, object]:
     import torch
 
     from vit.bundle import collect_versions
-    from vit.device import choose_device, choose_precision, describe_device
+    from vit.runtime.device import choose_device, choose_precision, describe_device
 
     device = choose_device("auto")
     return {

@@ -33,10 +33,10 @@ def predict(
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
     from vit.bundle import load_bundle
-    from vit.device import choose_device, choose_precision
-    from vit.evaluate.files import find_images, predict_files, write_csv, write_jsonl
-    from vit.evaluate.predict import Predictor
-    from vit.train.memory import keep_freed_memory
+    from vit.evaluation.predict_files import find_images, predict_files, write_csv, write_jsonl
+    from vit.evaluation.predictor import Predictor
+    from vit.runtime.device import choose_device, choose_precision
+    from vit.runtime.memory import keep_freed_memory
 
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from vit.build import Run
+    from vit.build.run import Run
     from vit.config import Config
 
 REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a scheduler may start it again
@@ -29,10 +29,10 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. Ctrl-C saves and stops (exit code 75); --resume goes on, to the same result bit for bit."""
-    from vit.build import build_run
-    from vit.train.distributed import join_processes
-    from vit.train.loop import Stopped
-    from vit.train.run_directory import CONFIG_FILE, open_run_directory
+    from vit.build.run import build_run
+    from vit.runtime.processes import join_processes
+    from vit.training.loop import Stopped
+    from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
@@ -61,9 +61,9 @@ def train(
 
 def _resolve(config: Path | None, overrides: list[str], output: Path, *, resume: bool) -> "Config":
     """The configuration of the run; of the one in `output` where that is to be continued."""
-    from vit.build import find_changes
+    from vit.build.run import find_changes
     from vit.config import load_config
-    from vit.train.run_directory import CONFIG_FILE
+    from vit.training.run_directory import CONFIG_FILE
 
     if config is not None and "=" in config.name and not config.exists():
         config, overrides = None, [str(config), *overrides]
@@ -84,7 +84,7 @@ def _resolve(config: Path | None, overrides: list[str], output: Path, *, resume:
 
 def _write_config(config: "Config", path: Path) -> None:
     from vit.config import dump_config
-    from vit.files import write_text
+    from vit.runtime.files import write_text
 
     if not path.exists():
         write_text(path, dump_config(config))
@@ -114,8 +114,8 @@ def _show_summary(run: "Run", *, resumed_at: int | None) -> None:
 def _summarize(run: "Run") -> dict[str, str]:
     import torch
 
-    from vit.device import choose_precision, describe_device
     from vit.model.presets import compute_flops
+    from vit.runtime.device import choose_precision, describe_device
 
     plan, data, train = run.trainer.plan, run.data, run.config.train
     precision = choose_precision(train.precision, run.device)
@@ -163,7 +163,7 @@ def _show_dry_run(run: "Run", output: Path) -> None:
     """The summary, and one augmented batch as a picture."""
     from torchvision.utils import save_image
 
-    from vit.watch import undo_normalization
+    from vit.build.attention_images import undo_normalization
 
     _show_summary(run, resumed_at=None)
     batch = next(iter(run.train_loader.epoch(0)))

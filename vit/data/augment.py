@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.data import kernels
-from vit.data.draws import Draws
 from vit.data.images import Preprocess
 from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations
+from vit.data.random import Draws
 
 
 @dataclass(frozen=True)

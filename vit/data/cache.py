@@ -1,9 +1,293 @@
-"""Where downloads and decoded images are kept."""
+"""Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and
+fingerprinted.
 
+A store lives in a folder of the cache named for its contents. It is built beside its place under a lock and
+moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed
+source has another signature, hence another folder; a damaged store is built again.
+"""
+
+import fcntl
+import hashlib
+import json
 import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vit.data.duplicates import hash_appearance, hash_pixels, jpeg_note
+from vit.data.images import Preprocess
+from vit.data.sets.source import ArrayBacking, ImageSource
+from vit.runtime.cache_dir import default_cache_dir
+
+_FORMAT = 2  # raise it when the files or the pixels in them change
+_BLOCK = 1 << 24  # bytes under one checksum
+_CHECKED_BLOCKS = 128  # 2 GiB: a larger store is checked in this many places
+_CHUNK = 256  # images a task
+_SAMPLE = 200  # images in which traces of JPEG are looked for
+_FEW = 1000  # images below which starting processes costs more than it saves
 
 
-def default_cache_dir() -> Path:
-    """$VIT_CACHE, or ~/.cache/vit."""
-    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
+
+    name: str
+    split: str
+    class_names: tuple[str, ...]
+    labels: np.ndarray  # int64 [n]
+    ids: tuple[str, ...]
+    images: np.ndarray | None  # uint8 [n, H, W, 3], mapped from disk; None after a scan
+    digests: np.ndarray  # uint64 [n], of size and pixels of the original
+    perceptual: np.ndarray  # uint64 [n], difference hash
+    unreadable: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    source: ImageSource  # the same images in full size: those of the source that are readable
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over class names, split and the images' labels and pixels; not file names, nor their order.
+
+        JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
+        """
+        pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
+        digest = hashlib.sha256(json.dumps([self.split, *self.class_names]).encode())
+        digest.update(pairs[np.lexsort(pairs.T)].astype("<u8").tobytes())
+        return digest.hexdigest()
+
+
+def build_store(
+    source: ImageSource,
+    *,
+    size: tuple[int, int] | None,
+    cache_dir: Path | None = None,
+    workers: int | None = None,
+    max_bad_share: float = 0.05,
+    progress: bool = True,
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic",
+) -> Store:
+    """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the store made earlier.
+
+    Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
+    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_bad_share` of the
+    images are unreadable, OSError when the cache can't be written or is full.
+    """
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
+    key = hashlib.sha256(f"{_FORMAT} {source.signature()} {size} {interpolation}".encode()).hexdigest()[:16]
+    shape = "scan" if size is None else f"{size[0]}x{size[1]}"
+    folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
+    store = _open_store(folder, source)
+    if store is None:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            store = _open_store(folder, source)  # another process may have built it while we waited
+            if store is None:
+                _build(source, folder, preprocess, workers, progress)
+                store = _open_store(folder, source)
+                assert store is not None
+    bad = len(store.unreadable)
+    if bad > max_bad_share * len(source) or bad == len(source):
+        name, reason = store.unreadable[0]
+        raise ValueError(
+            f"{bad} of {len(source)} images can't be read, more than the allowed share of {max_bad_share}; "
+            f"the first is {name}: {reason}"
+        )
+    return store
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- building --------------------
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    start: int
+    digests: list[int]
+    perceptual: list[int]
+    failures: list[tuple[int, str]]  # index in the source, reason
+
+
+def _build(
+    source: ImageSource, folder: Path, preprocess: Preprocess | None, workers: int, progress: bool
+) -> None:
+    building = folder.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)  # left by a builder that was killed: we hold its lock
+    building.mkdir()
+    try:
+        pixels = building / "images.u8"
+        row_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
+        _allocate(pixels, row_bytes * len(source))
+        digests, perceptual = np.zeros((2, len(source)), dtype=np.uint64)
+        failures: dict[int, str] = {}
+        for part in _decode_all(source, pixels, preprocess, workers, progress):
+            stop = part.start + len(part.digests)
+            digests[part.start : stop] = part.digests
+            perceptual[part.start : stop] = part.perceptual
+            failures.update(part.failures)
+        good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
+        _compact(pixels, good, row_bytes)
+        np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
+        sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
+        note = jpeg_note(source.class_names, map(sample.read, range(len(sample))))
+        index = {
+            "size": None if preprocess is None else preprocess.image_size,
+            "unreadable": [(source.ids[failed], failures[failed]) for failed in sorted(failures)],
+            "notes": [] if note is None else [note],
+            "checksums": _checksums(pixels, range(-(-pixels.stat().st_size // _BLOCK))),
+        }
+        (building / "index.json").write_text(json.dumps(index))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Reserve the bytes now: writing through a memory map to a full disk would kill the process."""
+    with path.open("wb") as file:
+        if size:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+def _decode_all(
+    source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
+) -> Iterator[_Decoded]:
+    tasks = (
+        (source.subset(range(start, min(start + _CHUNK, len(source)))), start, pixels, preprocess)
+        for start in range(0, len(source), _CHUNK)
+    )
+    with _progress_bar(f"decoding {source.name} {source.split}", len(source), progress) as advance:
+        if workers <= 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
+            results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
+        else:
+            # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them
+            from joblib import Parallel, delayed  # type: ignore[import-untyped]
+
+            pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
+            results = pool(delayed(_decode)(*task) for task in tasks)
+        for part in results:
+            advance(len(part.digests))
+            yield part
+
+
+def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Decoded:
+    """Decode a run of images into rows start, start + 1, … of the file."""
+    out = None
+    if preprocess is not None:
+        shape = (len(source), *preprocess.image_size, 3)
+        row_bytes = int(np.prod(shape[1:]))
+        out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * row_bytes, shape=shape)
+    decoded = _Decoded(start, [], [], [])
+    for index in range(len(source)):
+        digest = perceptual = 0
+        try:
+            image = source.read(index)
+        except (ValueError, OSError) as error:
+            decoded.failures.append((start + index, str(error)))
+        else:
+            digest, perceptual = hash_pixels(image), hash_appearance(image)
+            if out is not None and preprocess is not None:
+                out[index] = preprocess.to_uint8(image)
+        decoded.digests.append(digest)
+        decoded.perceptual.append(perceptual)
+    return decoded
+
+
+def _compact(pixels: Path, good: np.ndarray, row_bytes: int) -> None:
+    """Close the gaps of unreadable images; `good` ascends, so a row never lands on one still needed."""
+    if not row_bytes:
+        return
+    rows = pixels.stat().st_size // row_bytes
+    if len(good) == rows:
+        return
+    if len(good):
+        images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=(rows, row_bytes))
+        for start in range(0, len(good), _CHUNK):
+            chosen = good[start : start + _CHUNK]
+            images[start : start + len(chosen)] = images[chosen]
+        del images
+    os.truncate(pixels, len(good) * row_bytes)
+
+
+@contextmanager
+def _progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int], object]]:
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+# --- opening --------------------
+
+
+def _open_store(folder: Path, source: ImageSource) -> Store | None:
+    """The store in `folder`, or None where there is none, or a damaged one."""
+    try:
+        index = json.loads((folder / "index.json").read_text())
+        with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
+        size = None if index["size"] is None else (index["size"][0], index["size"][1])
+        images = _open_images(folder / "images.u8", len(good), size, index["checksums"])
+        readable = source.subset(good)
+        return Store(
+            name=source.name,
+            split=source.split,
+            class_names=source.class_names,
+            labels=readable.labels,
+            ids=tuple(readable.ids),
+            images=images,
+            digests=digests,
+            perceptual=perceptual,
+            unreadable=tuple((name, reason) for name, reason in index["unreadable"]),
+            notes=(*source.notes, *index["notes"]),
+            source=readable,
+        )
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+
+
+def _open_images(
+    path: Path, count: int, size: tuple[int, int] | None, checksums: list[int]
+) -> np.ndarray | None:
+    if size is None:
+        return None
+    shape = (count, size[0], size[1], 3)
+    if path.stat().st_size != int(np.prod(shape)):
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {shape}")
+    step = max(1, len(checksums) // _CHECKED_BLOCKS)
+    blocks = range(0, len(checksums), step)
+    if _checksums(path, blocks) != [checksums[block] for block in blocks]:
+        raise ValueError(f"{path} is damaged")
+    if not count:
+        return np.zeros(shape, dtype=np.uint8)  # no file can be mapped
+    # copy-on-write: torch takes the memory as it is, and the file can't be changed through it
+    return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
+
+
+def _checksums(path: Path, blocks: range) -> list[int]:
+    sums = []
+    with path.open("rb") as file:
+        for block in blocks:
+            file.seek(block * _BLOCK)
+            sums.append(zlib.crc32(file.read(_BLOCK)))
+    return sums

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
-from vit.data.draws import Draws
-from vit.data.image_source import ImageSource
+from vit.data.cache import Store
 from vit.data.images import Preprocess
-from vit.data.stores import Store
+from vit.data.random import Draws
+from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, use_one_thread
 
 _PREFETCH = 2  # batches that each worker decodes ahead

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vit.data import kernels
-from vit.data.draws import Draws
+from vit.data.random import Draws
 
 
 @dataclass(frozen=True)

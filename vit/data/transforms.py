@@ -58,7 +58,7 @@ def use_one_thread() -> None:
 
 
 def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...], seed: int) -> np.ndarray:
-    """A uint8 test image [H, W, 3], corrupted at a level that `vit.evaluate.corruptions` lists."""
+    """A uint8 test image [H, W, 3], corrupted at a level that `vit.evaluation.corruptions` lists."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations as A
     import cv2

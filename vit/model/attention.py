@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from vit.device import cpu_flags
 from vit.model.arguments import check_choice
+from vit.runtime.device import cpu_flags
 
 Backend = Literal["auto", "fused", "explicit"]
 Mask = Shaped[Tensor, "..."]  # boolean, or integers 0 and 1; others are refused with a sentence

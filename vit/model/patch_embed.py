@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.device import cpu_multiplies_bfloat16
 from vit.model.arguments import as_pair, check_choice
+from vit.runtime.device import cpu_multiplies_bfloat16
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
 

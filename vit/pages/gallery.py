@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from vit.explain.hover import PatchRows
-from vit.explain.overlay import FIXED_SHARES, as_even_shares, palette
-from vit.explain.pipeline import ExplainedImage, ExplainedMap
-from vit.files import write_text
+from vit.explanation.explain import ExplainedImage, ExplainedMap
+from vit.explanation.render.overlay import FIXED_SHARES, as_even_shares, palette
+from vit.explanation.render.patch_attention import PatchRows
 from vit.pages.page import render_page
+from vit.runtime.files import write_text
 
 MOST_IMAGES = 64
 _BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB

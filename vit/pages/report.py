@@ -15,16 +15,16 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from vit.bundle import Bundle
-from vit.evaluate.corruptions import CORRUPTIONS
-from vit.evaluate.metrics import Ints, Scores, compute_confusion
-from vit.evaluate.predict import Pixels
-from vit.evaluate.record import Evaluation, Example
-from vit.evaluate.sources import Images
-from vit.explain import explain_images
-from vit.explain.overlay import ColourScale, blend, find_range
+from vit.evaluation.corruptions import CORRUPTIONS
+from vit.evaluation.images import Images
+from vit.evaluation.metrics import Ints, Scores, compute_confusion
+from vit.evaluation.predictor import Pixels
+from vit.evaluation.result import Evaluation, Example
+from vit.explanation import explain_images
+from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.page import render_page
-from vit.train.run_directory import METRICS_FILE
+from vit.training.run_directory import METRICS_FILE
 
 _MOST_CLASSES = 40  # in the confusion matrix; of more, those with the most errors
 _LISTED = 100  # images that a cell lists

@@ -1,0 +1,359 @@
+"""Splits are stratified, disjoint and stable; sets are found in their published layout."""
+
+import os
+import pickle
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+from PIL import Image
+from torchvision import datasets
+
+from vit.data.open import SOURCES, load_source
+
+MakeFolder = Callable[..., Path]
+
+
+def grid(*splits: str, classes: tuple[str, ...] = ("cat", "dog"), count: int = 10) -> list[str]:
+    return [f"{split}/{name}/{n}.png" for split in splits for name in classes for n in range(count)]
+
+
+# --- digits and splits --------------------
+
+
+def test_digits_are_all_1797_in_three_disjoint_stratified_splits() -> None:
+    parts = {split: load_source("digits", split=split) for split in ("train", "validation", "test")}
+    ids = [name for part in parts.values() for name in part.ids]
+    assert len(ids) == len(set(ids)) == len(load_source("digits", split="all")) == 1797
+    totals = Counter(load_source("digits", split="all").labels.tolist())
+    for label, total in totals.items():
+        assert abs((parts["test"].labels == label).sum() - 0.2 * total) <= 1
+        assert abs((parts["validation"].labels == label).sum() - 0.08 * total) <= 1.5
+
+
+def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
+    from sklearn.datasets import load_digits
+
+    digits, source = load_digits(), load_source("digits", split="test")
+    for index in (0, 100, 300):
+        number = int(source.ids[index].removeprefix("digits/"))
+        expected = np.round(digits.images[number] / 16 * 255)
+        np.testing.assert_array_equal(np.asarray(source.read(index))[..., 1], expected)
+        assert source.labels[index] == digits.target[number]
+
+
+def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
+    first, again, other = (load_source("digits", split="test", split_seed=seed) for seed in (0, 0, 1))
+    assert first.ids == again.ids
+    assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
+
+
+def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
+    assert len(load_source("digits", split="validation", validation_fraction=0.3)) == pytest.approx(
+        431, abs=6
+    )
+    assert len(load_source("digits", split="train", validation_fraction=0)) == pytest.approx(1438, abs=6)
+    with pytest.raises(ValueError, match="the validation split is empty"):
+        load_source("digits", split="validation", validation_fraction=0)
+
+
+def test_new_images_move_few_others_between_splits(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid(".", count=60))
+    before = set(load_source("folder", root=root, split="test").ids)
+    make_folder(*[f"{name}/new{number}.png" for name in ("cat", "dog") for number in range(10)])
+    after = set(load_source("folder", root=root, split="test").ids)
+    assert len(before - after) <= 6
+
+
+def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
+    source = load_source("digits", classes=["7", "3"], split="all")
+    assert source.class_names == ("3", "7")
+    assert Counter(source.labels.tolist()) == {0: 183, 1: 179}
+    assert source.labels[0] == 0  # the first 3 comes before the first 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"name": "cifar11"}, f"unknown source 'cifar11'; known: {', '.join(SOURCES)}"),
+        ({"name": "digits", "split": "dev"}, "unknown split 'dev'; known: train, validation, test, all"),
+        ({"name": "digits", "classes": ["11", "1"]}, "unknown class '11' in data.classes; known: 0, 1, 2"),
+        ({"name": "digits", "classes": ["1", "1"]}, "a classifier needs at least two"),
+        ({"name": "digits", "validation_fraction": 1.5}, "validation_fraction 1.5 must be"),
+        ({"name": "folder"}, "data.name=folder needs data.root"),
+        ({"name": "folder", "root": "/absent"}, "data.root /absent is not a folder"),
+        ({"name": "cifar10", "root": "/absent"}, "data.root /absent is not a folder"),
+        ({"name": "webdataset"}, "data.name=webdataset needs data.root"),
+    ],
+)
+def test_mistakes_get_a_sentence_with_the_value(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence.replace(".", r"\.")):
+        load_source(**arguments)
+
+
+# --- folders --------------------
+
+
+def test_split_folders_are_the_splits(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("train", "valid", "test"))
+    for split, folder in (("train", "train"), ("validation", "valid"), ("test", "test")):
+        source = load_source("folder", root=root, split=split)
+        assert list(source.ids) == sorted(grid(folder))
+        assert source.class_names == ("cat", "dog")
+        assert source.labels.tolist() == [0] * 10 + [1] * 10
+    assert len(load_source("folder", root=root, split="all")) == 60
+
+
+def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
+    make_folder: MakeFolder,
+) -> None:
+    root = make_folder(*grid("train", "val"))
+    test, held = (load_source("folder", root=root, split=split) for split in ("test", "validation"))
+    assert list(test.ids) == sorted(grid("val"))
+    assert all(name.startswith("train/") for name in held.ids)
+    assert Counter(held.labels.tolist()) == {0: 1, 1: 1}
+    assert "val/ is the test split; validation images are held out of train/" in test.notes
+
+
+def test_one_folder_of_classes_is_split_three_ways(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("."))
+    parts = [
+        set(load_source("folder", root=root, split=split).ids) for split in ("train", "validation", "test")
+    ]
+    assert [len(part) for part in parts] == [14, 2, 4]
+    assert len(set.union(*parts)) == 20
+
+
+def test_images_are_read_below_class_folders_at_any_depth(make_folder: MakeFolder) -> None:
+    root = make_folder("a/deep/er/1.png", "a/2.png", "b/3.png")
+    source = load_source("folder", root=root, split="all")
+    assert list(source.ids) == ["a/2.png", "a/deep/er/1.png", "b/3.png"]
+    assert source.read(2).size == (32, 24)
+
+
+def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("."), ".git/x.png", "cat/.hidden.png", "cat/.thumbs/1.png")
+    (root / "dog" / "notes.txt").write_text("woof")
+    source = load_source("folder", root=root, split="all")
+    assert len(source) == 20
+    assert source.class_names == ("cat", "dog")
+    assert source.notes == ("2 hidden files or files that are no images were ignored in images/",)
+
+
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        ([], "holds no class folders; a classifier needs two or more"),
+        (["cat/1.png"], "holds one class, 'cat'; a classifier needs two or more"),
+        (
+            ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
+            "holds class 'cow', which .*train does not have",
+        ),
+        (["cat/1.png", "dog/1.txt.png/x.json.png"], None),
+    ],
+)
+def test_folders_that_cannot_be_learned_from_are_refused(
+    make_folder: MakeFolder, tmp_path: Path, paths: list[str], sentence: str | None
+) -> None:
+    (tmp_path / "images").mkdir()
+    root = make_folder(*paths) if paths else tmp_path / "images"
+    if sentence is None:
+        assert len(load_source("folder", root=root, split="all")) == 2
+    else:
+        with pytest.raises(ValueError, match=sentence):
+            load_source("folder", root=root)
+
+
+def test_an_empty_class_folder_is_named(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("."))
+    (root / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no images; remove it, or name others"):
+        load_source("folder", root=root)
+    assert len(load_source("folder", root=root, classes=["cat", "dog"], split="all")) == 20
+
+
+def test_signature_changes_with_files_labels_and_split_only(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("."))
+
+    def sign(split: str = "all") -> str:
+        return load_source("folder", root=root, split=split).signature()
+
+    before = sign()
+    assert sign() == before
+    assert sign("test") != before
+    os.utime(root / "cat" / "3.png", (1, 1))
+    touched = sign()
+    assert touched != before
+    (root / "cat" / "3.png").rename(root / "dog" / "33.png")
+    assert sign() not in (before, touched)
+
+
+# --- labels.csv --------------------
+
+
+def write_labels(root: Path, *lines: str) -> Path:
+    (root / "labels.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
+    root = make_folder("x/1.png", "x/2.png", "3.png")
+    write_labels(root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test')
+    train, test = (
+        load_source("folder", root=root, split=s, validation_fraction=0) for s in ("train", "test")
+    )
+    assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
+    assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("2.png", "line 3 must have 2 values, path,label: '2.png'"),
+        ("2.png,", "line 3 must have 2 values"),
+        ("9.png,elk", "line 3: 9.png is not a file"),
+        ("1.png,elk", "line 3: 1.png was already listed"),
+    ],
+)
+def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
+    make_folder: MakeFolder, line: str, sentence: str
+) -> None:
+    root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
+    with pytest.raises(ValueError, match=sentence):
+        load_source("folder", root=root)
+
+
+def test_a_label_file_without_header_is_refused(make_folder: MakeFolder) -> None:
+    root = write_labels(make_folder("1.png"), "1.png,owl")
+    with pytest.raises(ValueError, match=r"line 1 must be path,label or .*, not '1\.png,owl'"):
+        load_source("folder", root=root)
+
+
+# --- published sets, from fixtures in their layout --------------------
+
+
+@pytest.fixture
+def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CIFAR-10's files with twenty pictures each; checksums are those of the fixture."""
+    root = tmp_path / "cifar"
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+
+    def write(name: str, content: object) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, datasets.utils.calculate_md5(folder / name)]
+
+    def batch() -> dict[str, object]:
+        return {"data": random.integers(0, 256, (20, 3072), dtype=np.uint8), "labels": [0, 1] * 10}
+
+    monkeypatch.setattr(
+        datasets.CIFAR10, "train_list", [write(f"data_batch_{n}", batch()) for n in range(1, 6)]
+    )
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", [write("test_batch", batch())])
+    name, md5 = write("batches.meta", {"label_names": ["airplane", "automobile"]})
+    monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
+    return root
+
+
+def test_cifar_is_read_from_its_published_files(cifar_root: Path) -> None:
+    train, held, test = (
+        load_source("cifar10", root=cifar_root, split=split) for split in ("train", "validation", "test")
+    )
+    assert (len(train), len(held), len(test)) == (90, 10, 20)
+    assert train.class_names == ("airplane", "automobile")
+    assert not set(train.ids) & set(held.ids)
+    raw = pickle.loads((cifar_root / "cifar-10-batches-py" / "test_batch").read_bytes())
+    np.testing.assert_array_equal(
+        np.asarray(test.read(3)), raw["data"][3].reshape(3, 32, 32).transpose(1, 2, 0)
+    )
+    assert test.ids[3] == "test/00003"
+
+
+def test_a_damaged_cifar_file_is_not_read(cifar_root: Path) -> None:
+    file = cifar_root / "cifar-10-batches-py" / "data_batch_2"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FileNotFoundError, match=r"cifar10 is not in .*; put cifar-10-python.tar.gz .* there"):
+        load_source("cifar10", root=cifar_root, download=False)
+
+
+class _SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_download_is_checked_and_unpacked(
+    cifar_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "served.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(cifar_root / "cifar-10-batches-py", arcname="cifar-10-batches-py")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_SilentHandler, directory=tmp_path))
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/served.tar.gz"
+    monkeypatch.setattr(datasets.CIFAR10, "url", url)
+    monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", datasets.utils.calculate_md5(archive))
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
+    try:
+        assert len(load_source("cifar10", split="test")) == 20
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (tmp_path / "cache" / "downloads" / "cifar10" / "cifar-10-batches-py").is_dir()
+
+
+def test_a_failed_download_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(datasets.CIFAR10, "download", fail)
+    with pytest.raises(
+        OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"
+    ):
+        load_source("cifar10", root=tmp_path)
+
+
+def test_an_image_folder_given_as_cifar_is_recognised(make_folder: MakeFolder) -> None:
+    with pytest.raises(ValueError, match=r"is an image folder .* read it with data\.name=folder"):
+        load_source("cifar10", root=make_folder(*grid("train")))
+
+
+def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: MakeFolder) -> None:
+    wnids = ("n01440764", "n03888257")
+    root = make_folder(*grid("imagenette2-320/train", "imagenette2-320/val", classes=wnids))
+    for place in (root, root / "imagenette2-320"):
+        source = load_source("imagenette", root=place, split="test")
+        assert source.class_names == ("tench", "parachute")
+        assert source.ids[0] == "val/n01440764/0.png"
+    by_name, by_wnid = (
+        load_source("imagenette", root=root, classes=names)
+        for names in (["tench", "parachute"], ["n03888257", "n01440764"])
+    )
+    assert by_name.class_names == by_wnid.class_names == ("tench", "parachute")
+
+
+def test_imagenet_is_cut_to_classes_by_wnid_or_name(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("train", "val", classes=("n01", "n02", "n03"), count=3))
+    assert load_source("imagenet", root=root, classes=["n03", "n01"]).class_names == ("n01", "n03")
+    (root / "LOC_synset_mapping.txt").write_text("n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n")
+    assert load_source("imagenet", root=root).class_names == ("crane (n01)", "crane (n02)", "great owl")
+    cut = load_source("imagenet", root=root, classes=["great owl", "n02"], split="test")
+    assert cut.class_names == ("crane (n02)", "great owl")
+    assert Counter(cut.labels.tolist()) == {0: 3, 1: 3}
+
+
+def test_imagenet_without_train_folder_is_refused(make_folder: MakeFolder) -> None:
+    with pytest.raises(ValueError, match="has no train/ folder"):
+        load_source("imagenet", root=make_folder("n01/1.png", "n02/1.png"))
+
+
+def test_a_source_travels_to_another_process(make_folder: MakeFolder) -> None:
+    source = pickle.loads(pickle.dumps(load_source("folder", root=make_folder(*grid(".")), split="all")))
+    assert isinstance(source.read(0), Image.Image)

@@ -1,0 +1,78 @@
+"""Evaluations made up for a test."""
+
+from pathlib import Path
+
+import numpy as np
+
+from vit.evaluation.cost import Cost
+from vit.evaluation.metrics import (
+    compute_confusion,
+    compute_figures,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
+from vit.evaluation.result import (
+    EVALUATION_FILE,
+    PREDICTIONS_FILE,
+    Evaluation,
+    Examples,
+    save_evaluation,
+    save_predictions,
+)
+
+
+def write_evaluation(
+    folder: Path,
+    name: str,
+    ranks: np.ndarray,
+    *,
+    fingerprint: str = "0" * 64,
+    recipe: str | None = None,
+    seed: int | None = None,
+    reverse: bool = False,
+) -> Path:
+    """An evaluation directory of four classes in which the labels have the given ranks (0 is a hit)."""
+    names = tuple(f"class {index}" for index in range(4))
+    labels = np.arange(len(ranks)) % 4
+    logits = np.zeros((len(ranks), 4), dtype=np.float32)
+    rows = np.arange(len(ranks))
+    logits[rows, labels] = 1
+    for ahead in range(1, 4):
+        logits[rows, (labels + ahead) % 4] = np.where(ranks >= ahead, 2, 0)
+    scores = score_logits(logits, labels)
+    assert (scores.rank == ranks).all()
+    ids = [f"test/{index:04d}.png" for index in rows]
+    if reverse:
+        order = rows[::-1]
+        scores, ids = score_logits(logits[order], labels[order]), ids[::-1]
+    directory = folder / name
+    directory.mkdir()
+    save_predictions(directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names)
+    figures = compute_figures(scores)
+    evaluation = Evaluation(
+        **figures,
+        intervals=dict.fromkeys(figures, (0.0, 1.0)),
+        per_class=compute_per_class(compute_confusion(scores), names),
+        reliability=compute_reliability(scores),
+        calibration=None,
+        num_images=len(scores),
+        unreadable=[],
+        duplicates_of_training=None,
+        examples=Examples([], [], [], 0),
+        corruptions=None,
+        mean_corruption_error=None,
+        sweeps=None,
+        cost=Cost(1, 2, 3, 4.0, 0.1, 0.2, 5, "process", 1),
+        data="made up",
+        split="test",
+        notes=[],
+        fingerprint=fingerprint,
+        model=name,
+        model_sha256="1" * 64,
+        recipe=recipe,
+        seed=seed,
+        conditions={"precision": "float32", "device": "none"},
+    )
+    save_evaluation(directory / EVALUATION_FILE, evaluation)
+    return directory

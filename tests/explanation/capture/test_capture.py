@@ -1,0 +1,300 @@
+"""What is captured is what the model computed, and the model is left as it was."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.explanation.capture.capture import capture_attention
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
+FAMILIES = [
+    "ours",
+    "ours-registers-norms",
+    "timm",
+    "timm-qk-norm",
+    "timm-eva",
+    "timm-rotary",
+    "torchvision",
+    "hugging-face",
+]
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    output = model(images)
+    return getattr(output, "logits", output)
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_logits_are_bit_equal_with_and_without_capture(build: Build, family: str, gradients: bool) -> None:
+    model, images = build(family)
+    with torch.set_grad_enabled(gradients):
+        expected = logits_of(model, images)
+        with capture_attention(model, gradients=gradients) as record:
+            assert torch.equal(logits_of(model, images), expected)
+    assert len(record.attentions) == 3
+    assert count_hooks(model) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_distributions_over_tokens(build: Build, family: str) -> None:
+    model, images = build(family)
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+    for attention in record.attentions:
+        assert attention.shape[:2] == (2, 3)
+        assert attention.shape[2] == attention.shape[3]
+        assert (attention.sum(dim=-1) - 1).abs().max() < 1e-5
+
+
+def test_captured_attention_is_the_models_own(ours: Build) -> None:
+    model, images = ours()
+    with torch.no_grad():
+        _, expected = model.forward_with_attention(images)
+        with capture_attention(model) as record:
+            model(images)
+    for ours_, theirs in zip(record.attentions, expected, strict=True):
+        assert (ours_ - theirs).abs().max() < 1e-6
+
+
+def test_captured_attention_is_timms_unfused_attention(from_timm: Build) -> None:
+    model, images = from_timm()
+    eager: list[Tensor] = []
+    handles = [
+        block.attn.attn_drop.register_forward_hook(lambda module, args, output: eager.append(output))
+        for block in model.blocks
+    ]
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    with torch.no_grad():
+        model(images)
+        for handle, block in zip(handles, model.blocks, strict=True):
+            handle.remove()
+            block.attn.fused_attn = True
+        with capture_attention(model) as record:
+            model(images)
+    for ours_, theirs in zip(record.attentions, eager, strict=True):
+        assert (ours_ - theirs).abs().max() < 1e-6
+
+
+def test_captured_attention_is_hugging_faces_eager_attention(build: Build) -> None:
+    model, images = build("hugging-face")
+    with torch.no_grad():
+        with capture_attention(model) as record:
+            model(images)
+        model.set_attn_implementation("eager")
+        expected = model(images, output_attentions=True).attentions
+    for ours_, theirs in zip(record.attentions, expected, strict=True):
+        assert (ours_ - theirs).abs().max() < 1e-6
+
+
+def test_captured_attention_is_torchvisions_attention(build: Build) -> None:
+    model, images = build("torchvision")
+    expected: list[Tensor] = []
+
+    def ask_for_weights(module: nn.MultiheadAttention, args: tuple, result: tuple) -> None:
+        weights = F.multi_head_attention_forward(
+            *(args[0].transpose(0, 1),) * 3,
+            module.embed_dim,
+            module.num_heads,
+            module.in_proj_weight,
+            module.in_proj_bias,
+            None,
+            None,
+            False,
+            0.0,
+            module.out_proj.weight,
+            module.out_proj.bias,
+            average_attn_weights=False,
+        )[1]
+        expected.append(weights)
+
+    handles = [layer.self_attention.register_forward_hook(ask_for_weights) for layer in model.encoder.layers]
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+    for handle in handles:
+        handle.remove()
+    for ours_, theirs in zip(record.attentions, expected, strict=True):
+        assert (ours_ - theirs).abs().max() < 1e-6
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+    """Attention with its weights in the autograd graph, where `weights` collects them."""
+    attention = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(dim=-1)
+    attention.retain_grad()
+    weights.append(attention)
+    return attention @ value
+
+
+weights: list[Tensor] = []
+
+
+@pytest.mark.parametrize("family", ["ours", "timm", "timm-eva", "timm-rotary", "hugging-face"])
+def test_gradients_equal_autograd_through_explicit_attention(
+    build: Build, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = build(family)
+    model, images = model.double(), images.double()
+    with capture_attention(model, gradients=True) as record:
+        ours_ = record.gradients(logits_of(model, images)[:, 1])
+    weights.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        logits_of(model, images)[:, 1].sum().backward()
+    assert len(weights) == len(ours_) == 3
+    for gradient, attention in zip(ours_, weights, strict=True):
+        assert attention.grad is not None
+        assert (gradient - attention.grad).abs().max() < 1e-10 * attention.grad.abs().max() + 1e-14
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_gradients_equal_central_differences(
+    ours: Build, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    model, images = ours()
+    model, images = model.double(), images[:1].double()
+    with capture_attention(model, gradients=True) as record:
+        gradient = record.gradients(model(images)[:, 1])[layer]
+    head, row, column = 1, 0, 7  # row 0, the class token: the other rows of the last layer are not read
+
+    def logit(nudge: float) -> float:
+        calls = iter(range(3))
+
+        def nudged(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+            attention = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(dim=-1)
+            if next(calls) == layer:
+                attention[0, head, row, column] += nudge
+            return attention @ value
+
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", nudged)
+            return float(model(images)[0, 1])
+
+    expected = (logit(1e-4) - logit(-1e-4)) / 2e-4
+    assert abs(float(gradient[0, head, row, column]) - expected) < 1e-4 * abs(expected)
+
+
+def test_torchvision_gradients_equal_those_of_the_same_layers_written_out(build: Build) -> None:
+    model, images = build("torchvision")
+    model, images = model.double(), images.double()
+    with capture_attention(model, gradients=True) as record:
+        gradients = record.gradients(model(images)[:, 1])
+    tokens = model._process_input(images)
+    tokens = (
+        torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        + model.encoder.pos_embedding
+    )
+    kept = []
+    for block in model.encoder.layers:
+        module = block.self_attention
+        inputs = block.ln_1(tokens)
+        heads = F.linear(inputs, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, 3, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attention = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(dim=-1)
+        attention.retain_grad()
+        kept.append(attention)
+        tokens = tokens + module.out_proj((attention @ value).transpose(1, 2).flatten(2))
+        tokens = tokens + block.mlp(block.ln_2(tokens))
+    model.heads(model.encoder.ln(tokens)[:, 0])[:, 1].sum().backward()
+    for ours_, attention in zip(gradients, kept, strict=True):
+        assert (ours_ - attention.grad).abs().max() < 1e-10
+
+
+def test_hooks_are_removed_when_the_model_raises(ours: Build) -> None:
+    model, _ = ours()
+    with pytest.raises(ValueError, match="set_input_size"), capture_attention(model):
+        model(torch.zeros(1, 3, 30, 48))
+    assert count_hooks(model) == 0
+
+
+def test_reading_before_a_forward_pass_is_an_error(ours: Build) -> None:
+    model, _ = ours()
+    with capture_attention(model) as record, pytest.raises(RuntimeError, match="no attention was captured"):
+        _ = record.attentions
+
+
+def test_a_bypassed_layer_is_an_error_also_after_a_whole_pass(ours: Build) -> None:
+    model, images = ours()
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+        model.blocks[1].forward = lambda tokens, *args, **options: tokens
+        model(images)
+        with pytest.raises(RuntimeError, match=r"1 of 3 attention layers .* blocks\.1\.attn"):
+            _ = record.attentions
+
+
+def test_the_last_forward_pass_stays_in_the_record(ours: Build) -> None:
+    model, images = ours()
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+        first = record.attentions[0]
+        model(images.flip(0))
+    assert torch.equal(record.attentions[0], first.flip(0))
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "hiera_tiny_224"])
+def test_hierarchical_models_are_refused_with_a_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match="is hierarchical"), capture_attention(timm.create_model(name)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["resnet18", "beit_base_patch16_224", "vit_small_patch16_18x2_224"])
+def test_models_with_other_attention_are_refused_with_a_sentence(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(ValueError, match="no attention layer of a known kind"), capture_attention(model):
+        pass
+
+
+def test_attention_that_cannot_be_recomputed_is_refused(from_timm: Build) -> None:
+    model, images = from_timm()
+    bias = torch.zeros(1, 1, 25, 25)
+    bias[..., 3] = 5.0
+    for block in model.blocks:
+        block.attn.forward = lambda x, f=block.attn.forward, **kwargs: f(x, attn_mask=bias)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="computes something else"),
+        capture_attention(model),
+    ):
+        model(images)
+    assert count_hooks(model) == 0
+
+
+def test_gradients_without_a_graph_are_an_error(ours: Build) -> None:
+    model, images = ours()
+    with capture_attention(model) as record:
+        logits = model(images)
+        with pytest.raises(RuntimeError, match="gradients=True"):
+            record.gradients(logits[:, 0])
+
+
+def test_half_precision_gives_float32_attention(ours: Build) -> None:
+    model, images = ours()
+    with torch.no_grad(), capture_attention(model.bfloat16()) as record:
+        model(images.bfloat16())
+    assert record.attentions[0].dtype == torch.float32
+    assert (record.attentions[0].sum(dim=-1) - 1).abs().max() < 1e-5
+
+
+def test_a_model_in_training_is_captured_as_it_runs(ours: Build) -> None:
+    """Its last block asks only for the class token; attention and gradient are of that row."""
+    model, images = ours()
+    model, images = model.double(), images.double()
+    found = {}
+    for training in (False, True):
+        with capture_attention(model.train(training), gradients=True) as record:
+            gradients = record.gradients(model(images)[:, 1])
+        found[training] = record.attentions, gradients
+    for trained, at_rest in zip(found[True], found[False], strict=True):
+        assert trained[-1].shape == (2, 3, 1, 25)
+        assert (trained[-1] - at_rest[-1][:, :, :1]).abs().max() < 1e-12
+        assert (trained[0] - at_rest[0]).abs().max() < 1e-12

@@ -1,0 +1,104 @@
+"""Taking patches away: what is kept is exactly what the encoder sees."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vit.explanation.capture.capture import capture_attention
+from vit.explanation.faithfulness.token_ablation import (
+    FRACTIONS,
+    area_under,
+    build_predictor,
+    deletion_curve,
+    keep_tokens,
+    leave_one_out,
+)
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
+
+
+@pytest.mark.parametrize("family", ["ours", "timm", "torchvision", "hugging-face"])
+def test_keeping_every_patch_changes_nothing(build: Build, family: str) -> None:
+    model, images = build(family)
+    with torch.no_grad(), capture_attention(model) as record:
+        expected = model(images)
+        patches = record.attentions[0].shape[-1] - 1
+        with keep_tokens(model, torch.arange(patches).expand(2, -1)):
+            kept = model(images)
+    assert torch.equal(getattr(kept, "logits", kept), getattr(expected, "logits", expected))
+
+
+def test_kept_patches_are_each_images_own(ours: Build) -> None:
+    model, images = ours()
+    kept = torch.tensor([[0, 5, 7], [23, 1, 2]])
+    with torch.no_grad():
+        with keep_tokens(model, kept):
+            found = model(images)
+        tokens = model._embed(images)
+        chosen = torch.stack([tokens[image, [0, *(1 + kept[image]).tolist()]] for image in range(2)])
+        for block in model.blocks:
+            chosen = block(chosen)
+        expected = model.forward_head(model.norm(chosen))
+    assert torch.equal(found, expected)
+
+
+def test_rotary_models_are_refused_and_painted_over_instead(build: Build) -> None:
+    model, images = build("timm-eva")
+    with (
+        pytest.raises(ValueError, match="rotary positions"),
+        keep_tokens(model, torch.arange(3).expand(2, -1)),
+    ):
+        pass
+    classes = torch.tensor([0, 1])
+    auto = build_predictor(model, images, classes, grid=(4, 4))
+    mean = build_predictor(model, images, classes, grid=(4, 4), fill="mean")
+    kept = torch.arange(8).expand(2, -1)
+    assert torch.equal(auto(kept), mean(kept))
+
+
+@pytest.mark.parametrize("fill", ["mean", "blur"])
+def test_painting_leaves_kept_patches_their_pixels(ours: Build, fill: str) -> None:
+    model, images = ours()
+    seen: list[Tensor] = []
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill=fill)
+    handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    predict(torch.tensor([[7], [0]]))
+    handle.remove()
+    assert torch.equal(
+        seen[0][0, :, 8:16, 8:16], images[0, :, 8:16, 8:16]
+    )  # patch 7: row 1, column 1 of 8 px
+    assert (seen[0][0, :, :8, :8] - images[0, :, :8, :8]).abs().max() > 0.1
+    assert torch.equal(seen[0][1, :, :8, :8], images[1, :, :8, :8])
+    assert torch.isfinite(seen[0]).all()
+
+
+def test_an_unknown_fill_lists_the_known_ones(ours: Build) -> None:
+    model, images = ours()
+    with pytest.raises(ValueError, match="unknown fill 'black'; known: auto, drop, mean, blur"):
+        build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill="black")
+
+
+def test_area_under_is_the_trapezoid_of_the_curve() -> None:
+    curve = torch.rand(5, 10, dtype=torch.float64)
+    expected = np.trapezoid(curve.numpy(), FRACTIONS, axis=1) / 0.9
+    assert np.abs(area_under(curve).numpy() - expected).max() < 1e-12
+
+
+def test_deletion_takes_the_first_of_the_order_away() -> None:
+    def predict(kept: Tensor) -> Tensor:
+        return kept.float().sum(dim=1)
+
+    order = torch.tensor([[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]])
+    assert deletion_curve(predict, order, fractions=[0.0, 0.1, 0.3]).tolist() == [[45.0, 36.0, 21.0]]
+
+
+def test_leave_one_out_is_the_fall_for_each_patch(ours: Build) -> None:
+    model, images = ours()
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
+    falls = leave_one_out(predict, batch=2, patches=24, device=images.device)
+    without_third = torch.tensor([patch for patch in range(24) if patch != 3]).expand(2, -1)
+    expected = predict(torch.arange(24).expand(2, -1)) - predict(without_third)
+    assert torch.equal(falls[:, 3], expected)

@@ -1,0 +1,193 @@
+"""Rollout against matrix products written separately, and cases solved by hand."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vit.explanation.capture.capture import capture_attention
+from vit.explanation.methods.compat import vit_explain_gradient_rollout, vit_explain_rollout
+from vit.explanation.methods.rollout import attention_rollout, discard_lowest, mixing_matrix, rollout_row
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
+
+
+def random_attention(layers: int = 4, *, batch: int = 2, heads: int = 3, tokens: int = 10) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, heads, tokens, tokens)
+    return [(3 * torch.randn(shape, generator=generator)).softmax(dim=-1) for _ in range(layers)]
+
+
+def test_three_tokens_two_layers_solved_by_hand() -> None:
+    first = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+    second = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    # Ã₁ = [[½,½,0],[0,1,0],[¼,0,¾]], Ã₂ = [[½,0,½],[½,½,0],[0,0,1]], and Ã₂Ã₁ is:
+    expected = torch.tensor([[0.375, 0.25, 0.375], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]])
+    assert torch.equal(attention_rollout([first[None, None], second[None, None]])[0], expected)
+
+
+def test_equals_the_published_formula_in_float64() -> None:
+    attentions = random_attention()
+    expected = torch.eye(10, dtype=torch.float64).expand(2, 10, 10)
+    for attention in attentions:
+        mixing = 0.5 * attention.double().mean(dim=1) + 0.5 * torch.eye(10, dtype=torch.float64)
+        expected = (mixing / mixing.sum(dim=-1, keepdim=True)) @ expected
+    assert (attention_rollout(attentions).double() - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("residual", [0.0, 0.5, 0.9])
+def test_rows_sum_to_one_whatever_the_options(
+    head_fusion: str, discard_ratio: float, residual: float
+) -> None:
+    rollout = attention_rollout(
+        random_attention(), head_fusion=head_fusion, discard_ratio=discard_ratio, residual=residual
+    )
+    assert (rollout.sum(dim=-1) - 1).abs().max() < 1e-5
+    assert (rollout >= 0).all()
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5])
+def test_a_batch_equals_its_images_one_by_one(head_fusion: str, discard_ratio: float) -> None:
+    attentions = random_attention(batch=8)
+    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio}
+    together = attention_rollout(attentions, **options)
+    for image in range(8):
+        alone = attention_rollout([attention[image : image + 1] for attention in attentions], **options)
+        assert (together[image] - alone[0]).abs().max() < 1e-6
+
+
+def test_residual_share_is_what_was_asked_for_under_max_fusion() -> None:
+    (attention,) = random_attention(1)
+    fused = attention.amax(dim=1)
+    expected = 0.3 * torch.eye(10) + 0.7 * fused / fused.sum(dim=-1, keepdim=True)
+    assert (attention_rollout([attention], head_fusion="max", residual=0.3) - expected).abs().max() < 1e-6
+
+
+def test_start_layer_leaves_the_layers_before_it_out() -> None:
+    attentions = random_attention()
+    assert torch.equal(attention_rollout(attentions, start_layer=2), attention_rollout(attentions[2:]))
+
+
+@pytest.mark.parametrize(("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)])
+def test_a_readout_takes_its_row_of_the_whole_matrix(head_fusion: str, discard_ratio: float) -> None:
+    attentions = random_attention()
+    readout = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
+    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio, "residual": 0.3}
+    expected = torch.einsum("bi,bij->bj", readout, attention_rollout(attentions, **options))
+    row = attention_rollout(attentions, readout=readout, **options)
+    assert row.shape == (2, 10)
+    assert (row - expected).abs().max() < 1e-6
+
+
+def test_half_precision_is_accumulated_in_float32() -> None:
+    attentions = random_attention()
+    half = attention_rollout([attention.bfloat16() for attention in attentions])
+    assert half.dtype == torch.float32
+    assert (half - attention_rollout(attentions)).abs().max() < 2e-3
+
+
+def test_discarding_spares_the_class_tokens_row_and_column() -> None:
+    matrix = torch.arange(25.0).reshape(1, 5, 5)
+    kept = discard_lowest(matrix, discard_ratio=0.5)
+    assert torch.equal(kept[0, 0], matrix[0, 0])
+    assert torch.equal(kept[0, :, 0], matrix[0, :, 0])
+    assert torch.equal(kept[0, 1:3, 1:], torch.zeros(2, 4))  # the lowest 8 of 16
+    assert torch.equal(kept[0, 3:, 1:], matrix[0, 3:, 1:])
+
+
+def test_a_row_that_lost_everything_keeps_its_token() -> None:
+    attention = torch.full((1, 1, 4, 4), 0.25)
+    mixing = mixing_matrix(attention, discard_ratio=0.99, num_prefix_tokens=0)
+    assert torch.equal(mixing[0, 0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_fusion": "median"}, "unknown head_fusion 'median'; known: mean, max, min"),
+        ({"discard_ratio": 1.0}, r"discard_ratio 1.0 is outside \[0, 1\)"),
+        ({"residual": -0.1}, r"residual -0.1 is outside"),
+        ({"start_layer": 4}, "start_layer 4 is outside 0 to 3"),
+    ],
+)
+def test_options_outside_their_range_are_named(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_rollout(random_attention(), **options)
+
+
+def test_no_attention_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one layer"):
+        attention_rollout([])
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 2000, 2**18])
+def test_row_form_equals_the_row_of_the_full_product(ours: Build, chunk_elements: int) -> None:
+    model, images = ours()
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+    readout = torch.rand(2, 25).softmax(dim=-1)
+    full = (readout[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1))[:, 0]
+    row = rollout_row(readout, record.layers, residual=0.3, start_layer=1, chunk_elements=chunk_elements)
+    assert (row - full).abs().max() < 1e-6
+
+
+# --- compat: another program's numbers, from its description, one image at a time, in numpy float64
+# ----------
+
+
+def their_rollout(matrices: list[np.ndarray], *, discard_ratio: float, spare_first: bool) -> np.ndarray:
+    result = np.eye(len(matrices[0]))
+    for matrix in matrices:
+        flat = matrix.ravel().copy()
+        lowest = np.argsort(flat, kind="stable")[: int(len(flat) * discard_ratio)]
+        if spare_first:
+            lowest = lowest[lowest != 0]
+        flat[lowest] = 0
+        mixed = (flat.reshape(matrix.shape) + np.eye(len(matrix))) / 2
+        result = (mixed / mixed.sum(axis=-1)) @ result  # no keepdims: divides columns
+    return result[0, 1:] / result[0, 1:].max()
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.9])
+def test_compat_equals_an_independent_rederivation(head_fusion: str, discard_ratio: float) -> None:
+    attentions = random_attention()
+    found = vit_explain_rollout(attentions, head_fusion=head_fusion, discard_ratio=discard_ratio)
+    for image in range(2):
+        fused = [
+            getattr(np, head_fusion)(attention[image].double().numpy(), axis=0) for attention in attentions
+        ]
+        expected = their_rollout(fused, discard_ratio=discard_ratio, spare_first=True)
+        assert np.abs(found[image].numpy() - expected).max() < 1e-6
+
+
+def test_compat_gradient_rollout_pairs_attention_with_the_mirrored_layers_score_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = [
+        torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(4)
+    ]
+    attentions = [score.softmax(dim=-1) for score in scores]
+    for attention in attentions:
+        attention.retain_grad()
+    sum((attention**2 * attention.cos()).sum() for attention in attentions).backward()
+    found = vit_explain_gradient_rollout(attentions, [a.grad for a in attentions], discard_ratio=0.5)
+    for image in range(2):
+        fused = [
+            np.maximum((a[image] * score.grad[image]).mean(dim=0).detach().numpy(), 0)
+            for a, score in zip(attentions, reversed(scores), strict=True)
+        ]
+        expected = their_rollout(fused, discard_ratio=0.5, spare_first=False)
+        assert np.abs(found[image].detach().numpy() - expected).max() < 1e-6
+
+
+def test_compat_differs_from_ours_where_its_bugs_bite() -> None:
+    attentions = random_attention()
+    ours = attention_rollout(attentions, head_fusion="max", discard_ratio=0.9)[:, 0, 1:]
+    theirs = vit_explain_rollout(attentions, head_fusion="max", discard_ratio=0.9)
+    assert (ours / ours.amax(dim=1, keepdim=True) - theirs).abs().max() > 0.05

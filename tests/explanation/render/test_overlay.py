@@ -1,0 +1,132 @@
+"""Maps lie on the pixels they came from, and pictures survive odd values."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.data.images import Geometry, Preprocess
+from vit.explanation.render.overlay import (
+    ColourScale,
+    as_even_shares,
+    blend,
+    colour,
+    draw_overlay,
+    draw_sheet,
+    find_range,
+    palette,
+    place_map,
+)
+
+SCALE = ColourScale(0.0, 1.0, signed=False, label="scale of this image")
+
+
+@pytest.mark.parametrize("size", [(300, 200), (200, 300), (224, 224), (97, 411)])
+@pytest.mark.parametrize("crop_fraction", [1.0, 0.875])
+def test_a_planted_patch_lands_on_the_pixels_the_model_saw(
+    size: tuple[int, int], crop_fraction: float
+) -> None:
+    """A white square in the photo that fills one patch of the model's input, found again to within a
+    pixel."""
+    preprocess = Preprocess(image_size=(64, 96), crop_fraction=crop_fraction)
+    grid, patch = (8, 12), (3, 10)
+    values = np.zeros(grid, dtype=np.float32)
+    values[patch] = 1
+    geometry = preprocess.geometry(size)
+    placed, coverage = place_map(values, geometry, size=size, smooth=False)
+    down, across = np.flatnonzero(placed.any(axis=1)), np.flatnonzero(placed.any(axis=0))
+    photo = np.zeros((size[1], size[0], 3), dtype=np.uint8)
+    photo[down[0] : down[-1] + 1, across[0] : across[-1] + 1] = 255
+    seen = preprocess.to_uint8(Image.fromarray(photo))[..., 0].astype(float) / 255
+    expected = np.zeros((64, 96))
+    expected[24:32, 80:88] = 1
+    # the square's edges, in pixels of the photo: its area in the model's input is that of one patch
+    pixel = (geometry.box[2] - geometry.box[0]) / 96
+    for axis, length in ((0, 8), (1, 8)):
+        assert abs(seen.sum(axis=1 - axis).max() * pixel - length * pixel) <= 1 + pixel
+    centre = np.array([(seen * axis).sum() / seen.sum() for axis in np.indices(seen.shape)])
+    assert np.abs(centre - [27.5, 83.5]).max() * pixel <= 1
+    assert coverage.sum() > 0
+
+
+def test_outside_the_crop_nothing_is_covered() -> None:
+    geometry = Geometry(original_size=(300, 200), box=(50, 0, 250, 200))
+    _, coverage = place_map(np.ones((4, 4), dtype=np.float32), geometry, size=(300, 200), smooth=True)
+    assert (coverage[:, 50:250] == 1).all()
+    assert (coverage[:, :50] == 0).all()
+    assert (coverage[:, 250:] == 0).all()
+
+
+def test_smooth_placing_goes_through_the_patches_centres() -> None:
+    values = np.arange(16, dtype=np.float32).reshape(4, 4)
+    geometry = Geometry(original_size=(36, 36), box=(0, 0, 36, 36))
+    placed, _ = place_map(values, geometry, size=(36, 36), smooth=True)
+    assert np.abs(placed[4::9, 4::9] - values).max() < 1e-6
+    assert values.min() <= placed.min() <= placed.max() <= values.max()
+
+
+def test_opacity_zero_leaves_the_photos_pixels_as_they_are() -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    geometry = Geometry(original_size=(60, 40), box=(10, 0, 50, 40))
+    values = np.ones((4, 4), dtype=np.float32)
+    blended = np.asarray(blend(Image.fromarray(photo), values, geometry, scale=SCALE, opacity=0.0))
+    assert np.array_equal(blended[:, 10:50], photo[:, 10:50])
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_constant_map_draws_without_warning(signed: bool) -> None:
+    values = np.zeros((4, 4), dtype=np.float32)
+    low, high = find_range([values], signed=signed)
+    found = colour(values, low=low, high=high, signed=signed)
+    assert (found == palette(signed=signed)[128]).all()
+
+
+def test_signed_maps_have_zero_in_the_middle_and_red_above() -> None:
+    low, high = find_range([np.array([[-1.0, 3.0]])], signed=True)
+    assert (low, high) == (-3.0, 3.0)
+    colours = colour(np.array([[-3.0, 0.0, 3.0]]), low=low, high=high, signed=True)[0].astype(int)
+    assert colours[0][2] > colours[0][0]  # blue
+    assert colours[2][0] > colours[2][2]  # red
+    assert colours[1].min() > 235  # nearly white
+
+
+def test_even_shares_are_one_for_a_uniform_map_and_leave_zeros() -> None:
+    assert np.allclose(as_even_shares(np.full((4, 4), 0.03, dtype=np.float32)), 1)
+    assert not as_even_shares(np.zeros((4, 4), dtype=np.float32)).any()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (1000, 20), (20, 1000), (3000, 2000), (1, 1)])
+def test_pictures_of_any_size_are_drawn(size: tuple[int, int]) -> None:
+    geometry = Preprocess(image_size=(16, 16)).geometry(size)
+    values = np.random.default_rng(0).random((4, 4), dtype=np.float32)
+    picture = draw_overlay(
+        Image.new("RGB", size, "green"),
+        values,
+        geometry,
+        scale=SCALE,
+        caption=["predicted: a name that is far too long for such a picture " * 5],
+        warnings=["no better than random for this image"],
+    )
+    assert max(picture.size) < 1500
+
+
+def test_a_warning_is_red_in_the_picture() -> None:
+    arguments = {"scale": SCALE, "caption": ["predicted: 3"]}
+    geometry = Preprocess(image_size=(16, 16)).geometry((64, 64))
+    values = np.ones((4, 4), dtype=np.float32)
+    plain = draw_overlay(Image.new("RGB", (64, 64)), values, geometry, **arguments)
+    marked = draw_overlay(
+        Image.new("RGB", (64, 64)), values, geometry, **arguments, warnings=["nearly uniform"]
+    )
+    assert marked.height > plain.height
+    pixels = np.asarray(marked).astype(int)
+    assert ((pixels[..., 0] > 150) & (pixels[..., 1] < 60)).sum() > 30
+
+
+def test_a_sheet_has_a_row_for_each_layer_and_a_column_for_each_head() -> None:
+    tiles = np.random.default_rng(0).random((3, 2, 4, 4), dtype=np.float32)
+    sheet = draw_sheet(tiles, layers=["0", "1", "2"], heads=["0", "1"], scale=SCALE, caption=["x"])
+    wider = draw_sheet(
+        tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"]
+    )
+    assert wider.width - 200 == sheet.width or wider.width > sheet.width
+    assert wider.height == sheet.height

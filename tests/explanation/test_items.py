@@ -1,0 +1,74 @@
+"""Names of files: recognisable, unlike each other, safe."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit.data.open import load_source
+from vit.explanation.items import clean_name, items_from_files, items_from_source, name_images
+
+
+def test_a_stem_is_the_name_where_it_is_the_only_one() -> None:
+    assert name_images(["photos/tabby.jpg", "photos/zebra.png"]) == ["tabby", "zebra"]
+
+
+def test_equal_stems_are_told_apart_by_their_folders() -> None:
+    assert name_images(["d/cat/1.jpg", "d/dog/1.jpg", "d/dog/2.jpg"]) == ["cat-1", "dog-1", "2"]
+
+
+def test_names_that_collide_all_the_same_get_a_hash() -> None:
+    names = name_images(["a/x.jpg", "a/x.png", "a/X.webp"])
+    assert len({name.casefold() for name in names}) == 3
+    assert name_images(["a/x.jpg", "a/x.png"]) == name_images(["a/x.jpg", "a/x.png"])
+
+
+def test_a_name_made_of_folders_does_not_collide_with_a_stem() -> None:
+    names = name_images(["d/a/b.jpg", "d/c/b.jpg", "d/c/a-b.jpg"])
+    assert len(set(names)) == 3
+
+
+def test_taken_names_are_avoided() -> None:
+    assert name_images(["b/x.jpg"], taken={"x"}) != ["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("<img src=x onerror=alert(1)>", "_img src=x onerror=alert(1)_"),
+        ("-rf", "rf"),
+        ("a/b\\c:d", "a_b_c_d"),
+        ("..", "image"),
+        ("Zürich 雪", "Zürich 雪"),
+        ("tab\tnew\nline", "tab_new_line"),
+        ("x" * 300, "x" * 120),
+        ("bad\udcff", "bad_"),
+    ],
+)
+def test_what_file_systems_trip_over_is_replaced(name: str, clean: str) -> None:
+    assert clean_name(name) == clean
+
+
+def test_files_come_sorted_and_once(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("b.png", "a.png", "b.png")]
+    for path in paths:
+        Image.new("RGB", (4, 4)).save(path)
+    items = items_from_files(paths)
+    assert [item.name for item in items] == ["a", "b"]
+    image, sha256 = items[0].read()
+    assert image.size == (4, 4)
+    assert len(sha256) == 64
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(b"\xff\xd8\xff\xe0 no image")
+    with pytest.raises(ValueError, match=r"broken\.jpg"):
+        items_from_files([str(path)])[0].read()
+
+
+def test_images_of_a_data_set_are_named_by_their_ids() -> None:
+    items = items_from_source(load_source("digits", split="test"), count=3)
+    assert len(items) == 3
+    assert all(item.name.startswith("digits-") for item in items)
+    assert items[0].read()[0].mode == "RGB"

@@ -1,0 +1,28 @@
+"""A file written atomically is the old one or the new one, whatever happens."""
+
+from pathlib import Path
+
+import pytest
+
+from vit.runtime.files import compute_sha256, write_atomically, write_text
+
+
+def test_a_failing_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_written_file_is_readable_like_any_other(tmp_path: Path) -> None:
+    write_text(tmp_path / "ours", "text")
+    (tmp_path / "other").write_text("text")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert compute_sha256(tmp_path / "ours") == compute_sha256(tmp_path / "other")

@@ -1,0 +1,160 @@
+"""Config → the images of a run: sources, stores, what they are normalised by, loaders."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vit.config import Config, as_pair
+from vit.data.augment import Augment
+from vit.data.cache import Store, build_store
+from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
+from vit.data.open import ImageSource, Split, load_source
+from vit.runtime.processes import Process
+
+Loader = ResidentLoader | WorkerLoader
+_MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run, decoded or scanned once."""
+
+    train: Store
+    validation: Store | None
+    sources: dict[Split, ImageSource]
+    preprocess: Preprocess
+    pipeline: Literal["resident", "workers"]
+    pipeline_reason: str
+
+    def describe(self) -> dict[str, Any]:
+        """What travels in the model file."""
+        stores = {"train": self.train, "validation": self.validation}
+        return {
+            "name": self.train.name,
+            "fingerprint": self.train.fingerprint,
+            "splits": {
+                split: {"num_images": len(store.labels), "fingerprint": store.fingerprint}
+                for split, store in stores.items()
+                if store is not None
+            },
+            "unreadable": sum(len(store.unreadable) for store in stores.values() if store is not None),
+            "notes": list(self.train.notes),
+        }
+
+
+def source_arguments(config: Config) -> dict[str, Any]:
+    """What `load_source` takes, but for the split."""
+    data = config.data
+    return {
+        "name": data.name,
+        "root": data.root,
+        "classes": data.classes,
+        "validation_fraction": data.validation_fraction,
+        "split_seed": data.split_seed,
+    }
+
+
+def build_data(config: Config, *, device: torch.device, pretrained: Preprocess | None = None) -> Data:
+    """Find, split and decode the training and validation images. The test images are not touched."""
+    data = config.data
+    splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
+    sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
+    preprocess = Preprocess(image_size=as_pair(data.image_size), crop_fraction=data.crop_fraction)
+    height, width = preprocess.resize_size
+    num_bytes = sum(map(len, sources.values())) * height * width * 3
+    pipeline, reason = (
+        choose_pipeline(num_bytes, device=device, share=data.memory_share)
+        if data.pipeline == "auto"
+        else (data.pipeline, "data.pipeline says so")
+    )
+    stores = {
+        split: build_store(
+            source,
+            size=preprocess.resize_size if pipeline == "resident" or split == "validation" else None,
+            cache_dir=data.cache_dir,
+            workers=data.workers,
+            max_bad_share=data.max_bad_share,
+        )
+        for split, source in sources.items()
+    }
+    mean, std = _normalization(config, stores["train"], pretrained)
+    return Data(
+        train=stores["train"],
+        validation=stores.get("validation"),
+        sources=sources,
+        preprocess=replace(preprocess, mean=mean, std=std),
+        pipeline=pipeline,
+        pipeline_reason=reason,
+    )
+
+
+def build_loaders(
+    config: Config, data: Data, *, device: torch.device, process: Process
+) -> tuple[Loader, ResidentLoader | None]:
+    """Augmented training batches, and the validation images as they are."""
+    augment = Augment(**config.augment.model_dump(exclude={"mix_until"}))
+    # of a set smaller than the batch, all images that can be shared out in pairs
+    share = 2 * process.world_size
+    batch_size = min(config.train.batch_size, len(data.train) // share * share)
+    shared: dict[str, Any] = {
+        "preprocess": data.preprocess,
+        "device": device,
+        "seed": config.train.seed,
+        "num_classes": len(data.train.class_names),
+        "rank": process.rank,
+        "world_size": process.world_size,
+    }
+    train: Loader
+    if data.pipeline == "resident":
+        train = ResidentLoader(
+            data.train, batch_size=batch_size, augment=augment, shuffle=True, drop_last=True, **shared
+        )
+    else:
+        train = WorkerLoader(
+            data.train,
+            batch_size=batch_size,
+            augment=augment,
+            shuffle=True,
+            drop_last=True,
+            workers=config.data.workers,
+            **shared,
+        )
+    if data.validation is None:
+        return train, None
+    validation = ResidentLoader(
+        data.validation,
+        batch_size=128 * share,
+        augment=None,
+        shuffle=False,
+        drop_last=False,
+        **shared,
+    )
+    return train, validation
+
+
+def _normalization(
+    config: Config, store: Store, pretrained: Preprocess | None
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """The configured mean and standard deviation, the pretrained model's, or the training images' own."""
+    if pretrained is not None:
+        mean, std = pretrained.mean, pretrained.std
+    elif store.images is None:
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+    else:
+        step = max(1, len(store.images) // _MEASURED_IMAGES)
+        pixels = np.asarray(store.images[::step]).reshape(-1, 3)
+        # exact sums of integers, so that the figures don't depend on how numpy adds
+        histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
+        means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]
+        squares = [float(h @ np.arange(256) ** 2) / len(pixels) / 255**2 for h in histogram]
+        stds = [max((square - mean**2) ** 0.5, 1 / 255) for square, mean in zip(squares, means, strict=True)]
+        mean, std = _rounded(means), _rounded(stds)
+    return config.data.mean or mean, config.data.std or std
+
+
+def _rounded(values: list[float]) -> tuple[float, float, float]:
+    red, green, blue = (round(value, 4) for value in values)
+    return red, green, blue

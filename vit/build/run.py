@@ -1,0 +1,296 @@
+"""Config → objects: the one place where the schema meets torch."""
+
+import copy
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vit.build.attention_images import AttentionWatch, write_training_batch
+from vit.build.data import Data, Loader, build_data, build_loaders, source_arguments
+from vit.bundle import MODEL_FILE, save_bundle
+from vit.checkpoint import CheckpointStore
+from vit.config import Config, as_pair, flatten_config, load_config, plain_values
+from vit.data.images import Preprocess
+from vit.data.open import load_source
+from vit.model.presets import PRESETS, compute_flops
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.create import create_optimizer
+from vit.optim.schedule import create_schedule
+from vit.runtime.cache_dir import default_cache_dir
+from vit.runtime.device import Precision, choose_device, choose_precision
+from vit.runtime.memory import choose_parts, keep_freed_memory
+from vit.runtime.processes import Process, wrap_model
+from vit.training.compilation import keep_compiled_code, should_compile
+from vit.training.estimate import StepCost, measure_step_cost
+from vit.training.loop import Plan, Trainer
+from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.training.state import gather_weights
+from vit.training.step import TrainStep
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer with what a person is told before it starts."""
+
+    trainer: Trainer
+    config: Config
+    data: Data
+    model: VisionTransformer
+    device: torch.device
+    train_loader: Loader
+    is_compiled: bool
+    step_cost: StepCost | None  # not of a sharded model, which need not fit the device whole
+
+
+def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
+    """The model, with its weights drawn from `train.seed` or loaded from `model.init`; in that case also the
+    preprocessing that those weights were trained with."""
+    wanted = config.model
+    torch.manual_seed(config.train.seed)
+    image_size = as_pair(config.data.image_size)
+    preprocess = None
+    if wanted.init is not None:
+        from vit.model.timm_weights import load_pretrained
+
+        model, values = load_pretrained(
+            wanted.init, img_size=image_size, num_classes=num_classes, drop_path_rate=wanted.drop_path_rate
+        )
+        preprocess = Preprocess.from_dict(values) if values else None
+    else:
+        arguments = wanted.model_dump(
+            exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None
+        )
+        if wanted.preset is not None:
+            arguments = _find_preset(wanted.preset) | arguments
+        model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
+    if wanted.freeze != "none":
+        model.freeze(wanted.freeze)
+    model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
+    model.grad_checkpointing = config.train.activation_checkpointing
+    return model, preprocess
+
+
+def _find_preset(name: str) -> dict[str, Any]:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.3)
+        raise ValueError(f"unknown model.preset {name!r}; nearest: {', '.join(near or sorted(PRESETS)[:3])}")
+    return PRESETS[name]
+
+
+def build_run(
+    config: Config,
+    *,
+    directory: Path,
+    process: Process,
+    device_name: str,
+    observers: list[Observer] | None = None,
+) -> Run:
+    """All the parts of a training run, ready to start or to resume."""
+    device = choose_device(device_name)
+    train = config.train
+    torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
+    # else every new tensor is written twice, a debugging aid
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    num_classes = len(load_source(**source_arguments(config), split="train").class_names)
+    model, pretrained = build_model(config, num_classes=num_classes)
+    data = build_data(config, device=device, pretrained=pretrained)
+    is_sharded = train.parallel == "fsdp"
+    if not is_sharded:
+        model.to(device)
+    train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
+    plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
+    precision = choose_precision(train.precision, device)
+    keep_freed_memory()
+    is_compiled = _should_compile(config, plan, model)
+    if is_compiled:
+        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+    rank_batch = plan.batch_size // process.world_size
+    parts = (
+        choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size, device=device)
+        if train.accumulate == "auto"
+        else train.accumulate
+    )
+    step_cost = None
+    if not is_sharded:
+        step_cost = measure_step_cost(
+            model,
+            (3, *data.preprocess.image_size),
+            batch_size=rank_batch,
+            part_size=-(-rank_batch // parts),
+            dtype=getattr(torch, precision),
+        )
+    step = _build_step(
+        config,
+        model,
+        plan=plan,
+        steps_per_epoch=len(train_loader),
+        process=process,
+        device=device,
+        precision=precision,
+        parts=parts,
+        compile=is_compiled,
+    )
+    if observers is None:
+        observers = (
+            build_observers(config, data, train_loader, directory=directory) if process.is_main else []
+        )
+    trainer = Trainer(
+        step,
+        plan=plan,
+        train_batches=train_loader,
+        validation_batches=validation_loader,
+        checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
+        save_model=_model_writer(config, data, directory, process),
+        observers=observers,
+        process=process,
+        sharded=is_sharded,
+        sample_name=lambda index: str(data.train.ids[index]),
+    )
+    return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
+
+
+def _build_step(
+    config: Config,
+    model: VisionTransformer,
+    *,
+    plan: Plan,
+    steps_per_epoch: int,
+    process: Process,
+    device: torch.device,
+    precision: Precision,
+    parts: int,
+    compile: bool,
+) -> TrainStep:
+    """The model wrapped for its processes, with its average, optimizer and schedule."""
+    train = config.train
+    average_model = copy.deepcopy(model) if train.ema_decay else None
+    parallel_model = wrap_model(model, process=process, parallel=train.parallel, device=device)
+    if average_model is not None and train.parallel == "fsdp":
+        wrap_model(average_model, process=process, parallel="fsdp", device=device)
+    if train.parallel == "fsdp" and config.optimizer.name == "muon":
+        raise ValueError(
+            "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
+        )
+    optimizer = create_optimizer(
+        config.optimizer.name,
+        model,
+        **config.optimizer.model_dump(exclude={"name"}),
+        muon_dtype=getattr(torch, precision),
+    )
+    schedule = create_schedule(
+        optimizer,
+        name=config.schedule.name,
+        warmup_steps=min(round(config.schedule.warmup_epochs * steps_per_epoch), plan.total_steps - 1),
+        total_steps=plan.total_steps,
+        cooldown_fraction=config.schedule.cooldown_fraction,
+    )
+    return TrainStep(
+        parallel_model,
+        optimizer,
+        schedule,
+        precision=precision,
+        label_smoothing=train.label_smoothing,
+        clip_grad=train.clip_grad,
+        accumulate=parts,
+        ema_decay=train.ema_decay,
+        average_model=average_model,
+        halt_on_nonfinite=train.on_nonfinite == "stop",
+        compile=compile,
+    )
+
+
+def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan:
+    """How long, and what happens when."""
+    train = config.train
+    total_steps = train.epochs * steps_per_epoch
+    return Plan(
+        epochs=train.epochs,
+        total_steps=min(total_steps, train.max_steps or total_steps),
+        seed=train.seed,
+        batch_size=batch_size,
+        evaluate_every_epochs=train.evaluate_every_epochs,
+        checkpoint_every_steps=train.checkpoint_every_steps,
+        keep_every_epochs=train.keep_every_epochs,
+        mix_until=config.augment.mix_until,
+        image_sizes=tuple((until, as_pair(size)) for until, size in train.image_sizes or ()),
+        on_nonfinite=train.on_nonfinite,
+    )
+
+
+def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
+    """What a person sees: a progress bar, the metrics file, TensorBoard."""
+    watch = None
+    images = data.validation.images if data.validation is not None else None
+    count = config.train.attention_maps
+    # a sharded model's forward pass takes all processes, and only the main one is observed
+    if images is not None and count and config.train.parallel != "fsdp":
+        # they are sorted by class
+        chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
+        watch = AttentionWatch(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
+
+    def show_batch(writer: "SummaryWriter") -> None:
+        write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
+
+    return [
+        ProgressBar(),
+        MetricsFile(directory),
+        TensorBoard(directory, at_start=show_batch, at_evaluation=watch),
+    ]
+
+
+def find_changes(config: Config, saved: Path) -> list[str]:
+    """Keys in which `config` would continue another run than the one whose configuration is `saved`.
+
+    Where the images are cached and how many processes decode them changes no number.
+    """
+    neutral = {"data.workers", "data.cache_dir", "data.memory_share", "data.root", "train.keep_limit"}
+    ours, theirs = flatten_config(config), flatten_config(load_config(saved))
+    return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
+
+
+def _should_compile(config: Config, plan: Plan, model: VisionTransformer) -> bool:
+    if config.train.compile != "auto":
+        return config.train.compile
+    if config.train.parallel == "fsdp":
+        return False
+    total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
+    return should_compile(
+        next(model.parameters()).device.type,
+        total_flops=total_flops,
+        num_sizes=len(plan.image_sizes) or 1,
+    )
+
+
+def _model_writer(
+    config: Config, data: Data, directory: Path, process: Process
+) -> Callable[[nn.Module], None]:
+    """Writes the model file of the run."""
+    description = data.describe()
+    hashes = (np.asarray(data.train.digests), np.asarray(data.train.perceptual))
+
+    def write(model: nn.Module) -> None:
+        assert isinstance(model, VisionTransformer)
+        weights = gather_weights(model)
+        if not process.is_main:
+            return
+        save_bundle(
+            directory / MODEL_FILE,
+            model,
+            weights=weights,
+            preprocess=data.preprocess,
+            class_names=data.train.class_names,
+            config=plain_values(config),
+            data=description,
+            training_hashes=hashes,
+        )
+
+    return write

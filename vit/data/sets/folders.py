@@ -1,0 +1,168 @@
+"""Image folders: root/<split>/<class>/*, root/<class>/*, or a root with a labels.csv."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from vit.data.sets.source import FileBacking, ImageSource, choose_classes, keep_classes, make_source
+
+IMAGE_SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
+    *(".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
+)
+_SPLIT_FOLDERS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+
+
+def existing_root(name: str, root: Path | str | None) -> Path:
+    """`root` as a folder that exists."""
+    if root is None:
+        raise ValueError(f"data.name={name} needs data.root, the folder that holds the images")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data.root {folder} is not a folder")
+    return folder
+
+
+def find_splits(
+    name: str, root: Path, classes: Sequence[str] | None, *, aliases: dict[str, str] | None = None
+) -> Mapping[str, Callable[[], ImageSource]]:
+    """The splits below `root`; each is scanned when called. One folder of classes is all "train".
+
+    `aliases` maps folder names to names for people.
+    """
+    if (root / "labels.csv").is_file():
+        return _read_label_file(name, root, classes)
+    folders = split_folders(root) or {"train": root}
+    notes: tuple[str, ...] = ()
+    if "validation" in folders and "test" not in folders:
+        folders["test"] = folders.pop("validation")
+        notes = (f"{folders['test'].name}/ is the test split; validation images are held out of train/",)
+    first = folders.get("train") or next(iter(folders.values()))
+    known = [entry.name for entry in sorted(first.iterdir()) if _is_visible_folder(entry)]
+    kept = choose_classes(known, classes, aliases=aliases)
+    if len(kept) < 2:
+        found = f"one class, {kept[0]!r}" if kept else "no class folders"
+        raise ValueError(f"{first} holds {found}; a classifier needs two or more: {first}/<class>/<image>")
+    scan = partial(_scan, name, root, folders=kept, aliases=aliases or {}, notes=notes)
+    for folder in folders.values():
+        strangers = [
+            e.name for e in sorted(folder.iterdir()) if _is_visible_folder(e) and e.name not in known
+        ]
+        if strangers:
+            raise ValueError(f"{folder} holds class {strangers[0]!r}, which {first} does not have")
+    return {split: partial(scan, folder, must_fill=folder == first) for split, folder in folders.items()}
+
+
+def split_folders(root: Path) -> dict[str, Path]:
+    """Split → its folder, for those that exist below `root`."""
+    entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
+    return {
+        split: entries[alias]
+        for split, names in _SPLIT_FOLDERS.items()
+        for alias in names
+        if alias in entries
+    }
+
+
+def _is_visible_folder(entry: Path) -> bool:
+    return entry.is_dir() and not entry.name.startswith((".", "__"))
+
+
+def _scan(
+    name: str,
+    root: Path,
+    split_folder: Path,
+    *,
+    folders: Sequence[str],
+    aliases: dict[str, str],
+    notes: tuple[str, ...],
+    must_fill: bool,
+) -> ImageSource:
+    """Every image below split_folder/<class>, in sorted order; other files are counted and ignored."""
+    paths: list[str] = []
+    labels: list[int] = []
+    ignored = 0
+    for label, folder in enumerate(folders):
+        before = len(paths)
+        for path in _files(split_folder / folder):
+            file_name = os.path.basename(path)
+            if file_name.startswith(".") or not file_name.lower().endswith(IMAGE_SUFFIXES):
+                ignored += 1
+                continue
+            paths.append(os.path.relpath(path, root))
+            labels.append(label)
+        if must_fill and len(paths) == before:
+            raise ValueError(
+                f"{split_folder / folder} holds no images; remove it, or name others in data.classes"
+            )
+    if not paths:
+        raise ValueError(f"{split_folder} holds no images")
+    if ignored:
+        notes = (
+            *notes,
+            f"{ignored} hidden files or files that are no images were ignored in {split_folder.name}/",
+        )
+    class_names = [aliases.get(folder, folder) for folder in folders]
+    return make_source(
+        name, class_names=class_names, labels=labels, ids=paths, backing=FileBacking(root, paths), notes=notes
+    )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Files below a folder, in sorted order, following links."""
+    for directory, below, names in os.walk(folder, followlinks=True):
+        below[:] = sorted(entry for entry in below if not entry.startswith("."))
+        for file_name in sorted(names):
+            yield os.path.join(directory, file_name)
+
+
+def _read_label_file(
+    name: str, root: Path, classes: Sequence[str] | None
+) -> Mapping[str, Callable[[], ImageSource]]:
+    """root/labels.csv with the header path,label or path,label,split; a wrong line is named by its number."""
+    file = root / "labels.csv"
+    rows: dict[str, list[tuple[str, str]]] = {}
+    seen: set[str] = set()
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        reader = csv.reader(lines)
+        header = next(reader, [])
+        if header not in (["path", "label"], ["path", "label", "split"]):
+            raise ValueError(
+                f"{file} line 1 must be path,label or path,label,split, not {','.join(header)!r}"
+            )
+        for row in reader:
+            where = f"{file} line {reader.line_num}"
+            if len(row) != len(header) or not all(row):
+                raise ValueError(
+                    f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}"
+                )
+            split = row[2] if len(row) == 3 else "train"
+            if split not in _SPLIT_FOLDERS:
+                raise ValueError(f"{where}: unknown split {split!r}; known: {', '.join(_SPLIT_FOLDERS)}")
+            if not (root / row[0]).is_file():
+                raise ValueError(f"{where}: {row[0]} is not a file below {root}")
+            if row[0] in seen:
+                raise ValueError(f"{where}: {row[0]} was already listed")
+            seen.add(row[0])
+            rows.setdefault(split, []).append((row[0], row[1]))
+    class_names = sorted({label for part in rows.values() for _, label in part})
+    if len(class_names) < 2:
+        raise ValueError(f"{file} names {len(class_names)} classes; a classifier needs at least two")
+
+    def find(split: str) -> ImageSource:
+        paths, names = zip(*rows[split], strict=True)
+        numbers = {class_name: number for number, class_name in enumerate(class_names)}
+        labels = [numbers[label] for label in names]
+        backing = FileBacking(root, paths)
+        source = make_source(name, class_names=class_names, labels=labels, ids=paths, backing=backing)
+        return keep_classes(source, classes)
+
+    return {split: partial(find, split) for split in rows}

@@ -1,0 +1,188 @@
+"""WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
+
+A shard is indexed once, and an image is then read by its offset. So a sample is reached at random, each
+rank and worker reads only its own samples, and order, resuming and draws are as exact as with files. A
+`pipe:` shard has no offsets: it is copied to the cache first, which needs that much disk.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vit.data.images import read_image
+from vit.data.sets.folders import IMAGE_SUFFIXES
+from vit.data.sets.source import ImageSource, keep_classes, make_source
+from vit.runtime.cache_dir import default_cache_dir
+
+_SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
+
+
+@dataclass(frozen=True, eq=False)
+class ShardBacking:
+    """Images inside tar files."""
+
+    shards: Sequence[Path]
+    names: Sequence[str]
+    places: np.ndarray  # int64 [n, 3]: shard, offset, size in bytes
+
+    def read(self, index: int) -> Image.Image:
+        shard, offset, size = self.places[index].tolist()
+        with self.shards[shard].open("rb") as file:
+            file.seek(offset)
+            return read_image(io.BytesIO(file.read(size)), name=self.names[index])
+
+    def stamp(self) -> bytes:
+        stats = [os.stat(shard) for shard in self.shards]
+        files = repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()
+        return files + self.places.tobytes()
+
+    def subset(self, indices: np.ndarray) -> ShardBacking:
+        return ShardBacking(self.shards, [self.names[index] for index in indices], self.places[indices])
+
+
+def find_shards(
+    root: Path | str | None, classes: Sequence[str] | None
+) -> Mapping[str, Callable[[], ImageSource]]:
+    """The splits of `root`: a folder of shards, or a pattern.
+
+    A folder holds <split>/*.tar or <split>*.tar (train, val, test), or *.tar as one set. A pattern is one
+    set: globs, braces ("shards-{000..009}.tar") and commands ("pipe:cat shards.tar"), several joined by
+    "::". As with image folders, val without test is the test split. Names of classes are the lines of
+    classes.txt beside the first shard, else the labels.
+    """
+    if root is None:
+        raise ValueError(
+            "data.name=webdataset needs data.root: a folder of .tar shards, a pattern or pipe:command"
+        )
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        splits = {"train": _expand(str(root))}
+    else:
+        splits = {
+            split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
+            for split, prefix in _SPLIT_PREFIXES.items()
+        }
+        splits = {split: shards for split, shards in splits.items() if shards}
+        splits = splits or {"train": sorted(folder.glob("*.tar"))}
+        if not any(splits.values()):
+            raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
+    if "validation" in splits and "test" not in splits:
+        splits["test"] = splits.pop("validation")
+    index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
+    return {split: partial(_load, split, splits, index, classes) for split in splits}
+
+
+def _expand(pattern: str) -> list[Path]:
+    from webdataset.shardlists import expand_urls
+
+    shards: list[Path] = []
+    for url in expand_urls(pattern):
+        found = [_spool(url)] if url.startswith("pipe:") else [Path(path) for path in sorted(glob.glob(url))]
+        if not found:
+            raise FileNotFoundError(f"data.root {pattern}: no file matches {url}")
+        shards += found
+    return shards
+
+
+def _spool(url: str) -> Path:
+    """The output of a `pipe:` command as a file in the cache."""
+    from webdataset import gopen
+
+    folder = default_cache_dir() / "shards"
+    shard = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.tar"
+    if shard.is_file():
+        return shard
+    folder.mkdir(parents=True, exist_ok=True)
+    partial_copy = shard.with_suffix(f".{os.getpid()}.partial")
+    try:
+        with gopen(url) as stream, partial_copy.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        _index(partial_copy)  # a command that broke off leaves no whole tar
+        partial_copy.rename(shard)
+    except (OSError, ValueError) as error:
+        raise OSError(f"{url} gave no shard: {error}") from error
+    finally:
+        partial_copy.unlink(missing_ok=True)
+    return shard
+
+
+_Index = Callable[[Path], list[tuple[str, str, int, int]]]
+
+
+def _load(
+    split: str, splits: Mapping[str, Sequence[Path]], index: _Index, classes: Sequence[str] | None
+) -> ImageSource:
+    everything = [shard for shards in splits.values() for shard in shards]
+    texts = {text for shard in everything for _, text, _, _ in index(shard)}
+    class_names, numbers = _number_classes(texts, everything[0].parent)
+    names: list[str] = []
+    labels: list[int] = []
+    places: list[tuple[int, int, int]] = []
+    for number, shard in enumerate(splits[split]):
+        for key, text, offset, size in index(shard):
+            names.append(f"{shard.name}/{key}")
+            labels.append(numbers[text])
+            places.append((number, offset, size))
+    backing = ShardBacking(splits[split], names, np.array(places, dtype=np.int64))
+    source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, backing=backing)
+    return keep_classes(source, classes)
+
+
+def _index(shard: Path) -> list[tuple[str, str, int, int]]:
+    """(key, text of .cls, offset of the image, its bytes) of each sample of a tar file, in its order."""
+    images: dict[str, tuple[int, int]] = {}
+    texts: dict[str, str] = {}
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                folder, _, file_name = member.name.rpartition("/")
+                stem, _, suffix = file_name.partition(".")
+                key = f"{folder}/{stem}" if folder else stem
+                if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    images[key] = (member.offset_data, member.size)
+                elif suffix == "cls" and (file := tar.extractfile(member)) is not None:
+                    texts[key] = file.read().decode().strip()
+            end = member.offset_data + member.size if images else 0
+    except (tarfile.TarError, UnicodeDecodeError) as error:
+        raise ValueError(f"{shard} is no whole tar file: {error}") from error
+    if end > shard.stat().st_size:
+        raise ValueError(f"{shard} is cut short: its last file ends beyond it")
+    if not images:
+        raise ValueError(f"{shard} holds no images; a sample is <key>.jpg and <key>.cls")
+    for key in images:
+        if not texts.get(key):
+            raise ValueError(f"{shard} has no label {key}.cls for the image {key}")
+    return [(key, texts[key], *place) for key, place in images.items()]
+
+
+def _number_classes(texts: set[str], folder: Path) -> tuple[list[str], dict[str, int]]:
+    """Class names, and label text → label. Numbers count the lines of classes.txt, if there is one."""
+    if all(text.isdecimal() for text in texts):
+        numbers = {text: int(text) for text in texts}
+        listed = folder / "classes.txt"
+        lines = (
+            listed.read_text().splitlines()
+            if listed.is_file()
+            else map(str, range(max(numbers.values()) + 1))
+        )
+        names = [line.strip() for line in lines if line.strip()]
+        if max(numbers.values()) >= len(names):
+            raise ValueError(f"{listed} names {len(names)} classes, but a label is {max(numbers.values())}")
+    else:
+        names = sorted(texts)
+        numbers = {name: number for number, name in enumerate(names)}
+    if len(names) < 2:
+        raise ValueError(f"{folder} holds one class, {names[0]!r}; a classifier needs at least two")
+    return names, numbers

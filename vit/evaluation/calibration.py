@@ -1,0 +1,27 @@
+"""Temperature scaling: one number that makes confidence honest (Guo et al. 2017, section 4.2)."""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
+
+from vit.evaluation.metrics import Ints
+
+_LOWEST, _HIGHEST = 0.05, 20.0
+
+
+def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
+    """The temperature that minimises the cross-entropy of softmax(logits [n, C] / temperature), 0.05…20.
+
+    The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits. It changes
+    no prediction, only how sure each is.
+    """
+    exact = logits.astype(np.float64)
+    rows = np.arange(len(labels))
+
+    def cross_entropy(log_temperature: float) -> float:
+        return float(-log_softmax(exact * np.exp(-log_temperature), axis=1)[rows, labels].mean())
+
+    bounds = (np.log(_LOWEST), np.log(_HIGHEST))
+    fitted = minimize_scalar(cross_entropy, bounds=bounds, method="bounded", options={"xatol": 1e-7})
+    return float(np.exp(fitted.x))

@@ -1,0 +1,30 @@
+"""How sure a figure is: the bootstrap (Efron & Tibshirani 1993, chapter 13)."""
+
+import numpy as np
+
+from vit.evaluation.metrics import Floats, Scores, compute_figures
+
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+def draw_weights(count: int, generator: np.random.Generator) -> Floats:
+    """How often each of `count` images comes up in `count` draws with replacement."""
+    return np.bincount(generator.integers(count, size=count), minlength=count).astype(np.float64)
+
+
+def compute_intervals(
+    scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """95 % percentile intervals of every headline figure, over draws of the images with replacement.
+
+    They tell how far the figure moves with the choice of test images, not with the training seed.
+    """
+    generator = np.random.default_rng(seed)
+    replicates = [compute_figures(scores, draw_weights(len(scores), generator)) for _ in range(resamples)]
+    tail = (1 - LEVEL) / 2
+    intervals = {}
+    for name in replicates[0]:
+        low, high = np.quantile([replicate[name] for replicate in replicates], (tail, 1 - tail))
+        intervals[name] = (float(low), float(high))
+    return intervals

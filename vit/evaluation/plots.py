@@ -1,0 +1,32 @@
+"""The confusion matrix as a picture."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from vit.evaluation.metrics import Ints
+
+_MOST_NAMES = 40  # classes whose names are still legible at the axes
+
+
+def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path) -> None:
+    """Draw the share of each true class (row) that was predicted as each class (column)."""
+    count = len(class_names)
+    shares = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
+    side = min(3 + 0.45 * count, 14)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(image, ax=axes, fraction=0.04, label="share of the true class")
+    axes.set(xlabel="predicted", ylabel="true")
+    if count <= _MOST_NAMES:
+        axes.set_xticks(range(count), class_names, rotation=60, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(count), class_names)
+    if count <= 20:
+        for row in range(count):
+            for column in range(count):
+                if confusion[row, column]:
+                    color = "white" if shares[row, column] > 0.5 else "black"
+                    number = str(confusion[row, column])
+                    axes.text(column, row, number, ha="center", va="center", color=color, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,188 @@
+"""What an evaluation leaves: `evaluation.json` (this schema) and `predictions.csv`.
+
+`Evaluation.model_json_schema()` is the schema as JSON Schema. `schema_version` rises when a key goes or
+changes its meaning; a new key alone doesn't raise it. Shares are 0…1, never per cent.
+"""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vit.evaluation.cost import Cost
+from vit.evaluation.images import Duplication
+from vit.evaluation.metrics import Bin, ClassFigures, Floats, Ints, Scores
+from vit.runtime.files import write_atomically, write_text
+
+SCHEMA_VERSION = 1
+EVALUATION_FILE = "evaluation.json"
+PREDICTIONS_FILE = "predictions.csv"
+COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image worth looking at."""
+
+    path: str
+    label: str
+    predicted: str
+    probability: float  # of the predicted class
+    label_probability: float
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What the model got wrong, nearly wrong, or what may be labelled wrong; the clearest cases first."""
+
+    confident_mistakes: list[Example]
+    uncertain_hits: list[Example]
+    label_errors: list[Example]
+    num_label_errors: int  # suspects in all, by confident learning
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Figures of the probabilities before and after the temperature."""
+
+    temperature: float
+    fitted_on: dict[str, str | int]  # split, num_images and fingerprint of the validation images
+    before: dict[str, float]  # ece, brier, nll
+    after: dict[str, float]
+
+
+class Evaluation(BaseModel):
+    """The figures of one model on one set of images, and their conditions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA_VERSION
+
+    top1: float = Field(description="share of images whose label is the highest logit")
+    top5: float = Field(description="share of images whose label is among the five highest logits")
+    loss: float = Field(description="mean cross-entropy of the logits, nats")
+    macro_f1: float = Field(description="mean F1 of the classes that occur as label or prediction")
+    macro_precision: float
+    macro_recall: float
+    ece: float = Field(description="expected calibration error, 15 bins of equal width")
+    brier: float = Field(description="squared distance of probabilities from truth, summed over classes")
+    nll: float = Field(description="mean cross-entropy of the probabilities: the loss after the temperature")
+    intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap interval of each of these")
+    per_class: list[ClassFigures] = Field(description="every class of the model, in its order")
+    reliability: list[Bin]
+    calibration: Calibration | None = Field(description="null where no temperature was ever fitted")
+
+    num_images: int = Field(description="images evaluated: the denominator of every figure")
+    unreadable: list[tuple[str, str]] = Field(description="images left out, with the reason")
+    duplicates_of_training: Duplication | None = Field(description="null where it is not known")
+    examples: Examples
+
+    corruptions: dict[str, list[float]] | None = Field(description="top-1 at severities 1 to 5 of each kind")
+    mean_corruption_error: float | None = Field(description="mean of 1 - top-1 over kinds and severities")
+    sweeps: dict[str, list[tuple[float, float]]] | None = Field(
+        description="(amount, top-1) for shift_right and shift_down (of the side) and rotate (degrees)"
+    )
+    cost: Cost
+
+    data: str = Field(description="name of the data set")
+    split: str
+    notes: list[str] = Field(description="what a person should know of these images")
+    fingerprint: str = Field(description="of the decoded pixels, labels, class names and split")
+    model: str = Field(description="as named on the command line")
+    model_sha256: str
+    recipe: str | None = Field(description="hash of the training configuration without seed and machine")
+    seed: int | None = Field(description="of the training run")
+    conditions: dict[str, str] = Field(description="device, precision, batch size, command, time, versions")
+
+    def list_warnings(self) -> list[str]:
+        """What must be known before a figure is quoted, in sentences."""
+        warnings = list(self.notes)
+        if self.unreadable:
+            name, reason = self.unreadable[0]
+            warnings.append(
+                f"{len(self.unreadable)} images could not be read and are not counted; the first is {name}: "
+                f"{reason}"
+            )
+        seen = self.duplicates_of_training
+        if seen is not None and seen.exact + seen.near > 0:
+            warnings.append(
+                f"{seen.exact} of these images were in training, {seen.near} more look like one that was: "
+                f"{', '.join(seen.examples[:3])}"
+            )
+        return warnings
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The columns of a predictions file that a comparison needs."""
+
+    ids: list[str]
+    labels: list[str]
+    predicted: list[str]
+    loss: Floats
+    rank: Ints
+
+
+def save_predictions(path: Path, scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> None:
+    """One line an image, floats in full."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            numbers = (scores.confidence, scores.label_probability, scores.loss, scores.rank)
+            writer.writerows(
+                zip(
+                    ids,
+                    (class_names[label] for label in scores.labels),
+                    (class_names[label] for label in scores.predicted),
+                    *(column.tolist() for column in numbers),
+                    strict=True,
+                )
+            )
+
+    write_atomically(path, write)
+
+
+def load_predictions(path: Path) -> Predictions:
+    """Read a predictions file. Raises ValueError naming the line that is wrong."""
+    rows: list[list[str]] = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.reader(file)
+        if next(reader, None) != list(COLUMNS):
+            raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
+        for row in reader:
+            if len(row) != len(COLUMNS):
+                raise ValueError(
+                    f"{path} line {reader.line_num} has {len(row)} fields instead of {len(COLUMNS)}"
+                )
+            rows.append(row)
+    columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS)
+    try:
+        loss, rank = np.array(columns[5], dtype=np.float64), np.array(columns[6], dtype=np.int64)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; evaluate again") from error
+    return Predictions(
+        ids=list(columns[0]), labels=list(columns[1]), predicted=list(columns[2]), loss=loss, rank=rank
+    )
+
+
+def save_evaluation(path: Path, evaluation: Evaluation) -> None:
+    """Write `evaluation` as JSON, whole or not at all."""
+    write_text(path, json.dumps(evaluation.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Read an evaluation file. Raises ValueError with what is wrong with it."""
+    try:
+        return Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(
+            f"{path} is no evaluation of this version: {key} {first['msg']}; evaluate again"
+        ) from None

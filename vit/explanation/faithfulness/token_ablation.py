@@ -1,0 +1,128 @@
+"""What happens to a class's probability when patches are taken away.
+
+A vision transformer takes any number of tokens, so a patch is taken away by leaving its token out after the
+position embedding: nothing is painted over, and no image is made that the model never saw the like of
+(Jain et al. 2022). Painting over, with the mean or a blur, is there to compare.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.explanation.capture.capture import find_attention_layers
+from vit.explanation.capture.layers import RotaryLayer
+from vit.explanation.capture.readout import compute_logits, count_prefix_tokens
+
+FILLS = ("auto", "drop", "mean", "blur")
+FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches taken away: 0 to 0.9
+
+Predict = Callable[[Int[Tensor, "B kept"]], Float[Tensor, " B"]]
+
+
+def can_drop_tokens(model: nn.Module) -> bool:
+    """Not for rotary models, whose blocks are told the positions of all patches."""
+    return not isinstance(find_attention_layers(model)[0], RotaryLayer)
+
+
+@contextmanager
+def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]:
+    """Only the patches `kept` (indices from 0, row by row) and the prefix tokens enter the encoder.
+
+    Raises ValueError where `can_drop_tokens` says no.
+    """
+    if not can_drop_tokens(model):
+        raise ValueError(
+            f"{type(model).__name__} has rotary positions, so its tokens cannot be left out; use fill='mean'"
+        )
+    num_prefix = count_prefix_tokens(model)
+
+    def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens = args[0]
+        index = (kept + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
+        return (torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1), *args[1:])
+
+    handle = find_attention_layers(model)[0].block.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def build_predictor(
+    model: nn.Module,
+    images: Float[Tensor, "B 3 height width"],
+    classes: Int[Tensor, " B"],
+    *,
+    grid: tuple[int, int],
+    fill: str = "auto",
+) -> Predict:
+    """A function from the patches that are kept to the probability of each image's class.
+
+    `fill`: "drop" leaves the other tokens out, "mean" paints their pixels with the image's mean colour,
+    "blur" with a Gaussian blur of the image; "auto" is "drop" where the model allows it, else "mean".
+    """
+    if fill not in FILLS:
+        raise ValueError(f"unknown fill {fill!r}; known: {', '.join(FILLS)}")
+    if fill == "auto":
+        fill = "drop" if can_drop_tokens(model) else "mean"
+    paint = images.mean(dim=(-1, -2), keepdim=True)
+    if fill == "blur":
+        paint = _blur(images, sigma=images.shape[-1] / 8)
+
+    @torch.no_grad()
+    def predict(kept: Int[Tensor, "B kept"]) -> Float[Tensor, " B"]:
+        if fill == "drop":
+            with keep_tokens(model, kept):
+                logits = compute_logits(model, images)
+        else:
+            mask = torch.zeros(len(images), grid[0] * grid[1], device=images.device).scatter_(1, kept, 1.0)
+            mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
+            logits = compute_logits(model, images * mask + paint * (1 - mask))
+        return logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
+
+    return predict
+
+
+def deletion_curve(
+    predict: Predict, order: Int[Tensor, "B P"], *, fractions: Sequence[float] = FRACTIONS
+) -> Float[Tensor, "B steps"]:
+    """Probabilities while the first patches of `order` are taken away, at each fraction of the patches."""
+    patches = order.shape[1]
+    return torch.stack([predict(order[:, round(share * patches) :]) for share in fractions], dim=1)
+
+
+def leave_one_out(
+    predict: Predict, *, batch: int, patches: int, device: torch.device
+) -> Float[Tensor, "B P"]:
+    """How far the probability falls when one patch is taken away: the oracle that maps are compared with."""
+    everything = torch.arange(patches, device=device).expand(batch, -1)
+    whole = predict(everything)
+    without = [
+        predict(torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1))
+        for patch in range(patches)
+    ]
+    return whole[:, None] - torch.stack(without, dim=1)
+
+
+def area_under(
+    curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = FRACTIONS
+) -> Float[Tensor, " B"]:
+    """Trapezoidal area, divided by the range of the fractions: a mean probability."""
+    points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
+    return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
+
+
+def _blur(images: Float[Tensor, "B 3 height width"], *, sigma: float) -> Float[Tensor, "B 3 height width"]:
+    """Gaussian blur, edges repeated."""
+    radius = max(int(2 * sigma), 1)
+    offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
+    kernel = torch.exp(-((offsets / sigma) ** 2) / 2)
+    kernel = (kernel / kernel.sum()).expand(3, 1, -1)
+    padded = F.pad(images, (radius, radius, radius, radius), mode="replicate")
+    across = F.conv2d(padded, kernel.unsqueeze(2), groups=3)
+    return F.conv2d(across, kernel.unsqueeze(3), groups=3)

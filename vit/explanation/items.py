@@ -1,0 +1,90 @@
+"""What to explain: image files, or images of a data set, each with a name its files can have."""
+
+import hashlib
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vit.data.images import read_image
+from vit.data.sets.source import ImageSource
+
+_LONGEST_NAME = 120  # characters; file systems allow 255 bytes
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """An image to explain: `path` names it for people, `name` starts its files' names."""
+
+    path: str
+    name: str
+    read: Callable[[], tuple[Image.Image, str]]  # the image and the SHA-256 of its file or pixels
+
+
+def items_from_files(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[ImageItem]:
+    """Image files in sorted order, without repeats. Their names avoid each other's and those `taken`."""
+    ordered = sorted(set(paths))
+    return [
+        ImageItem(path, name, partial(_read_file, path))
+        for path, name in zip(ordered, name_images(ordered, taken=taken), strict=True)
+    ]
+
+
+def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
+    """`count` images spread evenly over a data set's split, named by their ids."""
+    chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)
+    names = [re.sub(r"\.\w+$", "", source.ids[index]).replace("/", "-") for index in chosen]
+    return [
+        ImageItem(source.ids[index], clean_name(name), partial(_read_from, source, int(index)))
+        for index, name in zip(chosen, names, strict=True)
+    ]
+
+
+def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[str]:
+    """A name for each path that no other has: its stem; with its folders; or with a hash of the path."""
+    parts = [Path(path).parts for path in paths]
+    shared = 0
+    while parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    stems = [clean_name(Path(path).stem) for path in paths]
+    with_folders = [clean_name("-".join((*p[shared:-1], Path(p[-1]).stem))) for p in parts]
+    with_hash = [f"{stem}-{_hash_path(path)}" for stem, path in zip(stems, paths, strict=True)]
+    names = _unique_or(stems, _unique_or(with_folders, with_hash, taken), taken)
+    return names if len({name.casefold() for name in names}) == len(names) else with_hash
+
+
+def clean_name(name: str) -> str:
+    """`name` without what file systems and shells trip over."""
+    name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
+    return name[:_LONGEST_NAME] or "image"
+
+
+def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Each name, or its alternative where another has the same one on a file system that ignores case."""
+    counts = Counter(name.casefold() for name in (*names, *taken))
+    return [
+        name if counts[name.casefold()] == 1 else other
+        for name, other in zip(names, alternatives, strict=True)
+    ]
+
+
+def _hash_path(path: str) -> str:
+    return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+
+
+def _read_file(path: str) -> tuple[Image.Image, str]:
+    content = Path(path).read_bytes()
+    file = io.BytesIO(content)
+    file.name = path  # named in the error of an image that cannot be read
+    return read_image(file), hashlib.sha256(content).hexdigest()
+
+
+def _read_from(source: ImageSource, index: int) -> tuple[Image.Image, str]:
+    image = source.read(index)
+    return image, hashlib.sha256(image.tobytes()).hexdigest()

@@ -1,0 +1,128 @@
+"""Maps that ask which patches speak for a class: attention weighted by the gradient of that class's logit.
+
+Notation: A attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the softmax, u the
+readout vector, ()⁺ the positive part. Everything is for a whole batch; N×N matrices exist for a few images
+at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vit.explanation.capture.layers import AttentionLayer, at_least_float32
+from vit.explanation.capture.readout import Forward, classify_token
+from vit.explanation.methods.rollout import chunks, normalise_rows, rollout_row_from
+
+
+def compute_gae(
+    forward: Forward, score: Float[Tensor, " B"], *, start_layer: int = 0, scale_free: bool = False
+) -> Float[Tensor, "B N"]:
+    """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h (G⊙A)⁺,
+    R ← R + Ā·R from R = I, read as uᵀR.
+
+    Ā grows with the logit's scale, and so does the weight of Ā against the identity: maps of models whose
+    logits differ in scale don't compare. `scale_free` makes the rows of Ā sum to one.
+    """
+    mixings = _weighted_attention(forward, score, fuse=lambda weighted: weighted.clamp_min(0).mean(dim=1))
+
+    def mix(layer: AttentionLayer, images: slice) -> Tensor:
+        mixing = mixings(layer, images)
+        return normalise_rows(mixing) if scale_free else mixing
+
+    row = at_least_float32(forward.readout)
+    for layer in reversed(forward.record.layers[start_layer:]):
+        row = row + torch.cat(
+            [torch.bmm(row[images, None], mix(layer, images))[:, 0] for images in chunks(layer)]
+        )
+    return row
+
+
+def compute_gradient_rollout(
+    forward: Forward, score: Float[Tensor, " B"], *, residual: float = 0.5, start_layer: int = 0
+) -> Float[Tensor, "B N"]:
+    """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its pairing of
+    gradients and layers, normalised axis and residual share put right."""
+    mixings = _weighted_attention(forward, score, fuse=lambda weighted: weighted.mean(dim=1).clamp_min(0))
+    return rollout_row_from(
+        forward.readout,
+        forward.record.layers[start_layer:],
+        lambda layer, images: normalise_rows(mixings(layer, images)),
+        residual=residual,
+    )
+
+
+def compute_attention_gradcam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA weighted by
+    the mean of uᵀG over the patches, averaged over heads, positive part."""
+    gradients = forward.record.heads_gradients(score, retain_graph=True)
+    layer, heads_gradient = forward.record.layers[-1], gradients[-1]
+    maps = []
+    for images in chunks(layer):
+        readout = at_least_float32(forward.readout[images])[:, None, None]  # [b, 1, 1, N]
+        attention = (readout @ layer.attention(images))[:, :, 0]  # [b, H, N]
+        gradient = (readout @ layer.attention_gradient(heads_gradient, images))[:, :, 0]
+        weight = gradient[..., forward.num_prefix_tokens :].mean(dim=-1, keepdim=True)
+        maps.append((attention * weight).mean(dim=1).clamp_min(0))
+    return torch.cat(maps)
+
+
+def compute_legrad(
+    forward: Forward, classes: Int[Tensor, " B"], *, start_layer: int = 0
+) -> Float[Tensor, "B N"]:
+    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on the mean
+    of the tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
+    layers = forward.record.layers[start_layer:]
+    total = torch.zeros_like(at_least_float32(forward.readout))
+    for layer in layers:
+        assert layer.block_tokens is not None
+        assert layer.heads is not None
+        logits = classify_token(forward.model, layer.block_tokens.mean(dim=1))
+        score = logits.gather(1, classes[:, None]).sum()
+        (heads_gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
+        total += torch.cat(
+            [
+                layer.attention_gradient(heads_gradient, images).clamp_min(0).mean(dim=(1, 2))
+                for images in chunks(layer)
+            ]
+        )
+    return total / len(layers)
+
+
+def compute_cdam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T that
+    enter the last attention. Signed."""
+    tokens = forward.record.layers[-1].tokens
+    assert tokens is not None
+    (gradient,) = torch.autograd.grad(score.sum(), tokens, retain_graph=True)
+    return (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)
+
+
+def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; prefix tokens
+    have no pixels and get zero."""
+    (gradient,) = torch.autograd.grad(score.sum(), forward.images, retain_graph=True)
+    product = at_least_float32(forward.images.detach() * gradient).sum(dim=1, keepdim=True)  # [B, 1, h, w]
+    rows, columns = forward.grid
+    height, width = product.shape[-2] // rows, product.shape[-1] // columns
+    patches = torch.nn.functional.avg_pool2d(product, (height, width)) * (height * width)
+    prefix = product.new_zeros(len(product), forward.num_prefix_tokens)
+    return torch.cat([prefix, patches.flatten(1)], dim=1)
+
+
+def _weighted_attention(
+    forward: Forward,
+    score: Float[Tensor, " B"],
+    *,
+    fuse: Callable[[Float[Tensor, "b H N N"]], Float[Tensor, "b N N"]],
+) -> Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]]:
+    """fuse(G⊙A) of a layer and some images. A layer's gradient is found by the layer, never by its
+    position."""
+    gradients = forward.record.heads_gradients(score, retain_graph=True)
+    by_layer = dict(zip([layer.name for layer in forward.record.layers], gradients, strict=True))
+
+    def weighted(layer: AttentionLayer, images: slice) -> Tensor:
+        return fuse(layer.attention(images) * layer.attention_gradient(by_layer[layer.name], images))
+
+    return weighted
