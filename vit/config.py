@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vit.runtime.arguments import as_pair
+
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
 
@@ -156,7 +158,11 @@ class Config(_Section):
                 )
             sizes = [self.data.image_size, *(size for _, size in self.train.image_sizes or [])]
             for size in sizes:
-                for side, patch in zip(as_pair(size), as_pair(self.model.patch_size), strict=True):
+                for side, patch in zip(
+                    as_pair(size, name="data.image_size"),
+                    as_pair(self.model.patch_size, name="model.patch_size"),
+                    strict=True,
+                ):
                     if side % patch:
                         lower = side // patch * patch
                         choice = f"{lower} or {lower + patch}" if lower else f"{patch}"
@@ -169,11 +175,6 @@ class Config(_Section):
                 f"{self.train.accumulate}"
             )
         return self
-
-
-def as_pair(size: Size) -> tuple[int, int]:
-    """A side or (height, width) as (height, width)."""
-    return (size, size) if isinstance(size, int) else size
 
 
 def load_config(path: Path | None, overrides: list[str] | None = None) -> Config:

@@ -6,12 +6,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vit.config import Config, as_pair
+from vit.config import Config
 from vit.data.augment import Augment
 from vit.data.cache import Store, build_store
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import ImageSource, Split, load_source
+from vit.runtime.arguments import as_pair
 from vit.runtime.processes import Process
 
 Loader = ResidentLoader | WorkerLoader
@@ -62,7 +63,9 @@ def build_data(config: Config, *, device: torch.device, pretrained: Preprocess |
     data = config.data
     splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
-    preprocess = Preprocess(image_size=as_pair(data.image_size), crop_fraction=data.crop_fraction)
+    preprocess = Preprocess(
+        image_size=as_pair(data.image_size, name="data.image_size"), crop_fraction=data.crop_fraction
+    )
     height, width = preprocess.resize_size
     num_bytes = sum(map(len, sources.values())) * height * width * 3
     pipeline, reason = (

@@ -15,13 +15,14 @@ from vit.build.attention_images import AttentionWatch, write_training_batch
 from vit.build.data import Data, Loader, build_data, build_loaders, source_arguments
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
-from vit.config import Config, as_pair, flatten_config, load_config, plain_values
+from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
+from vit.runtime.arguments import as_pair
 from vit.runtime.cache_dir import default_cache_dir
 from vit.runtime.device import Precision, choose_device, choose_precision
 from vit.runtime.memory import choose_parts, keep_freed_memory
@@ -56,7 +57,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     preprocessing that those weights were trained with."""
     wanted = config.model
     torch.manual_seed(config.train.seed)
-    image_size = as_pair(config.data.image_size)
+    image_size = as_pair(config.data.image_size, name="data.image_size")
     preprocess = None
     if wanted.init is not None:
         from vit.model.timm_weights import load_pretrained
@@ -221,7 +222,9 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
         checkpoint_every_steps=train.checkpoint_every_steps,
         keep_every_epochs=train.keep_every_epochs,
         mix_until=config.augment.mix_until,
-        image_sizes=tuple((until, as_pair(size)) for until, size in train.image_sizes or ()),
+        image_sizes=tuple(
+            (until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()
+        ),
         on_nonfinite=train.on_nonfinite,
     )
 

@@ -103,7 +103,7 @@ def _choose_images(
     import torch
 
     from vit.evaluation.images import map_labels
-    from vit.explanation.capture.readout import compute_logits
+    from vit.model.logits import compute_logits
 
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
     device = next(bundle.model.parameters()).device

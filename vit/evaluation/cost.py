@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.evaluation.predictor import Precision, autocast, compute_logits
+from vit.model.logits import compute_logits
+from vit.runtime.device import Precision, autocast
 
 _WARM_UP = 3
 _SECONDS = 2.0  # spent on each of latency and throughput

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from vit.data.images import Preprocess
+from vit.model.logits import compute_logits
+from vit.runtime.device import Precision, autocast
 
 Pixels = NDArray[np.uint8]
 Logits = NDArray[np.float32]
-Precision = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,3 @@ class Predictor:
         if world_size > 1:
             dist.all_reduce(logits)  # a row is zero in every process but one: this sum rounds nothing
         return cast(Logits, logits.cpu().numpy())
-
-
-def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """The context in which `precision` holds."""
-    return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
-
-
-def compute_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits in float32 under whatever autocast is on.
-
-    The head runs in float32: logits rounded to bfloat16 tie, and ties move top-1 by tenths of a percent.
-    """
-    read = getattr(model, "num_read_tokens", None)  # of our models; the last block skips the other tokens
-    options = {} if read is None else {"read": read}
-    features = cast(Any, model).forward_features(images, **options)  # timm's name: its models have it too
-    with torch.autocast(images.device.type, enabled=False):
-        logits: Tensor = cast(Any, model).forward_head(features.float())
-    return logits

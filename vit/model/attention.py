@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from vit.model.arguments import check_choice
+from vit.runtime.arguments import check_choice
 from vit.runtime.device import cpu_flags
 
 Backend = Literal["auto", "fused", "explicit"]

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.arguments import check_choice
 from vit.model.attention import NORM_EPS, Backend, MultiHeadAttention
+from vit.runtime.arguments import check_choice
 
 MLPS = ("gelu", "relu2", "swiglu")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.arguments import as_pair, check_choice
+from vit.runtime.arguments import as_pair, check_choice
 from vit.runtime.device import cpu_multiplies_bfloat16
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.arguments import as_pair, check_choice
 from vit.model.attention import NORM_EPS, Backend
 from vit.model.encoder import Block
 from vit.model.initialise import initialise
 from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
+from vit.runtime.arguments import as_pair, check_choice
 
 POOLS = ("attention", "avg", "max", "token")
 POSITIONS = ("learned", "none", "sincos")

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.model.arguments import as_pair
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.arguments import as_pair
 
 State = dict[str, Tensor]
 

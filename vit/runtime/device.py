@@ -69,3 +69,8 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")]
     return frozenset(flags[0].split()) if flags else frozenset()
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """The context in which a forward pass runs in `precision`; float32 changes nothing."""
+    return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")

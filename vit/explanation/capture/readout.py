@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.capture import AttentionRecord, capture_attention
 from vit.explanation.capture.layers import SUPPORTED
+from vit.model.logits import compute_logits
 
 
 @dataclass
@@ -98,13 +99,6 @@ def classify_token(model: Any, token: Float[Tensor, "B D"]) -> Float[Tensor, "B 
         logits = model.classifier(model.vit.layernorm(token))
     else:
         raise ValueError(f"{type(model).__name__} has no classifier that LeGrad knows; known: {SUPPORTED}")
-    return logits
-
-
-def compute_logits(model: nn.Module, images: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B C"]:
-    """The model's logits, also where it wraps them in an output object."""
-    output: Any = model(images)
-    logits: Tensor = getattr(output, "logits", output)
     return logits
 
 

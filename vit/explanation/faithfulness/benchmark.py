@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.readout import compute_logits
 from vit.explanation.faithfulness.baselines import RANDOM_DRAWS, centre_maps, edge_maps, random_maps
 from vit.explanation.faithfulness.metrics import LEFT, TAKEN_AWAY, compute_pointing, compute_saco, find_order
 from vit.explanation.faithfulness.sanity_checks import rank_correlation, scramble
@@ -25,6 +24,7 @@ from vit.explanation.faithfulness.token_ablation import (
     leave_one_out,
 )
 from vit.explanation.methods.table import MapOptions, compute_maps
+from vit.model.logits import compute_logits
 
 CONTROLS = ("random", "centre", "edges", "oracle")
 HIGHER_IS_BETTER = {

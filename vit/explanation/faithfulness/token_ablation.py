@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.layers import RotaryLayer
-from vit.explanation.capture.readout import compute_logits, count_prefix_tokens
+from vit.explanation.capture.readout import count_prefix_tokens
+from vit.model.logits import compute_logits
 
 FILLS = ("auto", "drop", "mean", "blur")
 FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches taken away: 0 to 0.9
