@@ -41,7 +41,7 @@ def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image
             warnings.simplefilter("ignore")
             with Image.open(file) as image:
                 image.load()
-                return _to_rgb(ImageOps.exif_transpose(image))
+                return to_rgb(ImageOps.exif_transpose(image))
     except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     # Pillow's decoders answer broken bytes with any of these
@@ -51,7 +51,8 @@ def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image
         raise ValueError(f"{name} is too large: {error}") from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode as RGB: 16-bit grey scaled to 8, transparency laid on white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I"):  # 16-bit grey, also when Pillow widens it to 32 bits
