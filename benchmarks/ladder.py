@@ -21,7 +21,7 @@ EPOCHS = "train.epochs=9"
 # the levers in the order in which they are pulled, each with what stands there before
 LEVERS = {
     "label smoothing, averaged weights": ["train.label_smoothing=0", "train.ema_decay=null"],
-    "mean pooling, fixed sine positions": ["model.pool=token", "model.pos_embed=learned"],
+    "mean pooling, fixed sine positions": ["model.global_pool=token", "model.pos_embed=learned"],
     "ReLU² for GELU": ["model.mlp=gelu"],
     "Muon, linear decay": [
         *("optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"),

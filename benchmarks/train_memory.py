@@ -24,10 +24,10 @@ from rows import describe_conditions, write_row
 CLASSES, IMAGES_OF_A_CLASS, BATCH_SIZE = 4, 40, 64
 LIMIT_GIB = 16
 SETTINGS = {
-    "batch at once": ["train.accumulate=1"],
-    "16 parts": ["train.accumulate=16"],
-    "recomputed activations": ["train.accumulate=1", "train.activation_checkpointing=true"],
-    "both": ["train.accumulate=16", "train.activation_checkpointing=true"],
+    "batch at once": ["train.grad_accum_steps=1"],
+    "16 parts": ["train.grad_accum_steps=16"],
+    "recomputed activations": ["train.grad_accum_steps=1", "train.grad_checkpointing=true"],
+    "both": ["train.grad_accum_steps=16", "train.grad_checkpointing=true"],
 }
 
 

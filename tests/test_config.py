@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from vit.config import as_pair, dump_config, load_config
+from vit.config import dump_config, flatten_config, load_config, rename_old_keys, restore_old_keys
+from vit.runtime.arguments import as_pair
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -16,7 +18,7 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
     assert config.train.epochs == 7
     assert config.optimizer.lr == 1e-3
     assert config.optimizer.weight_decay == 1e-4
-    assert as_pair(config.data.image_size) == (32, 64)
+    assert as_pair(config.data.image_size, name="image_size") == (32, 64)
 
 
 def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("train.image_sizes=[[0.5, 30]]", "image size 30"),
         ("data.name=cifar11", r"data\.name: .*'cifar10'.*not 'cifar11'"),
         ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
-        ("train.accumulate=3", "batch_size 128 is not a multiple of train.accumulate 3"),
+        ("train.grad_accum_steps=3", "batch_size 128 is not a multiple of train.grad_accum_steps 3"),
         ("train.device=gpu", "use auto, cpu, cuda"),
         ("train", "not of the form key.path=value"),
         ("train.epochs.x=3", r"train\.epochs"),
@@ -61,6 +63,36 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
 def test_a_mistake_is_named_with_its_cure(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(None, [override])
+
+
+OLD_AND_NEW = [
+    ("data.crop_fraction", "data.crop_pct", 0.9),
+    ("data.memory_share", "data.memory_fraction", 0.3),
+    ("data.max_bad_share", "data.max_unreadable_fraction", 0.2),
+    ("augment.erasing", "augment.re_prob", 0.25),
+    ("model.pool", "model.global_pool", "avg"),
+    ("train.accumulate", "train.grad_accum_steps", 4),
+    ("train.activation_checkpointing", "train.grad_checkpointing", True),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "value"), OLD_AND_NEW)
+def test_a_renamed_key_is_read_under_its_old_name(old: str, new: str, value: object, tmp_path: Path) -> None:
+    (section, key), path = old.split("."), tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump({section: {key: value}}))
+    expected = load_config(None, [f"{new}={value}"])
+    assert flatten_config(expected)[new] == value
+    assert load_config(path) == load_config(None, [f"{old}={value}"]) == expected
+    assert load_config({section: {key: value}}) == expected
+    # whichever name either has, an override wins over the file
+    other = flatten_config(load_config(None))[new]
+    assert flatten_config(load_config(path, [f"{new}={other}"]))[new] == other
+    assert restore_old_keys(rename_old_keys({section: {key: value}})) == {section: {key: value}}
+
+
+def test_a_key_under_both_names_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.pool is the old name of model\.global_pool"):
+        load_config({"model": {"pool": "avg", "global_pool": "max"}})
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vit
+from vit.config import rename_old_keys
 from vit.data.images import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_finite, load_state
@@ -135,7 +136,7 @@ def load_bundle(
         class_names=tuple(metadata["class_names"]),
         name=str(source),
         sha256=compute_sha256(path),
-        config=metadata["config"],
+        config=rename_old_keys(metadata["config"]),
         data=metadata["data"],
         metadata=metadata,
         training_hashes=(hashes[0], hashes[1]) if len(hashes) == 2 else None,

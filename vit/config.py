@@ -1,4 +1,4 @@
-"""Every knob, typed, on one page.
+"""Every setting, typed, on one page.
 
 A configuration is a YAML file plus `key.path=value` overrides, validated once. Whatever is not named keeps the
 default below. Values travel on from here as plain arguments; only `vit/build/` and the commands see this
@@ -6,6 +6,7 @@ schema.
 """
 
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -16,6 +17,17 @@ from vit.runtime.arguments import as_pair
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
+
+# first name → present name; old ones are read wherever a configuration is
+RENAMED_KEYS = {
+    "data.crop_fraction": "data.crop_pct",
+    "data.memory_share": "data.memory_fraction",
+    "data.max_bad_share": "data.max_unreadable_fraction",
+    "augment.erasing": "augment.re_prob",
+    "model.pool": "model.global_pool",
+    "train.accumulate": "train.grad_accum_steps",
+    "train.activation_checkpointing": "train.grad_checkpointing",
+}
 
 
 class _Section(BaseModel):
@@ -31,41 +43,39 @@ class DataConfig(_Section):
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     image_size: Size = 32
-    crop_fraction: float = Field(1.0, gt=0, le=1)  # share of the resized side that the centre crop keeps
+    crop_pct: float = Field(1.0, gt=0, le=1)  # the centre crop's side as a fraction of the resized side
     mean: Triple | None = None  # None: measured on the training images, or the pretrained model's
     std: Triple | None = None
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
     pipeline: Literal["auto", "resident", "workers"] = "auto"
-    memory_share: float = Field(0.4, gt=0, le=1)  # of the device's memory, for pipeline auto
+    memory_fraction: float = Field(0.4, gt=0, le=1)  # of the device's memory, for pipeline auto
     workers: int | None = Field(None, ge=0)  # processes; None: one a core
-    max_bad_share: float = Field(0.05, ge=0, le=1)  # refuse a set with more unreadable images than this
+    max_unreadable_fraction: float = Field(0.05, ge=0, le=1)  # more unreadable images are refused
     cache_dir: Path | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
 
 
 class AugmentConfig(_Section):
-    """Drawn afresh for every sample and epoch. All off by default."""
+    """Augmentation, drawn independently for every sample and epoch. All off by default."""
 
     crop_padding: int = Field(0, ge=0)  # pixels
-    resized_crop_scale: tuple[float, float] | None = None  # share of the area
+    resized_crop_scale: tuple[float, float] | None = None  # fraction of the area
     flip: Literal["none", "random", "alternating"] = "none"
     cutout: int = Field(0, ge=0)  # side of the square, pixels
-    erasing: float = Field(0.0, ge=0, le=1)  # probability
+    re_prob: float = Field(0.0, ge=0, le=1)  # probability of random erasing
     color_jitter: float = Field(0.0, ge=0)
     rand_augment: tuple[int, float] | None = None  # operations, magnitude of 10
     trivial_augment: bool = False
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution
     cutmix: float = Field(0.0, ge=0)
-    mix_until: float = Field(1.0, ge=0, le=1)  # share of the run after which mixup and cutmix stop
+    mix_until: float = Field(1.0, ge=0, le=1)  # fraction of the run after which mixup and cutmix stop
 
 
 class ModelConfig(_Section):
-    """The vision transformer. `init` brings its own architecture, `preset` one that the keys given here change."""
+    """The vision transformer. `init` has its own architecture; `preset` names one that the keys given here change."""
 
     init: str | None = None  # timm:NAME, or the path of a model file
-    preset: str | None = (
-        None  # a name of timm's, such as vit_tiny_patch16_224, or a small one, vit_micro_patch4_32
-    )
+    preset: str | None = None  # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     patch_size: Size = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
     embed_dim: int = Field(192, gt=0)
@@ -73,7 +83,7 @@ class ModelConfig(_Section):
     num_heads: int = Field(3, gt=0)
     mlp_ratio: float = Field(4.0, gt=0)
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
-    pool: Literal["token", "avg", "attention", "max"] = "token"
+    global_pool: Literal["token", "avg", "attention", "max"] = "token"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
     reg_tokens: int = Field(0, ge=0, le=8)
     qkv_bias: bool = True
@@ -85,7 +95,7 @@ class ModelConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """`muon` moves the encoder's matrices and a stem's inner kernels by `muon_lr`, all else by AdamW at `lr`."""
+    """`muon` updates the encoder's matrices and a stem's inner kernels with `muon_lr`, the rest by AdamW with `lr`."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0)
@@ -110,17 +120,17 @@ class TrainConfig(_Section):
     epochs: int = Field(10, gt=0)
     max_steps: int | None = Field(None, gt=0)  # stops earlier than epochs, where given
     batch_size: int = Field(128, gt=0)  # images a step, over all processes
-    accumulate: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"  # parts a step; auto: what caches hold
+    grad_accum_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"  # micro-batches a step
     seed: int = Field(0, ge=0)
     device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad: float | None = Field(None, gt=0)  # L2 norm
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    image_sizes: list[tuple[float, Size]] | None = None  # [(share of the run until which, size), …]
-    activation_checkpointing: bool = False
+    image_sizes: list[tuple[float, Size]] | None = None  # [(fraction of the run until which, size), …]
+    grad_checkpointing: bool = False
     evaluate_every_epochs: int = Field(1, gt=0)
     checkpoint_every_steps: int | None = Field(None, gt=0)  # beside the one after every evaluation
     keep_every_epochs: int | None = Field(None, gt=0)  # checkpoints to keep for good, beside last and best
@@ -132,8 +142,8 @@ class TrainConfig(_Section):
     @field_validator("device")
     @classmethod
     def _known_device(cls, device: str) -> str:
-        if device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise ValueError("use auto, cpu, cuda, cuda:N or mps")
+        if device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError("use auto, cpu, cuda or cuda:N")
         return device
 
 
@@ -169,35 +179,51 @@ class Config(_Section):
                         raise ValueError(
                             f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}"
                         )
-        if self.train.accumulate != "auto" and self.train.batch_size % self.train.accumulate:
+        if self.train.grad_accum_steps != "auto" and self.train.batch_size % self.train.grad_accum_steps:
             raise ValueError(
-                f"train.batch_size {self.train.batch_size} is not a multiple of train.accumulate "
-                f"{self.train.accumulate}"
+                f"train.batch_size {self.train.batch_size} is not a multiple of train.grad_accum_steps "
+                f"{self.train.grad_accum_steps}"
             )
         return self
 
 
-def load_config(path: Path | None, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, lay `key.path=value` overrides over it and validate the result.
+def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file (or take the values it would hold), apply `key.path=value` overrides, validate the result.
 
     Raises ValueError with one sentence that names the key: an unknown one comes with the nearest known one.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        if not path.is_file():
-            raise FileNotFoundError(f"configuration {path} does not exist")
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} holds a {type(values).__name__}, not sections such as data: and train:")
-    for override in overrides or []:
-        _lay_over(values, override)
+    values = rename_old_keys(_read_yaml(source) if isinstance(source, Path) else source or {})
+    for override in overrides:
+        _apply_override(values, override)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
+
+
+def rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values with every key under its present name."""
+    return _rename_keys(values, RENAMED_KEYS)
+
+
+def restore_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values with every key under its first name, for hashes that old files hold too."""
+    return _rename_keys(values, {new: old for old, new in RENAMED_KEYS.items()})
+
+
+def _rename_keys(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
+    for section, keys in values.items():
+        if not isinstance(keys, dict):
+            renamed[section] = keys
+            continue
+        renamed[section] = {}
+        for key, value in keys.items():
+            name = names.get(f"{section}.{key}", f"{section}.{key}").partition(".")[2]
+            if name != key and name in keys:
+                raise ValueError(f"{section}.{key} is the old name of {section}.{name}; give one of them")
+            renamed[section][name] = value
+    return renamed
 
 
 def plain_values(config: Config) -> dict[str, Any]:
@@ -222,11 +248,23 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain_values(config), sort_keys=False)
 
 
-def _lay_over(values: dict[str, Any], override: str) -> None:
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"configuration {path} does not exist")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not sections such as data: and train:")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override {override!r} is not of the form key.path=value, such as train.epochs=20")
-    *sections, last = key.split(".")
+    *sections, last = RENAMED_KEYS.get(key, key).split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):

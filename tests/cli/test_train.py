@@ -162,14 +162,18 @@ def test_a_folder_of_images_trains_and_bad_ones_are_named(
     whole = (photos / "train" / "cat" / "3.jpg").read_bytes()
     (photos / "train" / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
     arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
-    code, text = run(capsys, *arguments, "data.max_bad_share=0.2", "--output", str(tmp_path / "run"))
+    code, text = run(
+        capsys, *arguments, "data.max_unreadable_fraction=0.2", "--output", str(tmp_path / "run")
+    )
     assert code == 0, text
     assert (
         len([line for line in text.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
     )
     assert "1 unreadable and skipped" in text
     assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
-    message = fail(capsys, *arguments, "data.max_bad_share=0.01", "--output", str(tmp_path / "refused"))
+    message = fail(
+        capsys, *arguments, "data.max_unreadable_fraction=0.01", "--output", str(tmp_path / "refused")
+    )
     assert "cat/3.jpg" in message
 
 

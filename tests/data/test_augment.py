@@ -123,7 +123,7 @@ def test_cutout_sets_one_square_a_sample_to_the_mean() -> None:
 
 def test_erasing_hits_its_share_of_samples_with_its_share_of_area() -> None:
     white = torch.full((2000, *SIZE, 3), 255, dtype=torch.uint8)
-    hidden = (finish(Augment(erasing=0.25), white) == 0).all(1).flatten(1).float().mean(1)
+    hidden = (finish(Augment(re_prob=0.25), white) == 0).all(1).flatten(1).float().mean(1)
     assert (hidden > 0).float().mean() == pytest.approx(0.25, abs=0.03)
     assert hidden[hidden > 0].mean() == pytest.approx(0.17, abs=0.03)
     assert hidden.max() < 0.36

@@ -22,7 +22,7 @@ from vit.data.sets.source import ImageSource
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
-FULL = Augment(crop_padding=2, flip="random", cutout=4, color_jitter=0.2, erasing=0.3, mixup=0.8, cutmix=1.0)
+FULL = Augment(crop_padding=2, flip="random", cutout=4, color_jitter=0.2, re_prob=0.3, mixup=0.8, cutmix=1.0)
 GEOMETRY = Augment(resized_crop_scale=(0.3, 1.0), flip="random", color_jitter=0.2)
 
 

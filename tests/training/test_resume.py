@@ -12,7 +12,7 @@ from vit.training.state import collect_state, save_shards
 
 @pytest.fixture(scope="module")
 def overrides() -> list[str]:
-    return ["train.checkpoint_every_steps=2", "augment.mixup=0.2", "train.accumulate=2"]
+    return ["train.checkpoint_every_steps=2", "augment.mixup=0.2", "train.grad_accum_steps=2"]
 
 
 def assert_equal_runs(first: Path, second: Path) -> None:

@@ -64,12 +64,12 @@ def build_data(config: Config, *, device: torch.device, pretrained: Preprocess |
     splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
     preprocess = Preprocess(
-        image_size=as_pair(data.image_size, name="data.image_size"), crop_fraction=data.crop_fraction
+        image_size=as_pair(data.image_size, name="data.image_size"), crop_fraction=data.crop_pct
     )
     height, width = preprocess.resize_size
     num_bytes = sum(map(len, sources.values())) * height * width * 3
     pipeline, reason = (
-        choose_pipeline(num_bytes, device=device, share=data.memory_share)
+        choose_pipeline(num_bytes, device=device, share=data.memory_fraction)
         if data.pipeline == "auto"
         else (data.pipeline, "data.pipeline says so")
     )
@@ -79,7 +79,7 @@ def build_data(config: Config, *, device: torch.device, pretrained: Preprocess |
             size=preprocess.resize_size if pipeline == "resident" or split == "validation" else None,
             cache_dir=data.cache_dir,
             workers=data.workers,
-            max_bad_share=data.max_bad_share,
+            max_bad_share=data.max_unreadable_fraction,
         )
         for split, source in sources.items()
     }

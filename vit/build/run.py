@@ -70,13 +70,15 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         arguments = wanted.model_dump(
             exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None
         )
+        if "global_pool" in arguments:
+            arguments["pool"] = arguments.pop("global_pool")
         if wanted.preset is not None:
             arguments = _find_preset(wanted.preset) | arguments
         model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
     if wanted.freeze != "none":
         model.freeze(wanted.freeze)
     model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
-    model.grad_checkpointing = config.train.activation_checkpointing
+    model.grad_checkpointing = config.train.grad_checkpointing
     return model, preprocess
 
 
@@ -117,8 +119,8 @@ def build_run(
     rank_batch = plan.batch_size // process.world_size
     parts = (
         choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size, device=device)
-        if train.accumulate == "auto"
-        else train.accumulate
+        if train.grad_accum_steps == "auto"
+        else train.grad_accum_steps
     )
     step_cost = None
     if not is_sharded:
@@ -255,7 +257,7 @@ def find_changes(config: Config, saved: Path) -> list[str]:
 
     Where the images are cached and how many processes decode them changes no number.
     """
-    neutral = {"data.workers", "data.cache_dir", "data.memory_share", "data.root", "train.keep_limit"}
+    neutral = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
     ours, theirs = flatten_config(config), flatten_config(load_config(saved))
     return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
 

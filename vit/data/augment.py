@@ -28,7 +28,7 @@ class Augment:
     resized_crop_scale: tuple[float, float] | None = None  # share of the area that a random crop keeps
     flip: Literal["none", "random", "alternating"] = "none"  # alternating: at random, then every other epoch
     cutout: int = 0  # side in pixels of a square set to the mean (DeVries & Taylor 2017)
-    erasing: float = 0.0  # probability of a rectangle set to the mean (Zhong et al. 2020)
+    re_prob: float = 0.0  # probability of a rectangle set to the mean (Zhong et al. 2020)
     color_jitter: float = 0.0  # brightness, contrast and saturation change by a factor of 1 ± this
     rand_augment: tuple[int, float] | None = None  # operations, magnitude 0..10 (Cubuk et al. 2020)
     trivial_augment: bool = False  # one operation of any strength (Müller & Hutter 2021)
@@ -46,7 +46,7 @@ class Augment:
                 raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
         if self.rand_augment is not None and self.trivial_augment:
             raise ValueError("rand_augment and trivial_augment are two policies; choose one")
-        for name in ("crop_padding", "cutout", "erasing", "color_jitter", "mixup", "cutmix"):
+        for name in ("crop_padding", "cutout", "re_prob", "color_jitter", "mixup", "cutmix"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} must not be negative")
 
@@ -129,8 +129,8 @@ def finish_images(
         side = round(augment.cutout * size[0] / preprocess.image_size[0])
         boxes = _draw_cutout(draws, sample_ids, size, side)
         images *= kernels.outside_boxes(boxes.to(images.device, non_blocking=True), size)
-    if augment.erasing:
-        boxes = _draw_erasing(draws, sample_ids, size, augment.erasing)
+    if augment.re_prob:
+        boxes = _draw_erasing(draws, sample_ids, size, augment.re_prob)
         images *= kernels.outside_boxes(boxes.to(images.device, non_blocking=True), size)
     return images
 

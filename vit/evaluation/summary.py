@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit.bundle import Bundle
+from vit.config import restore_old_keys
 from vit.evaluation.cost import Cost
 from vit.evaluation.errors import find_confident_mistakes, find_label_errors, find_uncertain_hits
 from vit.evaluation.images import Images, count_duplicates, printable
@@ -78,9 +79,10 @@ def hash_recipe(config: Mapping[str, Any]) -> str | None:
     """The same for training configurations that differ in the seed or the machine alone; None without one."""
     if not config:
         return None
+    # under the keys' first names: evaluations on disk hold hashes of those
     kept = {
         section: {key: value for key, value in values.items() if key not in _OF_THE_MACHINE.get(section, ())}
-        for section, values in config.items()
+        for section, values in restore_old_keys(config).items()
     }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
