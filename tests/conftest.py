@@ -1,9 +1,17 @@
-"""Shared by all tests: shapes in signatures are checked while they run, and nothing takes more than its core."""
+"""Shared by all tests: array shapes are checked while they run, one cache, one launcher of commands, one tiny model."""
 
+import contextlib
+import io
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from jaxtyping import install_import_hook
 
 # before any module below is imported: each annotated call then checks its array shapes
@@ -18,3 +26,181 @@ install_import_hook(
     ],
     "beartype.beartype",
 )
+
+TINY_RUN = [
+    "data.name=digits",
+    "data.image_size=8",
+    "model.patch_size=2",
+    "model.embed_dim=32",
+    "model.depth=2",
+    "model.num_heads=2",
+    "optimizer.name=muon",
+    "optimizer.lr=6e-3",
+    "optimizer.muon_lr=0.02",
+    "schedule.warmup_epochs=0.2",
+    "train.batch_size=64",
+    "train.epochs=4",
+    "train.device=cpu",
+    "train.attention_maps=0",
+    "train.precision=float32",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache folder of downloads and decoded images, for the whole session: never the user's own."""
+    folder = tmp_path_factory.mktemp("vit_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VIT_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder for one test, in which nothing lies yet."""
+    folder = tmp_path / "empty_cache"
+    monkeypatch.setenv("VIT_CACHE", str(folder))
+    return folder
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """Everything on the screen, without the line breaks and columns of its layout."""
+        return " ".join(f"{self.out} {self.err}".split())
+
+
+class Launcher:
+    """Runs `vit` commands: inside this process, or as programs of their own."""
+
+    def run(self, *arguments: object) -> Outcome:
+        """`vit ARGUMENTS` inside this process."""
+        from vit.cli.main import main
+
+        code = 0
+        with (
+            io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) as out,
+            io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) as err,
+        ):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    main([str(argument) for argument in arguments])
+                except SystemExit as end:
+                    code = int(end.code or 0)
+            texts = [stream.buffer.getvalue().decode(errors="surrogateescape") for stream in (out, err)]  # type: ignore[attr-defined]
+        return Outcome(code, *texts)
+
+    def succeed(self, *arguments: object) -> Outcome:
+        """`run`, where anything but success fails the test with what the command said."""
+        outcome = self.run(*arguments)
+        assert outcome.code == 0, outcome.err
+        return outcome
+
+    def fail(self, *arguments: object) -> str:
+        """The one line on standard error that a user's mistake gets, with exit code 2."""
+        outcome = self.run(*arguments)
+        lines = [line for line in outcome.err.splitlines() if line.startswith("vit: error: ")]
+        assert outcome.code == 2, outcome
+        assert len(lines) == 1, outcome.err
+        assert "Traceback" not in outcome.err
+        return lines[0]
+
+    def start(self, *arguments: object, processes: int = 1, **popen: Any) -> subprocess.Popen[Any]:
+        """`vit ARGUMENTS` as a program of its own, or as so many processes under torchrun; text streams."""
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        command = [sys.executable, "-m", *(torchrun if processes > 1 else []), "vit"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | popen.pop("env", {})
+        return subprocess.Popen([*command, *map(str, arguments)], env=environment, **streams | popen)
+
+    def finish(self, process: subprocess.Popen[Any], *, timeout: float = 300, **communicate: Any) -> Outcome:
+        """Wait for a program that must succeed; `input=` is what it reads from standard input."""
+        out, err = process.communicate(timeout=timeout, **communicate)
+        assert process.returncode == 0, err
+        return Outcome(process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def cli(cache: Path) -> Launcher:
+    return Launcher()
+
+
+@pytest.fixture(scope="session")
+def empty_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration in which everything has its default."""
+    path = tmp_path_factory.mktemp("configuration") / "empty.yaml"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Launcher, empty_yaml: Path) -> Path:
+    """A run directory of a few steps on the digits: better than chance, far from perfect. Not to be written to."""
+    directory = tmp_path_factory.mktemp("tiny") / "run"
+    cli.succeed("train", empty_yaml, *TINY_RUN, "--output", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model_file(tiny_run: Path) -> Path:
+    return tiny_run / "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_model_file: Path) -> Any:
+    """The tiny run's model. Shared by all tests: not to be changed."""
+    from vit.bundle import load_bundle
+
+    return load_bundle(tiny_model_file)
+
+
+SaveModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def save_model() -> SaveModel:
+    """save_model(path, class_names=…, …) writes the file of an untrained model in which every weight matters."""
+    return _save_model
+
+
+def _save_model(
+    path: Path,
+    *,
+    class_names: tuple[str, ...] = ("ant", "bee", "cow"),
+    preprocess: Any = None,
+    config: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    training_hashes: Any = None,
+    **architecture: Any,
+) -> Path:
+    """`architecture`: VisionTransformer's arguments that differ from a 16×16 image of 4×4 patches, two blocks."""
+    import torch
+
+    from vit.bundle import save_bundle
+    from vit.data.images import Preprocess
+    from vit.model.vision_transformer import VisionTransformer
+
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3} | architecture
+    torch.manual_seed(0)
+    model = VisionTransformer(num_classes=len(class_names), **sizes).eval()
+    for (
+        parameter
+    ) in model.parameters():  # fresh biases and tokens are zero, and would hide what is computed from them
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_bundle(
+        path,
+        model,
+        preprocess=preprocess or Preprocess(image_size=model.patch_embed.img_size),
+        class_names=class_names,
+        config=config or {},
+        data=data or {},
+        training_hashes=training_hashes,
+    )
+    return path
