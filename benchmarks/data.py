@@ -3,7 +3,7 @@
     python benchmarks/data.py ROOT --image-size 32 --output benchmarks/results
 
 ROOT is an image folder with a train/ split. Arms take turns round by round, each in an epoch of its own; a
-figure is the median over the rounds. The store is built in an empty cache; its files are in the page cache.
+figure is the median over the rounds. The dataset is built in an empty cache; its files are in the page cache.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from vit.data.augment import Augment
-from vit.data.cache import Store, build_store
+from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader
 from vit.data.open import load_source
@@ -56,9 +56,9 @@ def torchvision_batches(root: Path, size: int, batch_size: int) -> Generator[Any
 
 
 def worker_batches(
-    store: Store, epoch: int, options: dict[str, Any], augment: Augment
+    dataset: DecodedDataset, epoch: int, options: dict[str, Any], augment: Augment
 ) -> Generator[Any, None, None]:
-    loader = WorkerLoader(store, augment=augment, workers=WORKERS, **options)
+    loader = WorkerLoader(dataset, augment=augment, workers=WORKERS, **options)
     try:
         yield from loader.epoch(epoch)
     finally:
@@ -84,9 +84,11 @@ def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) 
         for path in source.ids:
             (root / path).read_bytes()
         start = time.perf_counter()
-        store = build_store(source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False)
-        figures = {f"store built by {WORKERS} processes": len(store) / (time.perf_counter() - start)}
-        arms = build_arms(root, store, preprocess, batch_size)
+        dataset = decode_dataset(
+            source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False
+        )
+        figures = {f"dataset built by {WORKERS} processes": len(dataset) / (time.perf_counter() - start)}
+        arms = build_arms(root, dataset, preprocess, batch_size)
         timings: dict[str, list[float]] = {name: [] for name in arms}
         for epoch in range(rounds):
             for name, batches in arms.items():
@@ -95,7 +97,7 @@ def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) 
 
 
 def build_arms(
-    root: Path, store: Store, preprocess: Preprocess, batch_size: int
+    root: Path, dataset: DecodedDataset, preprocess: Preprocess, batch_size: int
 ) -> dict[str, Callable[[int], Any]]:
     """Name → the batches of an epoch."""
     options: dict[str, Any] = {
@@ -105,16 +107,16 @@ def build_arms(
         "preprocess": preprocess,
         "shuffle": True,
         "drop_last": True,
-        "num_classes": len(store.class_names),
+        "num_classes": len(dataset.class_names),
     }
     size = preprocess.image_size[0]
     crop = recipes(size)["resized crop, flip"]
     arms: dict[str, Callable[[int], Any]] = {
         f"torchvision, {WORKERS} workers": lambda _: torchvision_batches(root, size, batch_size),
-        f"worker loader, {WORKERS} workers": lambda epoch: worker_batches(store, epoch, options, crop),
+        f"worker loader, {WORKERS} workers": lambda epoch: worker_batches(dataset, epoch, options, crop),
     }
     for name, augment in recipes(size).items():
-        arms[f"resident: {name}"] = ResidentLoader(store, augment=augment, **options).epoch
+        arms[f"resident: {name}"] = ResidentLoader(dataset, augment=augment, **options).epoch
     return arms
 
 

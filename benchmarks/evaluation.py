@@ -6,14 +6,14 @@ FOLDER is an image folder, <class>/<image> (for the committed row: the test spli
 arms run one architecture with the same weights and threads, in bfloat16:
 
     bare      forward passes alone over a normalised float tensor that is in memory
-    vit       what `vit evaluate` does: crop and normalise images of the decoded store, forward passes in which
+    vit       what `vit evaluate` does: crop and normalise images of the decoded dataset, forward passes in which
               the head is float32, logits kept
     timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), batches of
               256, its accuracy and AverageMeter, the loss read after each batch
 
 "bare" has the batch size and the memory allocator's settings of "vit". Every arm runs in a process of its own; they
 take turns round by round, and a figure is the median over the rounds. The files are in the page cache; decoding
-them into the store, which `vit evaluate` does once, is timed beside.
+them into the dataset, which `vit evaluate` does once, is timed beside.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rich.table import Table
 from rows import describe_conditions, write_row
 from torch import nn
 
-from vit.data.cache import build_store
+from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.evaluation.predictor import Predictor, autocast
@@ -45,7 +45,7 @@ from vit.runtime.device import choose_device
 from vit.runtime.memory import keep_freed_memory
 
 ARCHITECTURE = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3}
-PREPROCESS = Preprocess(image_size=(32, 32), crop_fraction=1.0)
+PREPROCESS = Preprocess(image_size=(32, 32), crop_pct=1.0)
 WORKERS = 2
 ARMS = ("bare", "vit", "timm")
 
@@ -59,11 +59,11 @@ def build_arms(
     for name in source.ids:
         (folder / name).read_bytes()
     start = time.perf_counter()
-    store = build_store(source, size=PREPROCESS.resize_size, cache_dir=cache)
-    decoding = len(store) / (time.perf_counter() - start)
-    pixels = store.images
+    dataset = decode_dataset(source, size=PREPROCESS.resize_size, cache_dir=cache)
+    decoding = len(dataset) / (time.perf_counter() - start)
+    pixels = dataset.images
     assert pixels is not None
-    classes = len(store.class_names)
+    classes = len(dataset.class_names)
     torch.manual_seed(0)
     theirs = timm.models.VisionTransformer(num_classes=classes, **ARCHITECTURE).eval().to(device)
     ours = VisionTransformer(num_classes=classes, **ARCHITECTURE).eval().to(device)
@@ -75,7 +75,7 @@ def build_arms(
         (3, *PREPROCESS.image_size),
         256,
         num_workers=WORKERS,
-        crop_pct=PREPROCESS.crop_fraction,
+        crop_pct=PREPROCESS.crop_pct,
         mean=PREPROCESS.mean,
         std=PREPROCESS.std,
         use_prefetcher=device.type == "cuda",

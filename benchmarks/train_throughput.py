@@ -218,7 +218,7 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
 def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
     """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
     from vit.data.augment import Augment
-    from vit.data.cache import build_store
+    from vit.data.cache import decode_dataset
     from vit.data.images import Preprocess
     from vit.data.loaders import ResidentLoader
     from vit.data.open import load_source
@@ -226,11 +226,11 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     from vit.optim import create_optimizer, create_schedule
     from vit.training.step import TrainStep
 
-    preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_fraction=1.0)
+    preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = load_source("folder", root=str(root), split="train")
-    store = build_store(source, size=preprocess.resize_size, cache_dir=cache)
+    dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     loader = ResidentLoader(
-        store,
+        dataset,
         batch_size=BATCH_SIZE,
         seed=0,
         device=device,
@@ -238,7 +238,7 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         augment=Augment(crop_padding=4, flip="random"),
         shuffle=True,
         drop_last=True,
-        num_classes=len(store.class_names),
+        num_classes=len(dataset.class_names),
     )
 
     def train(step: Callable[[Any, Any], Any]) -> list[float]:

@@ -31,9 +31,7 @@ def make_model() -> VisionTransformer:
 
 def save(path: Path, model: VisionTransformer, **changes: Any) -> Path:
     arguments: dict[str, Any] = {
-        "preprocess": Preprocess(
-            image_size=(8, 16), crop_fraction=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
-        ),
+        "preprocess": Preprocess(image_size=(8, 16), crop_pct=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)),
         "class_names": ("ant", "bee", "cow"),
         "config": {"train": {"epochs": 3}},
         "data": {"name": "folder", "fingerprint": "f" * 64},

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vit.bundle import load_bundle, save_bundle
 from vit.cli.main import main
-from vit.data.cache import build_store
+from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.model.vision_transformer import VisionTransformer
@@ -58,17 +58,17 @@ def model_file(root: Path, tmp_path: Path) -> Path:
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     config = {"data": {"name": "folder", "root": str(root), "validation_fraction": 0.3}, "train": {"seed": 1}}
-    store = build_store(load_source("folder", root=root, split="train"), size=None, progress=False)
+    dataset = decode_dataset(load_source("folder", root=root, split="train"), size=None, progress=False)
     path = tmp_path / "run" / "model.safetensors"
     path.parent.mkdir()
     save_bundle(
         path,
         model,
-        preprocess=Preprocess((16, 16), crop_fraction=0.8),
+        preprocess=Preprocess((16, 16), crop_pct=0.8),
         class_names=CLASSES,
         config=config,
-        data={"name": "folder", "fingerprint": store.fingerprint},
-        training_hashes=(store.digests, store.perceptual),
+        data={"name": "folder", "fingerprint": dataset.fingerprint},
+        training_hashes=(dataset.digests, dataset.perceptual),
     )
     return path
 

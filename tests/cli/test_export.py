@@ -37,7 +37,7 @@ def save(tmp_path: Path, **options: Any) -> tuple[str, VisionTransformer]:
     path = tmp_path / "model.safetensors"
     preprocess = Preprocess(
         image_size=(8, 16),
-        crop_fraction=0.5,
+        crop_pct=0.5,
         mean=(0.1, 0.2, 0.3),
         std=(0.4, 0.5, 0.6),
         interpolation="bilinear",

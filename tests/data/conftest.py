@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.sets.source import ArrayBacking, ImageSource, make_source
+from vit.data.sets.source import ArrayReader, ImageSource, make_source
 
 MakeFolder = Callable[..., Path]
 
@@ -41,5 +41,5 @@ def array_source() -> ImageSource:
         class_names=["a", "b", "c"],
         labels=np.arange(60) % 3,
         ids=[f"train/{index:05d}" for index in range(60)],
-        backing=ArrayBacking(pixels),
+        reader=ArrayReader(pixels),
     )

@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, autoaugment
 from vit.data.augment import Augment, _draw_beta, cut_pixels, finish_images, mix_batch
 from vit.data.images import Preprocess
 from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations
-from vit.data.random import Draws
+from vit.data.random import StatelessRandom
 
 SIZE = (16, 20)
 PREPROCESS = Preprocess(SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
@@ -25,13 +25,13 @@ def pictures(count: int = 200, size: tuple[int, int] = SIZE) -> Tensor:
 
 def cut(augment: Augment, epoch: int = 0, ids: Tensor = IDS, images: Tensor | None = None) -> Tensor:
     images = pictures() if images is None else images
-    return cut_pixels(images, ids, ids, draws=Draws(0, epoch), augment=augment, size=SIZE)
+    return cut_pixels(images, ids, ids, rng=StatelessRandom(0, epoch), augment=augment, size=SIZE)
 
 
 def finish(augment: Augment, pixels: Tensor, epoch: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
     ids = torch.arange(len(pixels))
     return finish_images(
-        pixels, ids, draws=Draws(0, epoch), augment=augment, preprocess=PREPROCESS, size=size
+        pixels, ids, rng=StatelessRandom(0, epoch), augment=augment, preprocess=PREPROCESS, size=size
     )
 
 
@@ -42,9 +42,9 @@ def test_without_augmentation_the_pixels_are_only_normalised() -> None:
 
 
 def test_crop_with_padding_is_a_shift_of_the_reflected_image_by_each_samples_own_draw() -> None:
-    got, padding, draws = cut(Augment(crop_padding=4)), 4, Draws(0, 0)
-    down = draws.integers("crop y", IDS, below=9)
-    right = draws.integers("crop x", IDS, below=9)
+    got, padding, rng = cut(Augment(crop_padding=4)), 4, StatelessRandom(0, 0)
+    down = rng.integers("crop y", IDS, below=9)
+    right = rng.integers("crop x", IDS, below=9)
     assert set(down.tolist()) == set(right.tolist()) == set(range(9))
     for index, image in enumerate(pictures().numpy()):
         padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
@@ -56,8 +56,8 @@ def test_a_larger_store_is_cut_at_its_centre_and_shifts_show_real_pixels() -> No
     images = pictures(size=(22, 26))
     assert torch.equal(cut(Augment(), images=images), images[:, 3:19, 3:23])
     shifted = cut(Augment(crop_padding=3), images=images)
-    down = Draws(0, 0).integers("crop y", IDS, below=7)
-    right = Draws(0, 0).integers("crop x", IDS, below=7)
+    down = StatelessRandom(0, 0).integers("crop y", IDS, below=7)
+    right = StatelessRandom(0, 0).integers("crop x", IDS, below=7)
     for index in range(200):
         top, left = down[index], right[index]
         assert torch.equal(shifted[index], images[index, top : top + 16, left : left + 20])
@@ -104,7 +104,12 @@ def test_resized_crops_keep_their_share_of_area_and_their_aspect() -> None:
 
 def test_a_resized_crop_can_come_out_smaller() -> None:
     crops = cut_pixels(
-        pictures(), IDS, IDS, draws=Draws(0, 0), augment=Augment(resized_crop_scale=(0.5, 1.0)), size=(8, 10)
+        pictures(),
+        IDS,
+        IDS,
+        rng=StatelessRandom(0, 0),
+        augment=Augment(resized_crop_scale=(0.5, 1.0)),
+        size=(8, 10),
     )
     assert crops.shape == (200, 3, 8, 10)
 
@@ -145,10 +150,10 @@ def test_policy_operations_equal_torchvisions_one_by_one(ranges: Ranges, strengt
     coarse = torch.randint(0, 256, (400, 3, 5, 5), generator=torch.Generator().manual_seed(3)).float()
     images = torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear").round()
     ids = torch.arange(400)
-    draws = Draws(0, 0)
-    got = apply_operations(images, draws, ids, torch.full((400,), strength), stream="s", ranges=ranges)
-    chosen = draws.integers("s", ids, below=len(OPERATIONS))
-    negative = draws.bits("s sign", ids) < 0
+    rng = StatelessRandom(0, 0)
+    got = apply_operations(images, rng, ids, torch.full((400,), strength), stream="s", ranges=ranges)
+    chosen = rng.integers("s", ids, below=len(OPERATIONS))
+    negative = rng.bits("s sign", ids) < 0
     magnitude = {
         "ShearX": ranges.shear,
         "ShearY": ranges.shear,
@@ -188,7 +193,9 @@ def mixed(augment: Augment, count: int = 400, epoch: int = 0) -> tuple[Tensor, T
     ids = torch.arange(count)
     images = PREPROCESS.normalize(pictures(count))
     labels = ids % 7
-    out, targets = mix_batch(images, labels, ids, draws=Draws(0, epoch), augment=augment, num_classes=7)
+    out, targets = mix_batch(
+        images, labels, ids, rng=StatelessRandom(0, epoch), augment=augment, num_classes=7
+    )
     return images, labels, out, targets
 
 
@@ -233,7 +240,7 @@ def test_the_last_of_an_odd_batch_stays_itself() -> None:
 def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     from scipy.stats import beta, kstest
 
-    values = _draw_beta(Draws(0, 0), "mixup", torch.arange(20_000), alpha).numpy()
+    values = _draw_beta(StatelessRandom(0, 0), "mixup", torch.arange(20_000), alpha).numpy()
     assert kstest(values, beta(alpha, alpha).cdf).pvalue > 1e-3
 
 

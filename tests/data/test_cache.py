@@ -1,4 +1,4 @@
-"""A store holds exactly the decoded pixels, is built once, never half, and again after a change."""
+"""A dataset holds exactly the decoded pixels, is built once, never half, and again after a change."""
 
 import errno
 import json
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data import cache as stores
-from vit.data.cache import Store, build_store
+from vit.data import cache as decoding
+from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess, read_image
 from vit.data.open import load_source
-from vit.data.sets.source import ArrayBacking, ImageSource
+from vit.data.sets.source import ArrayReader, ImageSource
 
 MakeFolder = Callable[..., Path]
 
@@ -29,8 +29,8 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def build(source: ImageSource, cache: Path, **options: object) -> Store:
-    return build_store(source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options)
+def build(source: ImageSource, cache: Path, **options: object) -> DecodedDataset:
+    return decode_dataset(source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options)
 
 
 def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
@@ -39,7 +39,7 @@ def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
 
 
 @dataclass(frozen=True, eq=False)
-class CountingBacking(ArrayBacking):
+class CountingReader(ArrayReader):
     """Notes each image that is decoded, and can break off."""
 
     reads: list[bytes] = field(default_factory=list)
@@ -51,27 +51,27 @@ class CountingBacking(ArrayBacking):
             raise KeyboardInterrupt
         return super().read(index)
 
-    def subset(self, indices: np.ndarray) -> "CountingBacking":
-        return CountingBacking(self.pixels[indices], self.reads, self.break_after)
+    def subset(self, indices: np.ndarray) -> "CountingReader":
+        return CountingReader(self.pixels[indices], self.reads, self.break_after)
 
 
 def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
-    store = build(source, cache)
-    assert store.images is not None
-    assert store.images.shape == (12, 9, 8, 3)
+    dataset = build(source, cache)
+    assert dataset.images is not None
+    assert dataset.images.shape == (12, 9, 8, 3)
     for index in range(12):
-        np.testing.assert_array_equal(store.images[index], Preprocess((9, 8)).to_uint8(source.read(index)))
-    assert store.ids == tuple(source.ids)
-    np.testing.assert_array_equal(store.labels, source.labels)
+        np.testing.assert_array_equal(dataset.images[index], Preprocess((9, 8)).to_uint8(source.read(index)))
+    assert dataset.ids == tuple(source.ids)
+    np.testing.assert_array_equal(dataset.labels, source.labels)
 
 
 def test_processes_and_this_process_build_the_same(
     make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_source(make_folder, count=20)
-    monkeypatch.setattr(stores, "_FEW", 0)
-    monkeypatch.setattr(stores, "_CHUNK", 7)
+    monkeypatch.setattr(decoding, "_FEW", 0)
+    monkeypatch.setattr(decoding, "_CHUNK", 7)
     many, one = build(source, cache / "many", workers=2), build(source, cache / "one", workers=1)
     np.testing.assert_array_equal(many.images, one.images)
     np.testing.assert_array_equal(many.digests, one.digests)
@@ -79,8 +79,8 @@ def test_processes_and_this_process_build_the_same(
 
 
 def test_a_store_is_decoded_once(array_source: ImageSource, cache: Path) -> None:
-    backing = CountingBacking(array_source.backing.pixels)
-    source, reads = replace(array_source, backing=backing), backing.reads
+    reader = CountingReader(array_source.reader.pixels)
+    source, reads = replace(array_source, reader=reader), reader.reads
     first = build(source, cache)
     decoded = len(reads)
     again = build(source, cache)
@@ -94,7 +94,7 @@ def test_a_store_is_decoded_once(array_source: ImageSource, cache: Path) -> None
 def test_a_changed_file_is_decoded_again(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
     before = build(source, cache)
-    path = source.backing.root / source.ids[3]
+    path = source.reader.root / source.ids[3]
     Image.new("RGB", (32, 24), "red").save(path)
     after = build(source, cache)
     assert (after.images[3] == [255, 0, 0]).all()
@@ -126,7 +126,7 @@ def test_a_damaged_store_is_built_again(array_source: ImageSource, cache: Path, 
 
 
 def test_a_builder_that_died_leaves_nothing_that_is_used(array_source: ImageSource, cache: Path) -> None:
-    source = replace(array_source, backing=CountingBacking(array_source.backing.pixels, break_after=40))
+    source = replace(array_source, reader=CountingReader(array_source.reader.pixels, break_after=40))
     with pytest.raises(KeyboardInterrupt):
         build(source, cache)
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
@@ -143,54 +143,54 @@ def test_a_builder_that_died_leaves_nothing_that_is_used(array_source: ImageSour
 def _build_and_count(root: Path, cache: Path) -> bool:
     source = load_source("folder", root=root, split="all")
     built: list[bool] = []
-    original = stores._build
-    stores._build = lambda *arguments: (built.append(True), original(*arguments))[1]
-    build_store(source, size=(9, 8), cache_dir=cache, progress=False)
+    original = decoding._build
+    decoding._build = lambda *arguments: (built.append(True), original(*arguments))[1]
+    decode_dataset(source, size=(9, 8), cache_dir=cache, progress=False)
     return bool(built)
 
 
 def test_of_builders_at_once_one_builds_and_the_others_wait(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder, count=30)
     with get_context("spawn").Pool(2) as pool:
-        built = pool.starmap(_build_and_count, [(source.backing.root, cache)] * 4, chunksize=1)
+        built = pool.starmap(_build_and_count, [(source.reader.root, cache)] * 4, chunksize=1)
     assert sum(built) == 1
 
 
 def test_unreadable_images_are_named_counted_and_left_out(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder, count=30)
     for name in ("cat/0.png", "dog/7.png", "dog/9.png"):
-        path = source.backing.root / name
+        path = source.reader.root / name
         path.write_bytes(path.read_bytes()[:60])
-    source = load_source("folder", root=source.backing.root, split="all")
+    source = load_source("folder", root=source.reader.root, split="all")
     for _ in range(2):  # built, then opened
-        store = build(source, cache)
-        assert [name for name, _ in store.unreadable] == ["cat/0.png", "dog/7.png", "dog/9.png"]
-        assert "can't be read as an image" in store.unreadable[0][1]
-        assert len(store) == len(store.images) == len(store.digests) == len(store.source) == 57
+        dataset = build(source, cache)
+        assert [name for name, _ in dataset.unreadable] == ["cat/0.png", "dog/7.png", "dog/9.png"]
+        assert "can't be read as an image" in dataset.unreadable[0][1]
+        assert len(dataset) == len(dataset.images) == len(dataset.digests) == len(dataset.source) == 57
         for index in range(57):
-            pixels = Preprocess((9, 8)).to_uint8(read_image(source.backing.root / store.ids[index]))
-            np.testing.assert_array_equal(store.images[index], pixels)
-        assert store.labels.tolist() == [0] * 29 + [1] * 28
+            pixels = Preprocess((9, 8)).to_uint8(read_image(source.reader.root / dataset.ids[index]))
+            np.testing.assert_array_equal(dataset.images[index], pixels)
+        assert dataset.labels.tolist() == [0] * 29 + [1] * 28
     with pytest.raises(
         ValueError, match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png"
     ):
-        build(source, cache, max_bad_share=0.02)
+        build(source, cache, max_unreadable_fraction=0.02)
 
 
 def test_a_set_without_any_readable_image_is_refused(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
     for name in source.ids:
-        (source.backing.root / name).write_bytes(b"x")
+        (source.reader.root / name).write_bytes(b"x")
     with pytest.raises(ValueError, match="12 of 12 images can't be read"):
-        build(source, cache, max_bad_share=1.0)
+        build(source, cache, max_unreadable_fraction=1.0)
 
 
 def test_a_scan_finds_the_same_hashes_without_pixels(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
-    scan, store = build(source, cache, size=None), build(source, cache)
+    scan, dataset = build(source, cache, size=None), build(source, cache)
     assert scan.images is None
-    assert scan.fingerprint == store.fingerprint
-    np.testing.assert_array_equal(scan.perceptual, store.perceptual)
+    assert scan.fingerprint == dataset.fingerprint
+    np.testing.assert_array_equal(scan.perceptual, dataset.perceptual)
 
 
 def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_nothing_else(
@@ -202,12 +202,12 @@ def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_n
     assert build(array_source.subset(order), cache).fingerprint == base
     assert build(renamed, cache).fingerprint == base
     assert build(array_source, cache, size=(3, 3)).fingerprint == base
-    pixels = array_source.backing.pixels.copy()
+    pixels = array_source.reader.pixels.copy()
     pixels[17, 0, 0, 0] ^= 1
     labels = array_source.labels.copy()
     labels[[3, 4]] = labels[[4, 3]]
     changed = [
-        replace(array_source, backing=ArrayBacking(pixels)),
+        replace(array_source, reader=ArrayReader(pixels)),
         replace(array_source, labels=labels),
         replace(array_source, class_names=("b", "a", "c")),
         replace(array_source, split="test"),
@@ -227,12 +227,12 @@ def test_a_script_without_main_guard_can_build_with_processes(
             print("once")
             from pathlib import Path
             import torch
-            from vit.data import cache as stores
+            from vit.data import cache as decoding
             from vit.data.open import load_source
-            stores._FEW, stores._CHUNK = 0, 4
-            source = load_source("folder", root="{source.backing.root}", split="all")
-            store = stores.build_store(source, size=(9, 8), cache_dir=Path("{tmp_path}/c"), workers=2)
-            print(len(store))
+            decoding._FEW, decoding._CHUNK = 0, 4
+            source = load_source("folder", root="{source.reader.root}", split="all")
+            dataset = decoding.decode_dataset(source, size=(9, 8), cache_dir=Path("{tmp_path}/c"), workers=2)
+            print(len(dataset))
         """)
     )
     run = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=True)
@@ -252,21 +252,21 @@ def test_a_full_disk_is_one_error_and_leaves_no_rest(
 
 
 def test_the_store_cannot_be_changed_through_its_pixels(array_source: ImageSource, cache: Path) -> None:
-    store = build(array_source, cache)
-    before = np.array(store.images[0])
-    store.images[0] = 0
+    dataset = build(array_source, cache)
+    before = np.array(dataset.images[0])
+    dataset.images[0] = 0
     np.testing.assert_array_equal(build(array_source, cache).images[0], before)
 
 
 def test_a_large_store_is_checked_in_samples_of_its_blocks(
     array_source: ImageSource, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "_BLOCK", 1000)
-    monkeypatch.setattr(stores, "_CHECKED_BLOCKS", 4)
+    monkeypatch.setattr(decoding, "_BLOCK", 1000)
+    monkeypatch.setattr(decoding, "_CHECKED_BLOCKS", 4)
     build(array_source, cache)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
     assert len(json.loads((folder / "index.json").read_text())["checksums"]) == 13
-    assert stores._open_store(folder, array_source) is not None
+    assert decoding._open_decoded(folder, array_source) is not None
 
 
 def test_progress_is_shown_on_standard_error_only(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.duplicates import _close_pairs, find_duplicates, hash_appearance, hash_pixels, jpeg_note
+from vit.data.duplicates import _close_pairs, compute_dhash, find_duplicates, hash_pixels, jpeg_note
 
 
 def picture(seed: int, size: int = 32) -> Image.Image:
@@ -26,7 +26,7 @@ def recode(image: Image.Image, quality: int) -> Image.Image:
 def hashes(images: list[Image.Image]) -> tuple[np.ndarray, np.ndarray]:
     return (
         np.array([hash_pixels(image) for image in images], dtype=np.uint64),
-        np.array([hash_appearance(image) for image in images], dtype=np.uint64),
+        np.array([compute_dhash(image) for image in images], dtype=np.uint64),
     )
 
 

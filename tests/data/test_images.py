@@ -127,16 +127,16 @@ def test_preprocess_equals_torchvisions_resize_and_centre_crop() -> None:
     # 48×64 scaled by a half covers 24×32 exactly, so no sub-pixel choice differs
     image = Image.fromarray(smooth(48, 64))
     reference = v2.Compose([v2.Resize(24, v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(20)])
-    got = Preprocess((20, 20), crop_fraction=20 / 24).to_uint8(image)
+    got = Preprocess((20, 20), crop_pct=20 / 24).to_uint8(image)
     np.testing.assert_array_equal(got, np.asarray(reference(image)))
 
 
 @pytest.mark.parametrize("size", [(64, 48), (48, 64), (300, 40), (33, 97), (20, 20)])
-@pytest.mark.parametrize("crop_fraction", [1.0, 0.875])
-def test_geometry_is_where_the_pixels_come_from(size: tuple[int, int], crop_fraction: float) -> None:
+@pytest.mark.parametrize("crop_pct", [1.0, 0.875])
+def test_geometry_is_where_the_pixels_come_from(size: tuple[int, int], crop_pct: float) -> None:
     """A ramp along x and y tells for each input pixel which place of the original it shows."""
     width, height = size
-    preprocess = Preprocess((16, 24), crop_fraction=crop_fraction, interpolation="bilinear")
+    preprocess = Preprocess((16, 24), crop_pct=crop_pct, interpolation="bilinear")
     left, top, right, bottom = preprocess.geometry(size).box
     x_ramp = np.broadcast_to((np.arange(width) + 0.5) / width * 255, (height, width))
     y_ramp = np.broadcast_to(((np.arange(height) + 0.5) / height * 255)[:, None], (height, width))
@@ -156,7 +156,7 @@ def test_geometry_is_where_the_pixels_come_from(size: tuple[int, int], crop_frac
 
 def test_stored_pixels_cut_later_equal_pixels_cut_at_once() -> None:
     image = Image.fromarray(smooth(50, 70))
-    once = Preprocess((28, 28), crop_fraction=0.875)
+    once = Preprocess((28, 28), crop_pct=0.875)
     stored = Preprocess(once.resize_size).to_uint8(image)
     np.testing.assert_array_equal(once.crop(stored), once.to_uint8(image))
 
@@ -178,9 +178,9 @@ def test_normalization_is_the_formula_in_both_layouts() -> None:
 
 
 def test_preprocess_survives_json_and_refuses_nonsense() -> None:
-    preprocess = Preprocess((16, 24), crop_fraction=0.9, interpolation="bilinear")
+    preprocess = Preprocess((16, 24), crop_pct=0.9, interpolation="bilinear")
     assert Preprocess.from_dict(preprocess.to_dict()) == preprocess
-    for wrong in ({"image_size": (0, 3)}, {"crop_fraction": 1.5}, {"interpolation": "nearest"}):
+    for wrong in ({"image_size": (0, 3)}, {"crop_pct": 1.5}, {"interpolation": "nearest"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Preprocess.from_dict(preprocess.to_dict() | wrong)
 

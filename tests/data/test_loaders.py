@@ -1,4 +1,4 @@
-"""Order and draws are functions of (seed, epoch, sample): of nothing else, and never the same twice."""
+"""Order and random numbers are functions of (seed, epoch, sample): of nothing else, and never the same twice."""
 
 import gc
 import multiprocessing
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vit.data.augment import Augment
-from vit.data.cache import Store, build_store
+from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import load_source
@@ -27,19 +27,19 @@ GEOMETRY = Augment(resized_crop_scale=(0.3, 1.0), flip="random", color_jitter=0.
 
 
 @pytest.fixture
-def store(array_source: ImageSource, tmp_path: Path) -> Store:
-    return build_store(array_source, size=(12, 10), cache_dir=tmp_path / "cache", progress=False)
+def dataset(array_source: ImageSource, tmp_path: Path) -> DecodedDataset:
+    return decode_dataset(array_source, size=(12, 10), cache_dir=tmp_path / "cache", progress=False)
 
 
 @pytest.fixture
-def file_store(make_folder: MakeFolder, tmp_path: Path) -> Store:
+def file_dataset(make_folder: MakeFolder, tmp_path: Path) -> DecodedDataset:
     """Twenty-four 24×32 files, scanned."""
     root = make_folder(*[f"{name}/{number:02d}.png" for name in ("cat", "dog") for number in range(12)])
     source = load_source("folder", root=root, split="all")
-    return build_store(source, size=None, cache_dir=tmp_path / "cache", progress=False)
+    return decode_dataset(source, size=None, cache_dir=tmp_path / "cache", progress=False)
 
 
-def make(kind: type, store: Store, **changes: Any) -> Any:
+def make(kind: type, dataset: DecodedDataset, **changes: Any) -> Any:
     options: dict[str, Any] = {
         "batch_size": 8,
         "seed": 3,
@@ -50,7 +50,7 @@ def make(kind: type, store: Store, **changes: Any) -> Any:
         "drop_last": True,
         "num_classes": 3,
     }
-    return kind(store, **options | changes)
+    return kind(dataset, **options | changes)
 
 
 def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
@@ -64,35 +64,35 @@ def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
 # --- order and ranks --------------------------
 
 
-def test_an_epoch_shows_every_sample_once_with_its_own_label(store: Store) -> None:
-    loader = make(ResidentLoader, store, drop_last=False)
+def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset, drop_last=False)
     batches = list(loader.epoch(0))
     assert [len(batch.labels) for batch in batches] == [8] * 7 + [4]
     assert len(loader) == 8
     ids = torch.cat([batch.sample_ids for batch in batches])
     assert sorted(ids.tolist()) == list(range(60))
     for batch in batches:
-        assert torch.equal(batch.labels, torch.from_numpy(store.labels)[batch.sample_ids])
+        assert torch.equal(batch.labels, torch.from_numpy(dataset.labels)[batch.sample_ids])
         assert torch.equal(batch.targets, batch.labels)
-        expected = PREPROCESS.normalize(torch.from_numpy(store.images[batch.sample_ids.numpy()]))
+        expected = PREPROCESS.normalize(torch.from_numpy(dataset.images[batch.sample_ids.numpy()]))
         torch.testing.assert_close(batch.images, expected)
 
 
-def test_without_shuffling_the_order_is_the_stores(store: Store) -> None:
-    loader = make(ResidentLoader, store, shuffle=False, drop_last=False)
+def test_without_shuffling_the_order_is_the_stores(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset, shuffle=False, drop_last=False)
     assert torch.cat([batch.sample_ids for batch in loader.epoch(4)]).tolist() == list(range(60))
 
 
-def test_the_same_seed_repeats_a_run_and_another_does_not(store: Store) -> None:
-    loader, again = (make(ResidentLoader, store, augment=FULL) for _ in range(2))
+def test_the_same_seed_repeats_a_run_and_another_does_not(dataset: DecodedDataset) -> None:
+    loader, again = (make(ResidentLoader, dataset, augment=FULL) for _ in range(2))
     assert_same(loader.epoch(2), again.epoch(2))
     first = next(loader.epoch(2)).sample_ids
-    assert not torch.equal(first, next(make(ResidentLoader, store, seed=4).epoch(2)).sample_ids)
+    assert not torch.equal(first, next(make(ResidentLoader, dataset, seed=4).epoch(2)).sample_ids)
     assert not torch.equal(first, next(loader.epoch(3)).sample_ids)
 
 
-def test_an_epoch_goes_on_from_any_step_with_the_batches_it_would_have_had(store: Store) -> None:
-    loader = make(ResidentLoader, store, augment=FULL)
+def test_an_epoch_goes_on_from_any_step_with_the_batches_it_would_have_had(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset, augment=FULL)
     whole = list(loader.epoch(5))
     for start in (1, 4, 6):
         assert_same(iter(whole[start:]), loader.epoch(5, start_step=start))
@@ -104,10 +104,12 @@ def join_ranks(ranks: list[list[Batch]]) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(store: Store, world_size: int) -> None:
-    alone = make(ResidentLoader, store, augment=FULL)
+def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(
+    dataset: DecodedDataset, world_size: int
+) -> None:
+    alone = make(ResidentLoader, dataset, augment=FULL)
     ranks = [
-        list(make(ResidentLoader, store, augment=FULL, rank=rank, world_size=world_size).epoch(1))
+        list(make(ResidentLoader, dataset, augment=FULL, rank=rank, world_size=world_size).epoch(1))
         for rank in range(world_size)
     ]
     assert_same(alone.epoch(1), join_ranks(ranks))
@@ -117,23 +119,25 @@ def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(store: Store,
 def test_no_sample_is_counted_twice_in_an_uneven_last_batch(
     array_source: ImageSource, tmp_path: Path, world_size: int
 ) -> None:
-    store = build_store(array_source.subset(range(43)), size=(12, 10), cache_dir=tmp_path, progress=False)
+    dataset = decode_dataset(
+        array_source.subset(range(43)), size=(12, 10), cache_dir=tmp_path, progress=False
+    )
     options = {"batch_size": 12, "shuffle": False, "drop_last": False, "world_size": world_size}
-    loaders = [make(ResidentLoader, store, rank=rank, **options) for rank in range(world_size)]
+    loaders = [make(ResidentLoader, dataset, rank=rank, **options) for rank in range(world_size)]
     assert {len(loader) for loader in loaders} == {4}
     ids = [batch.sample_ids.tolist() for loader in loaders for batch in loader.epoch(0)]
     assert sorted(number for part in ids for number in part) == list(range(43))
 
 
-def test_a_smaller_image_size_is_the_antialiased_reduction(store: Store) -> None:
-    loader = make(ResidentLoader, store)
+def test_a_smaller_image_size_is_the_antialiased_reduction(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset)
     full, small = next(loader.epoch(0)), next(loader.epoch(0, image_size=(6, 5)))
     expected = torch.nn.functional.interpolate(full.images, (6, 5), mode="bilinear", antialias=True)
     torch.testing.assert_close(small.images, expected, atol=1e-4, rtol=0)
 
 
-def test_mixing_can_be_left_out_of_an_epoch(store: Store) -> None:
-    loader = make(ResidentLoader, store, augment=FULL)
+def test_mixing_can_be_left_out_of_an_epoch(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset, augment=FULL)
     mixed, plain = next(loader.epoch(0)), next(loader.epoch(0, mix=False))
     assert mixed.targets.shape == (8, 3)
     assert mixed.targets.dtype == torch.float32
@@ -141,12 +145,12 @@ def test_mixing_can_be_left_out_of_an_epoch(store: Store) -> None:
     assert torch.equal(mixed.sample_ids, plain.sample_ids)
 
 
-def test_batches_do_not_share_memory_with_the_store(store: Store) -> None:
-    loader = make(ResidentLoader, store)
-    before = np.array(store.images)
+def test_batches_do_not_share_memory_with_the_decoded_images(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset)
+    before = np.array(dataset.images)
     for batch in loader.epoch(0):
         batch.images.zero_()
-    np.testing.assert_array_equal(store.images, before)
+    np.testing.assert_array_equal(dataset.images, before)
 
 
 @pytest.mark.parametrize(
@@ -157,35 +161,37 @@ def test_batches_do_not_share_memory_with_the_store(store: Store) -> None:
         ({"batch_size": 61}, "batch_size 61 is more than the 60 images"),
     ],
 )
-def test_mistakes_get_a_sentence(store: Store, changes: dict[str, Any], sentence: str) -> None:
+def test_mistakes_get_a_sentence(dataset: DecodedDataset, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        make(ResidentLoader, store, **changes)
+        make(ResidentLoader, dataset, **changes)
 
 
 # --- workers ----------------------------------
 
 
 @pytest.mark.parametrize("augment", [None, GEOMETRY, FULL], ids=["plain", "geometry", "full"])
-def test_any_number_of_workers_gives_the_same_batches(file_store: Store, augment: Augment | None) -> None:
-    alone = make(WorkerLoader, file_store, augment=augment, workers=0)
+def test_any_number_of_workers_gives_the_same_batches(
+    file_dataset: DecodedDataset, augment: Augment | None
+) -> None:
+    alone = make(WorkerLoader, file_dataset, augment=augment, workers=0)
     expected = [list(alone.epoch(epoch)) for epoch in range(2)]
     for workers in (1, 2):
-        loader = make(WorkerLoader, file_store, augment=augment, workers=workers, start_method="fork")
+        loader = make(WorkerLoader, file_dataset, augment=augment, workers=workers, start_method="fork")
         for epoch in range(2):
             assert_same(iter(expected[epoch]), loader.epoch(epoch))
         loader.close()
 
 
-def test_spawned_workers_give_the_same_batches(file_store: Store) -> None:
-    alone = make(WorkerLoader, file_store, augment=GEOMETRY, workers=0)
-    loader = make(WorkerLoader, file_store, augment=GEOMETRY, workers=1, start_method="spawn")
+def test_spawned_workers_give_the_same_batches(file_dataset: DecodedDataset) -> None:
+    alone = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0)
+    loader = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=1, start_method="spawn")
     assert_same(alone.epoch(1, start_step=1), loader.epoch(1, start_step=1))
     loader.close()
 
 
-def test_a_sample_is_drawn_anew_each_epoch_in_workers(file_store: Store) -> None:
-    """The fault of albumentations 2.0.8: workers repeat their draws every epoch."""
-    loader = make(WorkerLoader, file_store, augment=GEOMETRY, workers=2)
+def test_a_sample_is_drawn_anew_each_epoch_in_workers(file_dataset: DecodedDataset) -> None:
+    """The fault of albumentations 2.0.8: workers repeat their random numbers every epoch."""
+    loader = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=2)
     seen: dict[int, set[bytes]] = {}
     for epoch in range(6):
         for batch in loader.epoch(epoch):
@@ -201,35 +207,37 @@ def test_samples_are_drawn_differently_from_each_other(make_folder: MakeFolder, 
         for name in ("cat", "dog"):
             (root / name / f"{number}.png").write_bytes((root / "cat/0.png").read_bytes())
     source = load_source("folder", root=root, split="all").subset(range(12))
-    scan = build_store(source, size=None, cache_dir=tmp_path / "c", progress=False)
+    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
     (batch,) = make(WorkerLoader, scan, augment=GEOMETRY, workers=0, batch_size=12).epoch(0)
     assert len({image.numpy().tobytes() for image in batch.images}) == 12
 
 
-def test_ranks_of_the_worker_loader_share_out_the_batches_of_one_process(file_store: Store) -> None:
-    alone = make(WorkerLoader, file_store, augment=GEOMETRY, workers=0)
+def test_ranks_of_the_worker_loader_share_out_the_batches_of_one_process(
+    file_dataset: DecodedDataset,
+) -> None:
+    alone = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0)
     ranks = [
-        list(make(WorkerLoader, file_store, augment=GEOMETRY, workers=0, rank=rank, world_size=2).epoch(1))
+        list(make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0, rank=rank, world_size=2).epoch(1))
         for rank in range(2)
     ]
     assert_same(alone.epoch(1), join_ranks(ranks))
 
 
-def test_without_a_random_crop_workers_and_the_resident_store_show_the_same_pixels(
-    file_store: Store, tmp_path: Path
+def test_without_a_random_crop_workers_and_the_resident_dataset_show_the_same_pixels(
+    file_dataset: DecodedDataset, tmp_path: Path
 ) -> None:
-    preprocess = replace(PREPROCESS, crop_fraction=0.8)
+    preprocess = replace(PREPROCESS, crop_pct=0.8)
     size, cache = preprocess.resize_size, tmp_path / "resident"
-    resident_store = build_store(file_store.source, size=size, cache_dir=cache, progress=False)
+    resident_dataset = decode_dataset(file_dataset.source, size=size, cache_dir=cache, progress=False)
     for augment in (None, FULL):
-        resident = make(ResidentLoader, resident_store, augment=augment, preprocess=preprocess)
-        decoding = make(WorkerLoader, file_store, augment=augment, preprocess=preprocess, workers=0)
+        resident = make(ResidentLoader, resident_dataset, augment=augment, preprocess=preprocess)
+        decoding = make(WorkerLoader, file_dataset, augment=augment, preprocess=preprocess, workers=0)
         assert_same(resident.epoch(1), decoding.epoch(1))
 
 
-def test_resuming_decodes_only_what_is_left(file_store: Store) -> None:
+def test_resuming_decodes_only_what_is_left(file_dataset: DecodedDataset) -> None:
     read: list[int] = []
-    source = file_store.source
+    source = file_dataset.source
 
     class Recording(ImageSource):
         def read(self, index: int) -> Any:
@@ -237,21 +245,21 @@ def test_resuming_decodes_only_what_is_left(file_store: Store) -> None:
             return source.read(index)
 
     recording = Recording(**{name: getattr(source, name) for name in source.__dataclass_fields__})
-    loader = make(WorkerLoader, replace(file_store, source=recording), workers=0)
+    loader = make(WorkerLoader, replace(file_dataset, source=recording), workers=0)
     last = list(loader.epoch(0, start_step=2))
     assert len(last) == 1
     assert sorted(read) == sorted(last[0].sample_ids.tolist())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_takes_nothing_from_anyones_random_state(file_store: Store, workers: int) -> None:
+def test_an_epoch_takes_nothing_from_anyones_random_state(file_dataset: DecodedDataset, workers: int) -> None:
     """Or dropout after a resume in mid-epoch would differ from that of an uninterrupted run."""
 
     def states() -> tuple[object, ...]:
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
     before = states()
-    loader = make(WorkerLoader, file_store, augment=replace(GEOMETRY, mixup=0.8), workers=workers)
+    loader = make(WorkerLoader, file_dataset, augment=replace(GEOMETRY, mixup=0.8), workers=workers)
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
@@ -268,13 +276,13 @@ def wait_until_gone(before: set[int]) -> set[int]:
     return left
 
 
-def test_workers_end_with_their_loader_also_when_an_epoch_is_abandoned(file_store: Store) -> None:
+def test_workers_end_with_their_loader_also_when_an_epoch_is_abandoned(file_dataset: DecodedDataset) -> None:
     before = {process.pid for process in multiprocessing.active_children()}
-    loader = make(WorkerLoader, file_store, augment=GEOMETRY, workers=2)
+    loader = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=2)
     for _ in loader.epoch(0):
         break
     assert len({process.pid for process in multiprocessing.active_children()} - before) == 2
-    expected = list(make(WorkerLoader, file_store, augment=GEOMETRY, workers=0).epoch(1))
+    expected = list(make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0).epoch(1))
     assert_same(iter(expected), loader.epoch(1))  # nothing of the abandoned epoch is left over
     loader.close()
     assert wait_until_gone(before) == set()
@@ -284,15 +292,15 @@ def test_workers_end_with_their_loader_also_when_an_epoch_is_abandoned(file_stor
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_vanishes_is_named_in_one_line(file_store: Store, workers: int) -> None:
-    (file_store.source.backing.root / "dog" / "03.png").unlink()
-    loader = make(WorkerLoader, file_store, workers=workers)
+def test_a_file_that_vanishes_is_named_in_one_line(file_dataset: DecodedDataset, workers: int) -> None:
+    (file_dataset.source.reader.root / "dog" / "03.png").unlink()
+    loader = make(WorkerLoader, file_dataset, workers=workers)
     with pytest.raises(ValueError, match=r"^dog/03\.png was readable before, but no longer: .*$"):
         list(loader.epoch(0))
     loader.close()
 
 
-def test_shards_are_read_by_workers_like_files(file_store: Store, tmp_path: Path) -> None:
+def test_shards_are_read_by_workers_like_files(file_dataset: DecodedDataset, tmp_path: Path) -> None:
     import webdataset
 
     shards = tmp_path / "shards"
@@ -300,12 +308,14 @@ def test_shards_are_read_by_workers_like_files(file_store: Store, tmp_path: Path
     for number in range(2):
         with webdataset.TarWriter(str(shards / f"{number}.tar")) as writer:
             for index in range(12 * number, 12 * number + 12):
-                data = (file_store.source.backing.root / file_store.ids[index]).read_bytes()
-                writer.write({"__key__": f"{index:02d}", "png": data, "cls": str(file_store.labels[index])})
+                data = (file_dataset.source.reader.root / file_dataset.ids[index]).read_bytes()
+                writer.write({"__key__": f"{index:02d}", "png": data, "cls": str(file_dataset.labels[index])})
     source = load_source("webdataset", root=shards, split="all")
-    scan = build_store(source, size=None, cache_dir=tmp_path / "c", progress=False)
-    np.testing.assert_array_equal(scan.digests, file_store.digests)
-    files, tars = (make(WorkerLoader, store, augment=GEOMETRY, workers=2) for store in (file_store, scan))
+    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
+    np.testing.assert_array_equal(scan.digests, file_dataset.digests)
+    files, tars = (
+        make(WorkerLoader, dataset, augment=GEOMETRY, workers=2) for dataset in (file_dataset, scan)
+    )
     assert_same(files.epoch(0), tars.epoch(0))
     files.close()
     tars.close()
@@ -315,17 +325,17 @@ def test_shards_are_read_by_workers_like_files(file_store: Store, tmp_path: Path
 
 
 def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
-    assert choose_pipeline(1000, device="cpu", share=0.4)[0] == "resident"
-    kind, reason = choose_pipeline(2**50, device="cpu", share=0.4)
+    assert choose_pipeline(1000, device="cpu", fraction=0.4)[0] == "resident"
+    kind, reason = choose_pipeline(2**50, device="cpu", fraction=0.4)
     assert kind == "workers"
     assert "1,073,741,824 MiB of pixels do not fit in 40% of the" in reason
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("augment", [None, FULL, replace(FULL, rand_augment=(2, 9.0)), GEOMETRY])
-def test_cuda_gives_the_batches_of_the_cpu(store: Store, augment: Augment | None) -> None:
-    host = make(ResidentLoader, store, augment=augment)
-    device = make(ResidentLoader, store, augment=augment, device="cuda")
+def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Augment | None) -> None:
+    host = make(ResidentLoader, dataset, augment=augment)
+    device = make(ResidentLoader, dataset, augment=augment, device="cuda")
     for one, other in zip(host.epoch(1), device.epoch(1), strict=True):
         assert torch.equal(one.sample_ids, other.sample_ids.cpu())
         torch.testing.assert_close(one.images, other.images.cpu(), atol=2e-2, rtol=0)

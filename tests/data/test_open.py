@@ -183,7 +183,7 @@ def test_signature_changes_with_files_labels_and_split_only(make_folder: MakeFol
     root = make_folder(*grid("."))
 
     def sign(split: str = "all") -> str:
-        return load_source("folder", root=root, split=split).signature()
+        return load_source("folder", root=root, split=split).cache_key()
 
     before = sign()
     assert sign() == before

@@ -10,7 +10,7 @@ import torch
 
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle, load_bundle, save_bundle
-from vit.data.cache import build_store
+from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.evaluation.images import Images, load_images
@@ -49,10 +49,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Path:
     torch.manual_seed(0)
     source = load_source("digits", split="train")
     preprocess = Preprocess((8, 8), mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4))
-    store = build_store(source, size=preprocess.resize_size, progress=False)
+    dataset = decode_dataset(source, size=preprocess.resize_size, progress=False)
     model = VisionTransformer(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
-    images = preprocess.normalize(torch.from_numpy(np.array(store.images)))
-    labels = torch.from_numpy(store.labels)
+    images = preprocess.normalize(torch.from_numpy(np.array(dataset.images)))
+    labels = torch.from_numpy(dataset.labels)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(60):
         batch = torch.randint(len(labels), (64,))
@@ -67,8 +67,8 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Path:
         preprocess=preprocess,
         class_names=source.class_names,
         config={"data": {"name": "digits"}, "train": {"seed": 0}},
-        data={"name": "digits", "fingerprint": store.fingerprint},
-        training_hashes=(store.digests, store.perceptual),
+        data={"name": "digits", "fingerprint": dataset.fingerprint},
+        training_hashes=(dataset.digests, dataset.perceptual),
     )
     return path
 

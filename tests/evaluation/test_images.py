@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.cache import build_store
+from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.evaluation.images import Images, count_duplicates, find_source, load_images, map_labels, printable
@@ -96,7 +96,7 @@ def test_a_wrong_line_of_a_label_file_is_named(tmp_path: Path) -> None:
 def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", "1", "2")
     preprocess = Preprocess((32, 32))
-    training = build_store(load_source("folder", root=root, split="all"), size=None, progress=False)
+    training = decode_dataset(load_source("folder", root=root, split="all"), size=None, progress=False)
     held = write_images(tmp_path / "test", "1", "2", count=1)
     Image.open(root / "1" / "0.png").save(held / "2" / "copy.png")
     Image.open(root / "2" / "1.png").convert("RGB").save(held / "1" / "recoded.jpg", quality=80)

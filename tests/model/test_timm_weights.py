@@ -232,7 +232,7 @@ class TestClassNamesAndPreprocess:
         assert len(names) == 1000
         assert preprocess == {
             "image_size": [224, 224],
-            "crop_fraction": 0.9,
+            "crop_pct": 0.9,
             "mean": [0.5] * 3,
             "std": [0.5] * 3,
             "interpolation": "bicubic",

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.cache import Store
+from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
-from vit.data.sets.source import ArrayBacking, make_source
+from vit.data.sets.source import ArrayReader, make_source
 from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.cost import Cost
 from vit.evaluation.errors import find_confident_mistakes
@@ -52,8 +52,8 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     scores = score_logits(logits.astype(np.float32), labels)
     ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
     pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    source = make_source("made up", class_names=names, labels=labels, ids=ids, backing=ArrayBacking(pixels))
-    store = Store(
+    source = make_source("made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels))
+    dataset = DecodedDataset(
         name="made up",
         split="test",
         class_names=names,
@@ -109,7 +109,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         seed=3,
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
-    return Case(evaluation, scores, Images(store, ids, labels, Preprocess((side, side))))
+    return Case(evaluation, scores, Images(dataset, ids, labels, Preprocess((side, side))))
 
 
 def draw_red(pictures: list[Pixels]) -> list[Image.Image]:

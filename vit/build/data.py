@@ -1,4 +1,4 @@
-"""Config → the images of a run: sources, stores, what they are normalised by, loaders."""
+"""Config → the images of a run: sources, decoded datasets, normalisation, loaders."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -8,7 +8,7 @@ import torch
 
 from vit.config import Config
 from vit.data.augment import Augment
-from vit.data.cache import Store, build_store
+from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import ImageSource, Split, load_source
@@ -23,8 +23,8 @@ _MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so ma
 class Data:
     """The images of a run, decoded or scanned once."""
 
-    train: Store
-    validation: Store | None
+    train: DecodedDataset
+    validation: DecodedDataset | None
     sources: dict[Split, ImageSource]
     preprocess: Preprocess
     pipeline: Literal["resident", "workers"]
@@ -32,16 +32,18 @@ class Data:
 
     def describe(self) -> dict[str, Any]:
         """What travels in the model file."""
-        stores = {"train": self.train, "validation": self.validation}
+        datasets = {"train": self.train, "validation": self.validation}
         return {
             "name": self.train.name,
             "fingerprint": self.train.fingerprint,
             "splits": {
-                split: {"num_images": len(store.labels), "fingerprint": store.fingerprint}
-                for split, store in stores.items()
-                if store is not None
+                split: {"num_images": len(dataset.labels), "fingerprint": dataset.fingerprint}
+                for split, dataset in datasets.items()
+                if dataset is not None
             },
-            "unreadable": sum(len(store.unreadable) for store in stores.values() if store is not None),
+            "unreadable": sum(
+                len(dataset.unreadable) for dataset in datasets.values() if dataset is not None
+            ),
             "notes": list(self.train.notes),
         }
 
@@ -64,29 +66,29 @@ def build_data(config: Config, *, device: torch.device, pretrained: Preprocess |
     splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
     preprocess = Preprocess(
-        image_size=as_pair(data.image_size, name="data.image_size"), crop_fraction=data.crop_pct
+        image_size=as_pair(data.image_size, name="data.image_size"), crop_pct=data.crop_pct
     )
     height, width = preprocess.resize_size
     num_bytes = sum(map(len, sources.values())) * height * width * 3
     pipeline, reason = (
-        choose_pipeline(num_bytes, device=device, share=data.memory_fraction)
+        choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
         if data.pipeline == "auto"
         else (data.pipeline, "data.pipeline says so")
     )
-    stores = {
-        split: build_store(
+    datasets = {
+        split: decode_dataset(
             source,
             size=preprocess.resize_size if pipeline == "resident" or split == "validation" else None,
             cache_dir=data.cache_dir,
             workers=data.workers,
-            max_bad_share=data.max_unreadable_fraction,
+            max_unreadable_fraction=data.max_unreadable_fraction,
         )
         for split, source in sources.items()
     }
-    mean, std = _normalization(config, stores["train"], pretrained)
+    mean, std = _normalization(config, datasets["train"], pretrained)
     return Data(
-        train=stores["train"],
-        validation=stores.get("validation"),
+        train=datasets["train"],
+        validation=datasets.get("validation"),
         sources=sources,
         preprocess=replace(preprocess, mean=mean, std=std),
         pipeline=pipeline,
@@ -139,16 +141,16 @@ def build_loaders(
 
 
 def _normalization(
-    config: Config, store: Store, pretrained: Preprocess | None
+    config: Config, dataset: DecodedDataset, pretrained: Preprocess | None
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """The configured mean and standard deviation, the pretrained model's, or the training images' own."""
     if pretrained is not None:
         mean, std = pretrained.mean, pretrained.std
-    elif store.images is None:
+    elif dataset.images is None:
         mean, std = IMAGENET_MEAN, IMAGENET_STD
     else:
-        step = max(1, len(store.images) // _MEASURED_IMAGES)
-        pixels = np.asarray(store.images[::step]).reshape(-1, 3)
+        step = max(1, len(dataset.images) // _MEASURED_IMAGES)
+        pixels = np.asarray(dataset.images[::step]).reshape(-1, 3)
         # exact sums of integers, so that the figures don't depend on how numpy adds
         histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
         means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]

@@ -145,9 +145,9 @@ def _calibrate(
             path / MODEL_FILE if path.is_dir() else path,
             temperature=fit_temperature(logits, validation.labels),
             temperature_fitted_on={
-                "split": validation.store.split,
+                "split": validation.dataset.split,
                 "num_images": len(validation),
-                "fingerprint": validation.store.fingerprint,
+                "fingerprint": validation.dataset.fingerprint,
             },
         )
     process.wait()

@@ -102,10 +102,12 @@ def _show_summary(run: "Run", *, resumed_at: int | None) -> None:
         table.add_row(f"[bold]{name}", value)
     console = Console(stderr=True, highlight=False)
     console.print(table)
-    for store in (run.data.train, run.data.validation):
-        for name, reason in store.unreadable if store else ():
+    for dataset in (run.data.train, run.data.validation):
+        for name, reason in dataset.unreadable if dataset else ():
             console.print(
-                f"skipped {store.split if store else ''} image {name}: {reason}", soft_wrap=True, markup=False
+                f"skipped {dataset.split if dataset else ''} image {name}: {reason}",
+                soft_wrap=True,
+                markup=False,
             )
     if resumed_at is not None:
         console.print(f"resuming after step {resumed_at} of {run.trainer.plan.total_steps}")
@@ -126,7 +128,7 @@ def _summarize(run: "Run") -> dict[str, str]:
     counts = [f"{len(data.train):,} training"]
     if data.validation is not None:
         counts.append(f"{len(data.validation):,} validation")
-    unreadable = sum(len(store.unreadable) for store in (data.train, data.validation) if store)
+    unreadable = sum(len(dataset.unreadable) for dataset in (data.train, data.validation) if dataset)
     if unreadable:
         counts.append(f"{unreadable} unreadable and skipped")
     full = math.prod(data.preprocess.image_size)  # a step's time goes with its pixels

@@ -1,6 +1,6 @@
 """Augmentation of whole batches on the device they are on, with a fresh draw for every sample.
 
-Draws are made on the host, where they are a few hundred integers, and go to the device with the sample's
+StatelessRandom are made on the host, where they are a few hundred integers, and go to the device with the sample's
 indices: so the host knows which operation falls on which sample, and nothing waits for the device.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vit.data import kernels
 from vit.data.images import Preprocess
 from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations
-from vit.data.random import Draws
+from vit.data.random import StatelessRandom
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def cut_pixels(
     index: Int64[Tensor, " B"],
     sample_ids: Int64[Tensor, " B"],
     *,
-    draws: Draws,
+    rng: StatelessRandom,
     augment: Augment,
     size: tuple[int, int],
 ) -> Tensor:
@@ -77,9 +77,9 @@ def cut_pixels(
     Gives uint8 [B, H, W, 3], or after a resized crop float [B, 3, H, W], of values 0..255.
     """
     device, full = images.device, (images.shape[1], images.shape[2])
-    flipped = _draw_flips(draws, sample_ids, augment.flip)
+    flipped = _draw_flips(rng, sample_ids, augment.flip)
     if augment.resized_crop_scale is not None:
-        boxes = _draw_crops(draws, sample_ids, full, augment.resized_crop_scale)
+        boxes = _draw_crops(rng, sample_ids, full, augment.resized_crop_scale)
         pixels = images.index_select(0, index.to(device, non_blocking=True))
         cropped = kernels.resized_crop(pixels, boxes.to(device, non_blocking=True), size)
         mirror = flipped.to(device, non_blocking=True)[:, None, None, None]
@@ -89,8 +89,8 @@ def cut_pixels(
     columns = (left + torch.arange(size[1])).expand(len(index), -1)
     if augment.crop_padding:
         span = 2 * augment.crop_padding + 1
-        rows = rows + draws.integers("crop y", sample_ids, below=span)[:, None] - augment.crop_padding
-        columns = columns + draws.integers("crop x", sample_ids, below=span)[:, None] - augment.crop_padding
+        rows = rows + rng.integers("crop y", sample_ids, below=span)[:, None] - augment.crop_padding
+        columns = columns + rng.integers("crop x", sample_ids, below=span)[:, None] - augment.crop_padding
     rows, columns = _reflect(rows, full[0]), _reflect(columns, full[1])
     columns = torch.where(flipped[:, None], columns.flip(1), columns)
     index, rows, columns = (part.to(device, non_blocking=True) for part in (index, rows, columns))
@@ -101,7 +101,7 @@ def finish_images(
     pixels: Tensor,
     sample_ids: Int64[Tensor, " B"],
     *,
-    draws: Draws,
+    rng: StatelessRandom,
     augment: Augment,
     preprocess: Preprocess,
     size: tuple[int, int],
@@ -112,25 +112,25 @@ def finish_images(
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
     if augment.color_jitter:
-        pixels = _jitter(pixels, draws, sample_ids, augment.color_jitter)
+        pixels = _jitter(pixels, rng, sample_ids, augment.color_jitter)
     if augment.rand_augment is not None:
         count, magnitude = augment.rand_augment
         for number in range(count):
             stream, strength = f"rand augment {number}", torch.full((len(sample_ids),), magnitude / 10)
-            pixels = apply_operations(pixels, draws, sample_ids, strength, stream=stream, ranges=RAND_AUGMENT)
+            pixels = apply_operations(pixels, rng, sample_ids, strength, stream=stream, ranges=RAND_AUGMENT)
     if augment.trivial_augment:
-        strength = draws.integers("trivial strength", sample_ids, below=31) / 30
+        strength = rng.integers("trivial strength", sample_ids, below=31) / 30
         pixels = apply_operations(
-            pixels, draws, sample_ids, strength, stream="trivial augment", ranges=TRIVIAL_AUGMENT
+            pixels, rng, sample_ids, strength, stream="trivial augment", ranges=TRIVIAL_AUGMENT
         )
     scale, shift = preprocess.scale_and_shift(pixels.device)
     images = pixels.mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
     if augment.cutout:
         side = round(augment.cutout * size[0] / preprocess.image_size[0])
-        boxes = _draw_cutout(draws, sample_ids, size, side)
+        boxes = _draw_cutout(rng, sample_ids, size, side)
         images *= kernels.outside_boxes(boxes.to(images.device, non_blocking=True), size)
     if augment.re_prob:
-        boxes = _draw_erasing(draws, sample_ids, size, augment.re_prob)
+        boxes = _draw_erasing(rng, sample_ids, size, augment.re_prob)
         images *= kernels.outside_boxes(boxes.to(images.device, non_blocking=True), size)
     return images
 
@@ -140,7 +140,7 @@ def mix_batch(
     labels: Int64[Tensor, " B"],
     sample_ids: Int64[Tensor, " B"],
     *,
-    draws: Draws,
+    rng: StatelessRandom,
     augment: Augment,
     num_classes: int,
 ) -> tuple[Float[Tensor, "B 3 H W"], Float[Tensor, "B C"]]:
@@ -149,14 +149,14 @@ def mix_batch(
     partner = (torch.arange(count) ^ 1).clamp(max=count - 1).to(images.device, non_blocking=True)
     cuts = torch.full((count,), augment.cutmix > 0)
     if augment.mixup and augment.cutmix:
-        cuts = draws.bits("mix kind", sample_ids) < 0
+        cuts = rng.bits("mix kind", sample_ids) < 0
     weight = torch.ones(count)
     boxes = torch.zeros(count, 4, dtype=torch.int64)
     if augment.mixup:
-        weight = torch.where(cuts, weight, _draw_beta(draws, "mixup", sample_ids, augment.mixup))
+        weight = torch.where(cuts, weight, _draw_beta(rng, "mixup", sample_ids, augment.mixup))
     if augment.cutmix:
-        kept = _draw_beta(draws, "cutmix", sample_ids, augment.cutmix)
-        boxes = torch.where(cuts[:, None], _draw_patches(draws, sample_ids, (height, width), kept), boxes)
+        kept = _draw_beta(rng, "cutmix", sample_ids, augment.cutmix)
+        boxes = torch.where(cuts[:, None], _draw_patches(rng, sample_ids, (height, width), kept), boxes)
     weight, boxes = weight.to(images.device, non_blocking=True), boxes.to(images.device, non_blocking=True)
     share = weight[:, None, None, None] * kernels.outside_boxes(boxes, (height, width))  # [B, 1, H, W]
     mixed = torch.lerp(images[partner], images, share)
@@ -165,15 +165,15 @@ def mix_batch(
     return mixed, own * classes + (1 - own) * classes[partner]
 
 
-# --- draws: on the host, one for each sample --------------------
+# --- random numbers: drawn on the host, one for each sample --------------------
 
 
-def _draw_flips(draws: Draws, ids: Int64[Tensor, " B"], flip: str) -> Tensor:
+def _draw_flips(rng: StatelessRandom, ids: Int64[Tensor, " B"], flip: str) -> Tensor:
     """Bool [B]. Alternating (Jordan 2024): a coin in epoch 0, the other way round every epoch after it."""
     if flip == "random":
-        return draws.bits("flip", ids) < 0
+        return rng.bits("flip", ids) < 0
     if flip == "alternating":
-        return (replace(draws, epoch=0).bits("flip", ids) < 0) ^ bool(draws.epoch % 2)
+        return (replace(rng, epoch=0).bits("flip", ids) < 0) ^ bool(rng.epoch % 2)
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
@@ -185,71 +185,73 @@ def _reflect(index: Int64[Tensor, "B n"], size: int) -> Int64[Tensor, "B n"]:
 
 
 def _draw_crops(
-    draws: Draws, ids: Int64[Tensor, " B"], full: tuple[int, int], scale: tuple[float, float]
+    rng: StatelessRandom, ids: Int64[Tensor, " B"], full: tuple[int, int], scale: tuple[float, float]
 ) -> Float[Tensor, "B 4"]:
     """Boxes with a share of the area in `scale` and an aspect of 3/4 … 4/3, cut off where the image ends."""
     height, width = full
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws.uniform("crop area", ids).double())
-    aspect = torch.exp((2 * draws.uniform("crop aspect", ids).double() - 1) * math.log(4 / 3))
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * rng.uniform("crop area", ids).double())
+    aspect = torch.exp((2 * rng.uniform("crop aspect", ids).double() - 1) * math.log(4 / 3))
     across = (area * aspect).sqrt().round().clamp(1, width)
     down = (area / aspect).sqrt().round().clamp(1, height)
-    left = (draws.uniform("crop x", ids) * (width - across + 1)).floor()
-    top = (draws.uniform("crop y", ids) * (height - down + 1)).floor()
+    left = (rng.uniform("crop x", ids) * (width - across + 1)).floor()
+    top = (rng.uniform("crop y", ids) * (height - down + 1)).floor()
     return torch.stack([left, top, left + across, top + down], dim=1).float()
 
 
-def _jitter(images: Float[Tensor, "B 3 H W"], draws: Draws, ids: Tensor, strength: float) -> Tensor:
+def _jitter(images: Float[Tensor, "B 3 H W"], rng: StatelessRandom, ids: Tensor, strength: float) -> Tensor:
     for name, adjust in (
         ("brightness", kernels.adjust_brightness),
         ("contrast", kernels.adjust_contrast),
         ("saturation", kernels.adjust_saturation),
     ):
-        factor = (1 + strength * (2 * draws.uniform(name, ids) - 1)).clamp(min=0)
+        factor = (1 + strength * (2 * rng.uniform(name, ids) - 1)).clamp(min=0)
         images = adjust(images, factor.to(images.device, non_blocking=True))
     return images
 
 
 def _draw_cutout(
-    draws: Draws, ids: Int64[Tensor, " B"], size: tuple[int, int], side: int
+    rng: StatelessRandom, ids: Int64[Tensor, " B"], size: tuple[int, int], side: int
 ) -> Int64[Tensor, "B 4"]:
     """Squares whose centre is anywhere in the image."""
-    top = draws.integers("cutout y", ids, below=size[0]) - side // 2
-    left = draws.integers("cutout x", ids, below=size[1]) - side // 2
+    top = rng.integers("cutout y", ids, below=size[0]) - side // 2
+    left = rng.integers("cutout x", ids, below=size[1]) - side // 2
     return torch.stack([left, top, left + side, top + side], dim=1)
 
 
 def _draw_erasing(
-    draws: Draws, ids: Int64[Tensor, " B"], size: tuple[int, int], probability: float
+    rng: StatelessRandom, ids: Int64[Tensor, " B"], size: tuple[int, int], probability: float
 ) -> Int64[Tensor, "B 4"]:
     """Rectangles inside the image, 2 … 33 % of its area, aspect 0.3 … 3.3; empty for samples not chosen."""
     height, width = size
-    area = height * width * (0.02 + 0.31 * draws.uniform("erasing area", ids).double())
-    aspect = 0.3 * torch.exp(math.log(11) * draws.uniform("erasing aspect", ids).double())
+    area = height * width * (0.02 + 0.31 * rng.uniform("erasing area", ids).double())
+    aspect = 0.3 * torch.exp(math.log(11) * rng.uniform("erasing aspect", ids).double())
     across = (area * aspect).sqrt().round().clamp(1, width)
     down = (area / aspect).sqrt().round().clamp(1, height)
-    left = (draws.uniform("erasing x", ids) * (width - across + 1)).floor()
-    top = (draws.uniform("erasing y", ids) * (height - down + 1)).floor()
+    left = (rng.uniform("erasing x", ids) * (width - across + 1)).floor()
+    top = (rng.uniform("erasing y", ids) * (height - down + 1)).floor()
     boxes = torch.stack([left, top, left + across, top + down], dim=1).long()
-    return boxes * (draws.uniform("erasing", ids) < probability)[:, None]
+    return boxes * (rng.uniform("erasing", ids) < probability)[:, None]
 
 
 def _draw_patches(
-    draws: Draws, ids: Int64[Tensor, " B"], size: tuple[int, int], kept: Float[Tensor, " B"]
+    rng: StatelessRandom, ids: Int64[Tensor, " B"], size: tuple[int, int], kept: Float[Tensor, " B"]
 ) -> Int64[Tensor, "B 4"]:
     """Boxes of the image's aspect, a share 1 - kept of its area, centred anywhere, cut off at the edges."""
     half = 0.5 * (1 - kept).sqrt()
     low, high = [], []
     for axis, side in (("x", size[1]), ("y", size[0])):
-        middle, reach = draws.integers(f"cutmix {axis}", ids, below=side), (half * side).long()
+        middle, reach = rng.integers(f"cutmix {axis}", ids, below=side), (half * side).long()
         low.append((middle - reach).clamp(min=0))
         high.append((middle + reach).clamp(max=side))
     return torch.stack([*low, *high], dim=1)
 
 
-def _draw_beta(draws: Draws, stream: str, ids: Int64[Tensor, " B"], alpha: float) -> Float[Tensor, " B"]:
+def _draw_beta(
+    rng: StatelessRandom, stream: str, ids: Int64[Tensor, " B"], alpha: float
+) -> Float[Tensor, " B"]:
     """Beta(alpha, alpha) by its quantile function, tabulated."""
     table = _beta_quantiles(alpha)
-    place = draws.uniform(stream, ids).double() * (len(table) - 1)
+    place = rng.uniform(stream, ids).double() * (len(table) - 1)
     below = place.long()
     return torch.lerp(table[below], table[below + 1], place - below).float()
 

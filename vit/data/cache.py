@@ -1,9 +1,9 @@
 """Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and
 fingerprinted.
 
-A store lives in a folder of the cache named for its contents. It is built beside its place under a lock and
+A dataset lives in a folder of the cache named for its contents. It is built beside its place under a lock and
 moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed
-source has another signature, hence another folder; a damaged store is built again.
+source has another signature, hence another folder; a damaged dataset is built again.
 """
 
 import fcntl
@@ -21,21 +21,21 @@ from typing import Literal
 
 import numpy as np
 
-from vit.data.duplicates import hash_appearance, hash_pixels, jpeg_note
+from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Preprocess
-from vit.data.sets.source import ArrayBacking, ImageSource
+from vit.data.sets.source import ArrayReader, ImageSource
 from vit.runtime.cache_dir import default_cache_dir
 
 _FORMAT = 2  # raise it when the files or the pixels in them change
 _BLOCK = 1 << 24  # bytes under one checksum
-_CHECKED_BLOCKS = 128  # 2 GiB: a larger store is checked in this many places
+_CHECKED_BLOCKS = 128  # 2 GiB: a larger dataset is checked in this many places
 _CHUNK = 256  # images a task
 _SAMPLE = 200  # images in which traces of JPEG are looked for
 _FEW = 1000  # images below which starting processes costs more than it saves
 
 
 @dataclass(frozen=True, eq=False)
-class Store:
+class DecodedDataset:
     """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
 
     name: str
@@ -65,45 +65,45 @@ class Store:
         return digest.hexdigest()
 
 
-def build_store(
+def decode_dataset(
     source: ImageSource,
     *,
     size: tuple[int, int] | None,
     cache_dir: Path | None = None,
     workers: int | None = None,
-    max_bad_share: float = 0.05,
+    max_unreadable_fraction: float = 0.05,
     progress: bool = True,
     interpolation: Literal["bicubic", "bilinear"] = "bicubic",
-) -> Store:
-    """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the store made earlier.
+) -> DecodedDataset:
+    """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the dataset made earlier.
 
     Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
-    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_bad_share` of the
+    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_unreadable_fraction` of the
     images are unreadable, OSError when the cache can't be written or is full.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
-    key = hashlib.sha256(f"{_FORMAT} {source.signature()} {size} {interpolation}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
     shape = "scan" if size is None else f"{size[0]}x{size[1]}"
     folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
-    store = _open_store(folder, source)
-    if store is None:
+    dataset = _open_decoded(folder, source)
+    if dataset is None:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
-            store = _open_store(folder, source)  # another process may have built it while we waited
-            if store is None:
+            dataset = _open_decoded(folder, source)  # another process may have built it while we waited
+            if dataset is None:
                 _build(source, folder, preprocess, workers, progress)
-                store = _open_store(folder, source)
-                assert store is not None
-    bad = len(store.unreadable)
-    if bad > max_bad_share * len(source) or bad == len(source):
-        name, reason = store.unreadable[0]
+                dataset = _open_decoded(folder, source)
+                assert dataset is not None
+    bad = len(dataset.unreadable)
+    if bad > max_unreadable_fraction * len(source) or bad == len(source):
+        name, reason = dataset.unreadable[0]
         raise ValueError(
-            f"{bad} of {len(source)} images can't be read, more than the allowed share of {max_bad_share}; "
+            f"{bad} of {len(source)} images can't be read, more than the allowed share of {max_unreadable_fraction}; "
             f"the first is {name}: {reason}"
         )
-    return store
+    return dataset
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def _decode_all(
         for start in range(0, len(source), _CHUNK)
     )
     with _progress_bar(f"decoding {source.name} {source.split}", len(source), progress) as advance:
-        if workers <= 1 or len(source) < _FEW or isinstance(source.backing, ArrayBacking):
+        if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
         else:
             # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them
@@ -202,7 +202,7 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
         except (ValueError, OSError) as error:
             decoded.failures.append((start + index, str(error)))
         else:
-            digest, perceptual = hash_pixels(image), hash_appearance(image)
+            digest, perceptual = hash_pixels(image), compute_dhash(image)
             if out is not None and preprocess is not None:
                 out[index] = preprocess.to_uint8(image)
         decoded.digests.append(digest)
@@ -240,8 +240,8 @@ def _progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int
 # --- opening --------------------
 
 
-def _open_store(folder: Path, source: ImageSource) -> Store | None:
-    """The store in `folder`, or None where there is none, or a damaged one."""
+def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
+    """The dataset in `folder`, or None where there is none, or a damaged one."""
     try:
         index = json.loads((folder / "index.json").read_text())
         with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -249,7 +249,7 @@ def _open_store(folder: Path, source: ImageSource) -> Store | None:
         size = None if index["size"] is None else (index["size"][0], index["size"][1])
         images = _open_images(folder / "images.u8", len(good), size, index["checksums"])
         readable = source.subset(good)
-        return Store(
+        return DecodedDataset(
             name=source.name,
             split=source.split,
             class_names=source.class_names,

@@ -22,7 +22,7 @@ def hash_pixels(image: Image.Image) -> int:
     return int.from_bytes(digest.digest()[:8], "little")
 
 
-def hash_appearance(image: Image.Image) -> int:
+def compute_dhash(image: Image.Image) -> int:
     """64-bit difference hash (dHash) of an RGB image, which survives recoding, rescaling and small crops.
 
     32 bits say whether a cell of a 4×8 grey grid is brighter than its left neighbour, 32 whether one of an

@@ -88,7 +88,7 @@ class Preprocess:
     """
 
     image_size: tuple[int, int]
-    crop_fraction: float = 1.0
+    crop_pct: float = 1.0
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
@@ -96,8 +96,8 @@ class Preprocess:
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
             raise ValueError(f"image_size {self.image_size} must be two positive numbers")
-        if not 0 < self.crop_fraction <= 1:
-            raise ValueError(f"crop_fraction {self.crop_fraction} must be in (0, 1]")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct {self.crop_pct} must be in (0, 1]")
         if self.interpolation not in _RESAMPLING:
             raise ValueError(f"unknown interpolation {self.interpolation!r}; known: {', '.join(_RESAMPLING)}")
 
@@ -105,7 +105,7 @@ class Preprocess:
     def resize_size(self) -> tuple[int, int]:
         """(H', W') that the whole image covers before the centre crop."""
         height, width = self.image_size
-        return round(height / self.crop_fraction), round(width / self.crop_fraction)
+        return round(height / self.crop_pct), round(width / self.crop_pct)
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Pixels [H, W, 3] of an RGB image."""
@@ -159,7 +159,8 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; reads the earlier name of `crop_pct`, crop_fraction, too."""
+        values = {"crop_pct" if key == "crop_fraction" else key: value for key, value in values.items()}
         tuples: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**tuples)
 

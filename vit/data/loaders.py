@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
-from vit.data.cache import Store
+from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
-from vit.data.random import Draws
+from vit.data.random import StatelessRandom
 from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, use_one_thread
 
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     images: Float[Tensor, "B 3 H W"]  # normalised
     targets: Tensor  # int64 [B], or float32 [B, C] when samples are mixed
     labels: Int64[Tensor, " B"]
-    sample_ids: Int64[Tensor, " B"]  # index in the store
+    sample_ids: Int64[Tensor, " B"]  # index in the dataset
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Schedule:
     world_size: int
 
     def sample_ids(self, epoch: int, step: int) -> Int64[Tensor, " B"]:
-        order = _order(self.num_samples, Draws(self.seed, epoch) if self.shuffle else None)
+        order = _order(self.num_samples, StatelessRandom(self.seed, epoch) if self.shuffle else None)
         batch = order[step * self.batch_size : (step + 1) * self.batch_size]
         share = -(-len(batch) // self.world_size)
         if len(batch) < self.batch_size:
@@ -59,8 +59,8 @@ class _Schedule:
 
 
 @lru_cache(maxsize=2)
-def _order(n: int, draws: Draws | None) -> Int64[Tensor, " n"]:
-    return torch.arange(n) if draws is None else draws.permutation(n)
+def _order(n: int, rng: StatelessRandom | None) -> Int64[Tensor, " n"]:
+    return torch.arange(n) if rng is None else rng.permutation(n)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class _Loader(ABC):
     batch may be smaller when `drop_last` is false, and empty on some ranks.
     """
 
-    store: Store = field(kw_only=False)
+    dataset: DecodedDataset = field(kw_only=False)
     batch_size: int
     seed: int
     device: torch.device | str
@@ -92,11 +92,11 @@ class _Loader(ABC):
         self._augment = self.augment or Augment()
         if self._augment.mixes and each % 2:
             raise ValueError(f"mixup and cutmix pair samples: {each} a process and step is not even")
-        if self.drop_last and self.batch_size > len(self.store):
-            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.store)} images")
-        self.labels = torch.from_numpy(self.store.labels)
+        if self.drop_last and self.batch_size > len(self.dataset):
+            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.dataset)} images")
+        self.labels = torch.from_numpy(self.dataset.labels)
         self._schedule = _Schedule(
-            len(self.store), self.batch_size, self.seed, self.shuffle, self.rank, self.world_size
+            len(self.dataset), self.batch_size, self.seed, self.shuffle, self.rank, self.world_size
         )
 
     def __len__(self) -> int:
@@ -113,57 +113,63 @@ class _Loader(ABC):
         mix: bool = True,
     ) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on, scaled to `image_size`, without mixing on request."""
-        draws = Draws(self.seed, epoch)
+        rng = StatelessRandom(self.seed, epoch)
         size = image_size or self.preprocess.image_size
-        with closing(self._pixels(draws, start_step, size)) as parts:
+        with closing(self._pixels(rng, start_step, size)) as parts:
             for ids, pixels in parts:
-                yield self._finish(pixels, ids, draws, size, mix=mix and self._augment.mixes)
+                yield self._finish(pixels, ids, rng, size, mix=mix and self._augment.mixes)
 
     @abstractmethod
     def _pixels(
-        self, draws: Draws, start_step: int, size: tuple[int, int]
+        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
     ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
         """(sample ids on the host, what `cut_pixels` gives) of each step."""
 
     def _finish(
-        self, pixels: Tensor, ids: Int64[Tensor, " B"], draws: Draws, size: tuple[int, int], *, mix: bool
+        self,
+        pixels: Tensor,
+        ids: Int64[Tensor, " B"],
+        rng: StatelessRandom,
+        size: tuple[int, int],
+        *,
+        mix: bool,
     ) -> Batch:
         images = finish_images(
-            pixels, ids, draws=draws, augment=self._augment, preprocess=self.preprocess, size=size
+            pixels, ids, rng=rng, augment=self._augment, preprocess=self.preprocess, size=size
         )
         labels = self.labels[ids].to(self.device, non_blocking=True)
         targets = labels
         if mix:
             images, targets = mix_batch(
-                images, labels, ids, draws=draws, augment=self._augment, num_classes=self.num_classes
+                images, labels, ids, rng=rng, augment=self._augment, num_classes=self.num_classes
             )
         return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
 
 
 @dataclass(kw_only=True, eq=False)
 class ResidentLoader(_Loader):
-    """Batches of a store that lies whole on the device as uint8; on a CPU it is read where it is mapped."""
+    """Batches of a dataset that lies whole on the device as uint8; on a CPU it is read where it is mapped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.store.images is not None, "a scanned store has no pixels"
-        assert self.store.images.shape[1:3] == self.preprocess.resize_size
-        self.images = torch.from_numpy(self.store.images).to(self.device)
+        assert self.dataset.images is not None, "a scanned dataset has no pixels"
+        assert self.dataset.images.shape[1:3] == self.preprocess.resize_size
+        self.images = torch.from_numpy(self.dataset.images).to(self.device)
 
     def _pixels(
-        self, draws: Draws, start_step: int, size: tuple[int, int]
+        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
     ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
         cut_size = self.preprocess.image_size if self._augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
-            ids = self._schedule.sample_ids(draws.epoch, step)
-            yield ids, cut_pixels(self.images, ids, ids, draws=draws, augment=self._augment, size=cut_size)
+            ids = self._schedule.sample_ids(rng.epoch, step)
+            yield ids, cut_pixels(self.images, ids, ids, rng=rng, augment=self._augment, size=cut_size)
 
 
 @dataclass(kw_only=True, eq=False)
 class WorkerLoader(_Loader):
-    """Batches decoded from full-size images by worker processes, whose geometry albumentations draws.
+    """Batches decoded from full-size images by worker processes, cropped and flipped by albumentations.
 
-    `store` is a scan, or a store whose pixels are not used: it says which images are readable. `workers` is
+    `dataset` is a scan, or a dataset whose pixels are not used: it says which images are readable. `workers` is
     None for one a core, 0 for none; `start_method` is multiprocessing's. The workers live until `close()`
     or the loader's end.
     """
@@ -175,7 +181,7 @@ class WorkerLoader(_Loader):
         super().__post_init__()
         self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
         geometry = ImageGeometry(self._augment, self.preprocess)
-        self._dataset = _DecodedSteps(self.store.source, self._schedule, geometry)
+        self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
         self._decoder: DataLoader[Tensor | str] | None = None
 
     def close(self) -> None:
@@ -198,9 +204,9 @@ class WorkerLoader(_Loader):
         )
 
     def _pixels(
-        self, draws: Draws, start_step: int, size: tuple[int, int]
+        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
     ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
-        self._steps[:] = [(draws.epoch, step) for step in range(start_step, len(self))]
+        self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
             self._decoder = self._start_workers()
         rest = self._augment.without_random_crop()
@@ -212,7 +218,7 @@ class WorkerLoader(_Loader):
             own = torch.arange(len(ids))
             yield (
                 ids,
-                cut_pixels(pixels, own, ids, draws=draws, augment=rest, size=self.preprocess.image_size),
+                cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size),
             )
 
 
@@ -225,7 +231,7 @@ class _DecodedSteps(Dataset[Tensor | str]):
     def __getitem__(self, place: tuple[int, int]) -> Tensor | str:
         epoch, step = place
         ids = self.schedule.sample_ids(epoch, step)
-        seeds = Draws(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
+        seeds = StatelessRandom(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
         pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
         for row, (index, seed) in enumerate(zip(ids.tolist(), seeds.tolist(), strict=True)):
             try:
@@ -240,14 +246,14 @@ def _prepare_worker(_: int) -> None:
 
 
 def choose_pipeline(
-    num_bytes: int, *, device: torch.device | str, share: float
+    num_bytes: int, *, device: torch.device | str, fraction: float
 ) -> tuple[Literal["resident", "workers"], str]:
-    """Whether `num_bytes` of pixels fit in a `share` of the device's free memory, and that in words."""
+    """Whether `num_bytes` of pixels fit in a `fraction` of the device's free memory, and that in words."""
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
-    fits = num_bytes <= share * free
+    fits = num_bytes <= fraction * free
     reason = (
-        f"{num_bytes / 2**20:,.0f} MiB of pixels {'fit' if fits else 'do not fit'} in {share:.0%} of the "
+        f"{num_bytes / 2**20:,.0f} MiB of pixels {'fit' if fits else 'do not fit'} in {fraction:.0%} of the "
         f"{free / 2**20:,.0f} MiB free on {device.type}"
     )
     return ("resident" if fits else "workers"), reason

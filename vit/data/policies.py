@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vit.data import kernels
-from vit.data.random import Draws
+from vit.data.random import StatelessRandom
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ OPERATIONS = (*_GEOMETRIC, *_ENHANCING, "posterize", "solarize", "autocontrast",
 
 def apply_operations(
     images: Float[Tensor, "B 3 H W"],
-    draws: Draws,
+    rng: StatelessRandom,
     sample_ids: Int64[Tensor, " B"],
     strength: Float[Tensor, " B"],
     *,
@@ -51,8 +51,8 @@ def apply_operations(
     ranges: Ranges,
 ) -> Float[Tensor, "B 3 H W"]:
     """Apply an operation drawn for each sample; `sample_ids` and `strength` are on the host."""
-    chosen = draws.integers(stream, sample_ids, below=len(OPERATIONS))
-    signed = torch.where(draws.bits(f"{stream} sign", sample_ids) < 0, -strength, strength)
+    chosen = rng.integers(stream, sample_ids, below=len(OPERATIONS))
+    signed = torch.where(rng.bits(f"{stream} sign", sample_ids) < 0, -strength, strength)
     result = images.clone()
     # the host knows who gets what, so that no list of indices is ever read back from the device
     for number in range(len(_GEOMETRIC), len(OPERATIONS)):

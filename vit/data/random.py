@@ -1,4 +1,4 @@
-"""Random draws without a state: a hash of (seed, epoch, sample id, stream).
+"""Stateless random numbers: a hash of (seed, epoch, sample id, stream).
 
 The same bits on CPU and CUDA, in any order, in any process, for any number of workers. Integers are hashed
 with the finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int64 arithmetic of torch.
@@ -37,8 +37,8 @@ def _hash(values: Int64[Tensor, " n"], key: int) -> Int64[Tensor, " n"]:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The draws of one epoch of one run."""
+class StatelessRandom:
+    """The random numbers of one epoch of one run."""
 
     seed: int
     epoch: int

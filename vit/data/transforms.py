@@ -18,7 +18,7 @@ from vit.data.images import Preprocess
 class ImageGeometry:
     """From a decoded image to uint8 [H, W, 3]: a random crop of the full-size file, or the plain centre crop.
 
-    albumentations 2.0.8 repeats its draws each epoch in workers, so each image is seeded on its own.
+    albumentations 2.0.8 repeats its random numbers each epoch in workers, so each image is seeded on its own.
     """
 
     def __init__(self, augment: Augment, preprocess: Preprocess) -> None:
@@ -28,7 +28,7 @@ class ImageGeometry:
         if augment.resized_crop_scale is not None:
             self._pipeline = _random_crop(self.size, augment)
         elif augment.crop_padding:
-            # the device shifts: it gets the margin that crop_fraction leaves
+            # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
             self._plain = Preprocess(self.size, interpolation=preprocess.interpolation)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.cache import Store, build_store
+from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
 from vit.data.open import SOURCES, ImageSource, Split, load_source
@@ -57,8 +57,8 @@ def find_source(
 class Images:
     """Decoded images to evaluate on."""
 
-    store: Store
-    ids: tuple[str, ...]  # the store's, as text that any file can hold
+    dataset: DecodedDataset
+    ids: tuple[str, ...]  # the dataset's, as text that any file can hold
     labels: Ints  # indices of the model's classes
     preprocess: Preprocess
 
@@ -67,8 +67,8 @@ class Images:
 
     def read(self, start: int, stop: int) -> Pixels:
         """Images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
-        assert self.store.images is not None  # only a scan has none
-        return self.preprocess.crop(self.store.images[start:stop])
+        assert self.dataset.images is not None  # only a scan has none
+        return self.preprocess.crop(self.dataset.images[start:stop])
 
 
 def load_images(
@@ -77,11 +77,11 @@ def load_images(
     """Decode `source` (once: the result is cached) and match its classes with the model's `class_names`."""
     # before the decoding, which takes minutes: foreign classes are refused
     map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
-    store = build_store(
+    dataset = decode_dataset(
         source, size=preprocess.resize_size, interpolation=preprocess.interpolation, progress=progress
     )
-    labels = map_labels(store.labels, source_classes=store.class_names, model_classes=class_names)
-    return Images(store, tuple(printable(name) for name in store.ids), labels, preprocess)
+    labels = map_labels(dataset.labels, source_classes=dataset.class_names, model_classes=class_names)
+    return Images(dataset, tuple(printable(name) for name in dataset.ids), labels, preprocess)
 
 
 def printable(name: str) -> str:
@@ -102,7 +102,7 @@ def count_duplicates(
     images: Images, training_hashes: tuple[NDArray[np.uint64], NDArray[np.uint64]]
 ) -> Duplication:
     """Look for `images` among those of which the model file holds hashes."""
-    found = find_duplicates((images.store.digests, images.store.perceptual), training_hashes)
+    found = find_duplicates((images.dataset.digests, images.dataset.perceptual), training_hashes)
     rows = [*found.exact[:, 0].tolist(), *found.near[:, 0].tolist()]
     return Duplication(
         exact=len(found.exact), near=len(found.near), examples=[images.ids[row] for row in rows[:20]]

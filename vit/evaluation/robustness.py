@@ -19,7 +19,7 @@ def measure_corruptions(
     """Top-1 at severities 1 to 5 of each of the fifteen kinds: 75 passes over the images."""
 
     def corrupt_batch(start: int, stop: int, *, name: str, severity: int) -> Pixels:
-        digests = images.store.digests[start:stop].tolist()
+        digests = images.dataset.digests[start:stop].tolist()
         batch = zip(images.read(start, stop), digests, strict=True)
         return np.stack([corrupt(image, name=name, severity=severity, digest=key) for image, key in batch])
 

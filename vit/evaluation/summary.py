@@ -52,7 +52,7 @@ def summarize(
             "reliability": compute_reliability(scores),
             "calibration": _describe_calibration(bundle, logits, images.labels),
             "num_images": len(scores),
-            "unreadable": [(printable(name), printable(why)) for name, why in images.store.unreadable],
+            "unreadable": [(printable(name), printable(why)) for name, why in images.dataset.unreadable],
             "duplicates_of_training": (
                 count_duplicates(images, bundle.training_hashes) if bundle.training_hashes else None
             ),
@@ -61,10 +61,10 @@ def summarize(
             "mean_corruption_error": errors,
             "sweeps": sweeps or None,
             "cost": cost,
-            "data": images.store.name,
-            "split": images.store.split,
-            "notes": list(images.store.notes),
-            "fingerprint": images.store.fingerprint,
+            "data": images.dataset.name,
+            "split": images.dataset.split,
+            "notes": list(images.dataset.notes),
+            "fingerprint": images.dataset.fingerprint,
             "model": bundle.name,
             "model_sha256": bundle.sha256,
             "recipe": hash_recipe(bundle.config),

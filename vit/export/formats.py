@@ -93,7 +93,7 @@ def describe_for_timm(
             "fixed_input_size": True,
             "mean": list(preprocess["mean"]),
             "std": list(preprocess["std"]),
-            "crop_pct": preprocess["crop_fraction"],
+            "crop_pct": preprocess["crop_pct"],
             "crop_mode": "center",
             "interpolation": preprocess["interpolation"],
             "num_classes": model.num_classes,

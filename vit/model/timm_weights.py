@@ -188,7 +188,7 @@ def _preprocess(module: nn.Module) -> dict[str, Any]:
     config = resolve_model_data_config(module)
     return {
         "image_size": list(config["input_size"][1:]),
-        "crop_fraction": config["crop_pct"],
+        "crop_pct": config["crop_pct"],
         "mean": list(config["mean"]),
         "std": list(config["std"]),
         "interpolation": "bilinear" if config["interpolation"] == "bilinear" else "bicubic",

@@ -138,7 +138,7 @@ def load_history(model: str) -> list[dict[str, Any]]:
 def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
     """Attention rollout laid over pictures as the model sees them, [H, W, 3]."""
     # the pictures are already cut to the model's input
-    whole = replace(bundle, preprocess=replace(bundle.preprocess, crop_fraction=1.0))
+    whole = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     drawn = []
     for start in range(0, len(pictures), _MAPS_AT_ONCE):
         batch = [Image.fromarray(picture) for picture in pictures[start : start + _MAPS_AT_ONCE]]

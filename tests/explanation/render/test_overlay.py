@@ -21,13 +21,11 @@ SCALE = ColourScale(0.0, 1.0, signed=False, label="scale of this image")
 
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (224, 224), (97, 411)])
-@pytest.mark.parametrize("crop_fraction", [1.0, 0.875])
-def test_a_planted_patch_lands_on_the_pixels_the_model_saw(
-    size: tuple[int, int], crop_fraction: float
-) -> None:
+@pytest.mark.parametrize("crop_pct", [1.0, 0.875])
+def test_a_planted_patch_lands_on_the_pixels_the_model_saw(size: tuple[int, int], crop_pct: float) -> None:
     """A white square in the photo that fills one patch of the model's input, found again to within a
     pixel."""
-    preprocess = Preprocess(image_size=(64, 96), crop_fraction=crop_fraction)
+    preprocess = Preprocess(image_size=(64, 96), crop_pct=crop_pct)
     grid, patch = (8, 12), (3, 10)
     values = np.zeros(grid, dtype=np.float32)
     values[patch] = 1

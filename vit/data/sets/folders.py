@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from vit.data.sets.source import FileBacking, ImageSource, choose_classes, keep_classes, make_source
+from vit.data.sets.source import FileReader, ImageSource, choose_classes, keep_classes, make_source
 
 IMAGE_SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
@@ -112,7 +112,7 @@ def _scan(
         )
     class_names = [aliases.get(folder, folder) for folder in folders]
     return make_source(
-        name, class_names=class_names, labels=labels, ids=paths, backing=FileBacking(root, paths), notes=notes
+        name, class_names=class_names, labels=labels, ids=paths, reader=FileReader(root, paths), notes=notes
     )
 
 
@@ -161,8 +161,8 @@ def _read_label_file(
         paths, names = zip(*rows[split], strict=True)
         numbers = {class_name: number for number, class_name in enumerate(class_names)}
         labels = [numbers[label] for label in names]
-        backing = FileBacking(root, paths)
-        source = make_source(name, class_names=class_names, labels=labels, ids=paths, backing=backing)
+        reader = FileReader(root, paths)
+        source = make_source(name, class_names=class_names, labels=labels, ids=paths, reader=reader)
         return keep_classes(source, classes)
 
     return {split: partial(find, split) for split in rows}

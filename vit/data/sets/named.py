@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
-from vit.data.sets.source import ArrayBacking, ImageSource, keep_classes, make_source
+from vit.data.sets.source import ArrayReader, ImageSource, keep_classes, make_source
 from vit.runtime.cache_dir import default_cache_dir
 
 Parts = Mapping[str, Callable[[], ImageSource]]
@@ -32,7 +32,7 @@ def find_digits(classes: Sequence[str] | None) -> Parts:
             class_names=[str(digit) for digit in range(10)],
             labels=digits.target,
             ids=[f"digits/{index:05d}" for index in range(len(grey))],
-            backing=ArrayBacking(np.repeat(grey[..., None], 3, axis=-1)),
+            reader=ArrayReader(np.repeat(grey[..., None], 3, axis=-1)),
         )
         return keep_classes(source, classes)
 
@@ -56,7 +56,7 @@ def find_cifar(name: str, root: Path | str | None, classes: Sequence[str] | None
             class_names=data.classes,
             labels=data.targets,
             ids=[f"{split}/{index:05d}" for index in range(len(data.data))],
-            backing=ArrayBacking(data.data),
+            reader=ArrayReader(data.data),
         )
         return keep_classes(source, classes)
 

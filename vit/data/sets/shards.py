@@ -1,7 +1,7 @@
 """WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
 
 A shard is indexed once, and an image is then read by its offset. So a sample is reached at random, each
-rank and worker reads only its own samples, and order, resuming and draws are as exact as with files. A
+rank and worker reads only its own samples, and order, resuming and rng are as exact as with files. A
 `pipe:` shard has no offsets: it is copied to the cache first, which needs that much disk.
 """
 
@@ -30,7 +30,7 @@ _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
-class ShardBacking:
+class ShardReader:
     """Images inside tar files."""
 
     shards: Sequence[Path]
@@ -43,13 +43,13 @@ class ShardBacking:
             file.seek(offset)
             return read_image(io.BytesIO(file.read(size)), name=self.names[index])
 
-    def stamp(self) -> bytes:
+    def cache_key(self) -> bytes:
         stats = [os.stat(shard) for shard in self.shards]
         files = repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()
         return files + self.places.tobytes()
 
-    def subset(self, indices: np.ndarray) -> ShardBacking:
-        return ShardBacking(self.shards, [self.names[index] for index in indices], self.places[indices])
+    def subset(self, indices: np.ndarray) -> ShardReader:
+        return ShardReader(self.shards, [self.names[index] for index in indices], self.places[indices])
 
 
 def find_shards(
@@ -135,8 +135,8 @@ def _load(
             names.append(f"{shard.name}/{key}")
             labels.append(numbers[text])
             places.append((number, offset, size))
-    backing = ShardBacking(splits[split], names, np.array(places, dtype=np.int64))
-    source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, backing=backing)
+    reader = ShardReader(splits[split], names, np.array(places, dtype=np.int64))
+    source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, reader=reader)
     return keep_classes(source, classes)
 
 

@@ -16,21 +16,21 @@ from vit.data.images import read_image
 
 
 @runtime_checkable
-class Backing(Protocol):
+class ImageReader(Protocol):
     """Where the pixels of a source are."""
 
     def read(self, index: int) -> Image.Image:
         """The RGB image; raises ValueError or OSError naming it when it can't be decoded."""
 
-    def stamp(self) -> bytes:
+    def cache_key(self) -> bytes:
         """Bytes that change when an image changes, found without decoding any."""
 
-    def subset(self, indices: np.ndarray) -> Backing:
+    def subset(self, indices: np.ndarray) -> ImageReader:
         """These images in this order, and nothing else: it may be sent to another process."""
 
 
 @dataclass(frozen=True, eq=False)
-class ArrayBacking:
+class ArrayReader:
     """Images that are already pixels: uint8 [n, H, W, 3]."""
 
     pixels: np.ndarray
@@ -38,15 +38,15 @@ class ArrayBacking:
     def read(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index])
 
-    def stamp(self) -> bytes:
+    def cache_key(self) -> bytes:
         return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
 
-    def subset(self, indices: np.ndarray) -> ArrayBacking:
-        return ArrayBacking(self.pixels[indices])
+    def subset(self, indices: np.ndarray) -> ArrayReader:
+        return ArrayReader(self.pixels[indices])
 
 
 @dataclass(frozen=True, eq=False)
-class FileBacking:
+class FileReader:
     """Image files below a root."""
 
     root: Path
@@ -55,12 +55,12 @@ class FileBacking:
     def read(self, index: int) -> Image.Image:
         return read_image(self.root / self.paths[index])
 
-    def stamp(self) -> bytes:
+    def cache_key(self) -> bytes:
         stats = [os.stat(self.root / path) for path in self.paths]
         return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
 
-    def subset(self, indices: np.ndarray) -> FileBacking:
-        return FileBacking(self.root, [self.paths[index] for index in indices])
+    def subset(self, indices: np.ndarray) -> FileReader:
+        return FileReader(self.root, [self.paths[index] for index in indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class ImageSource:
     class_names: tuple[str, ...]
     labels: np.ndarray  # int64 [n]
     ids: Sequence[str]
-    backing: Backing
+    reader: ImageReader
     notes: tuple[str, ...] = ()  # what a person should know: files ignored, a split under another name
 
     def __len__(self) -> int:
@@ -80,15 +80,15 @@ class ImageSource:
 
     def read(self, index: int) -> Image.Image:
         """The RGB image at `index`; raises ValueError or OSError naming it when it can't be decoded."""
-        return self.backing.read(index)
+        return self.reader.read(index)
 
-    def signature(self) -> str:
+    def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
         digest = hashlib.sha256()
         for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
             digest.update(part.encode(errors="surrogateescape") + b"\0")
         digest.update(self.labels.tobytes())
-        digest.update(self.backing.stamp())
+        digest.update(self.reader.cache_key())
         return digest.hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
@@ -98,7 +98,7 @@ class ImageSource:
             self,
             labels=self.labels[chosen],
             ids=[self.ids[index] for index in chosen],
-            backing=self.backing.subset(chosen),
+            reader=self.reader.subset(chosen),
         )
 
 
@@ -108,17 +108,17 @@ def make_source(
     class_names: Sequence[str],
     labels: Sequence[int] | np.ndarray,
     ids: Sequence[str],
-    backing: Backing,
+    reader: ImageReader,
     notes: tuple[str, ...] = (),
 ) -> ImageSource:
-    """All images of a backing, not yet split."""
+    """All images of a reader, not yet split."""
     return ImageSource(
         name=name,
         split="all",
         class_names=tuple(class_names),
         labels=np.asarray(labels, dtype=np.int64),
         ids=ids,
-        backing=backing,
+        reader=reader,
         notes=notes,
     )
 
@@ -134,31 +134,31 @@ def join_sources(parts: Sequence[ImageSource]) -> ImageSource:
         class_names=parts[0].class_names,
         labels=np.concatenate([part.labels for part in parts]),
         ids=[name for part in parts for name in part.ids],
-        backing=_JoinedBacking([part.backing for part in parts], np.array(places, dtype=np.int64)),
+        reader=_JoinedReader([part.reader for part in parts], np.array(places, dtype=np.int64)),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _JoinedBacking:
-    parts: Sequence[Backing]
+class _JoinedReader:
+    parts: Sequence[ImageReader]
     places: np.ndarray  # int64 [n, 2]: part, index in it
 
     def read(self, index: int) -> Image.Image:
         part, place = self.places[index]
         return self.parts[int(part)].read(int(place))
 
-    def stamp(self) -> bytes:
-        return b"".join([part.stamp() for part in self.parts]) + self.places.tobytes()
+    def cache_key(self) -> bytes:
+        return b"".join([part.cache_key() for part in self.parts]) + self.places.tobytes()
 
-    def subset(self, indices: np.ndarray) -> _JoinedBacking:
+    def subset(self, indices: np.ndarray) -> _JoinedReader:
         chosen = self.places[indices]
         parts, places = list(self.parts), chosen.copy()
         for number, part in enumerate(parts):
             own = chosen[:, 0] == number
             parts[number] = part.subset(chosen[own, 1])
             places[own, 1] = np.arange(own.sum())
-        return _JoinedBacking(parts, places)
+        return _JoinedReader(parts, places)
 
 
 def choose_classes(
