@@ -25,7 +25,7 @@ def make_model() -> VisionTransformer:
         depth=2,
         num_heads=2,
         reg_tokens=1,
-        pool="avg",
+        global_pool="avg",
     ).eval()
 
 

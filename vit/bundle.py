@@ -24,7 +24,7 @@ import vit
 from vit.config import rename_old_keys
 from vit.data.images import Preprocess
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import check_finite, load_state
+from vit.model.weights import check_finite, load_state, rename_arguments
 from vit.runtime.files import compute_sha256, write_atomically
 
 SCHEMA_VERSION = 1
@@ -170,6 +170,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path} holds weights without our metadata; weights of timm load with vit.load_timm({str(path)!r})"
         )
     metadata = json.loads(raw)
+    rename_arguments(metadata["architecture"])
     if metadata["schema_version"] > SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema version {metadata['schema_version']}, this program reads up to {SCHEMA_VERSION}; "

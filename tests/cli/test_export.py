@@ -19,18 +19,18 @@ from vit.model.vision_transformer import VisionTransformer
 NAMES = ("ant", "bee", "cow")
 FOR_TIMM: list[dict[str, Any]] = [
     {},
-    {"pool": "avg", "pos_embed": "sincos"},
-    {"pool": "max", "reg_tokens": 2, "qk_norm": True, "class_token": True},
+    {"global_pool": "avg", "pos_embed": "sincos"},
+    {"global_pool": "max", "reg_tokens": 2, "qk_norm": True, "class_token": True},
     {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True, "mlp_ratio": 3.0},
     {"distilled": True, "qkv_bias": False},
-    {"pos_embed": "none", "pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
+    {"pos_embed": "none", "global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
 ]
 
 
 def save(tmp_path: Path, **options: Any) -> tuple[str, VisionTransformer]:
     """A model file whose every parameter matters: none is zero, one or tiny."""
     torch.manual_seed(0)
-    model = VisionTransformer((8, 16), 4, 3, len(NAMES), 32, 2, 4, **options).eval()
+    model = VisionTransformer((8, 16), 4, 3, len(NAMES), 32, depth=2, num_heads=4, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
@@ -83,7 +83,7 @@ def test_what_was_exported_to_timm_comes_back(tmp_path: Path) -> None:
     [
         ({"stem": "conv"}, "stem 'conv'"),
         ({"mlp": "relu2"}, "mlp 'relu2'"),
-        ({"pool": "attention"}, "pool 'attention'"),
+        ({"global_pool": "attention"}, "global_pool 'attention'"),
         ({"distilled": True, "reg_tokens": 1}, "distilled with registers"),
     ],
 )
@@ -101,7 +101,7 @@ def test_what_timm_has_not_is_named(
 def test_onnx_runs_any_number_of_images_with_equal_logits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, model = save(tmp_path, stem="conv", pool="attention", mlp="relu2")
+    path, model = save(tmp_path, stem="conv", global_pool="attention", mlp="relu2")
     export(path, "onnx", tmp_path / "out")
     printed = capfd.readouterr()
     assert printed.err == ""

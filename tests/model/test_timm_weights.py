@@ -23,8 +23,8 @@ def build_timm(name, *, depth, randomise):
     """timm's model of a preset, cut to a few blocks: each is the same mathematics."""
     if name in TIMMS:
         return randomise(timm.create_model(name, depth=depth))
-    renamed = {"mlp": None, "pool": "global_pool", "pos_embed": None}
-    arguments = {renamed.get(key, key): value for key, value in PRESETS[name].items()}
+    left_out = {"mlp", "pos_embed"}
+    arguments = {key: value for key, value in PRESETS[name].items() if key not in left_out}
     model = timm.models.VisionTransformer(**(arguments | {"depth": depth, "class_token": False}))
     return randomise(model)
 

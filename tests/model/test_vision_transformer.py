@@ -15,11 +15,11 @@ from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = [
     {},
-    {"pool": "avg"},
-    {"pool": "max", "class_token": True},
-    {"pool": "attention", "stem": "conv", "pos_embed": "sincos"},
+    {"global_pool": "avg"},
+    {"global_pool": "max", "class_token": True},
+    {"global_pool": "attention", "stem": "conv", "pos_embed": "sincos"},
     {"stem": "conv_pool", "mlp": "relu2", "pos_embed": "none"},
-    {"stem": "conv_pool_residual", "pool": "avg"},
+    {"stem": "conv_pool_residual", "global_pool": "avg"},
     {"mlp": "swiglu", "qk_norm": True, "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
     {"distilled": True, "qkv_bias": False},
 ]
@@ -70,7 +70,7 @@ def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positio
     pool: str, pos_embed: str
 ) -> None:
     torch.manual_seed(0)
-    model = VisionTransformer(16, 4, 3, 5, 16, 2, 2, pool=pool, pos_embed=pos_embed)
+    model = VisionTransformer(16, 4, 3, 5, 16, depth=2, num_heads=2, global_pool=pool, pos_embed=pos_embed)
     small = torch.randn(2, 3, 8, 12)
     with pytest.raises(ValueError, match="set_input_size"):
         model(small)
@@ -93,7 +93,7 @@ class TestGeometry:
             ({"img_size": (8, 8, 8)}, r"img_size \(8, 8, 8\) is neither a positive number nor two of them"),
             ({"patch_size": 0}, "patch_size 0 is neither a positive number"),
             ({"num_heads": 5}, "num_heads 5 does not divide embed_dim 32; try 2 or 4"),
-            ({"pool": "mean"}, "unknown pool 'mean'; known: attention, avg, max, token"),
+            ({"global_pool": "mean"}, "unknown global_pool 'mean'; known: attention, avg, max, token"),
             ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch"),
             ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, none, sincos"),
@@ -101,8 +101,11 @@ class TestGeometry:
                 {"stem": "conv", "patch_size": (3, 4), "img_size": 12},
                 "must be powers of two; try 2, 4, 8 or 16",
             ),
-            ({"class_token": False}, "pool='token' reads the class token"),
-            ({"distilled": True, "pool": "avg", "class_token": True}, "pool must be 'token', not 'avg'"),
+            ({"class_token": False}, "global_pool='token' reads the class token"),
+            (
+                {"distilled": True, "global_pool": "avg", "class_token": True},
+                "global_pool must be 'token', not 'avg'",
+            ),
             ({"reg_tokens": 9}, "reg_tokens 9 is not from 0 to 8"),
             ({"depth": 0}, "depth 0 and num_classes 5 must be at least 1 and 0"),
             ({"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"}, "embed_dim in fours, not 30; try 32"),
@@ -160,7 +163,7 @@ class TestPositions:
         )
 
     def test_sincos_is_fixed_and_made_anew_for_another_size(self):
-        model = tiny(pos_embed="sincos", pool="avg")
+        model = tiny(pos_embed="sincos", global_pool="avg")
         assert "pos_embed" not in model.state_dict()
         assert "pos_embed" not in dict(model.named_parameters())
         model.set_input_size((16, 20))
@@ -198,7 +201,7 @@ class TestPooling:
     @torch.no_grad()
     def test_each_way_by_hand(self, randomise):
         for pool in ("token", "avg", "max", "attention"):
-            model = randomise(tiny(pool=pool, reg_tokens=2, class_token=True))
+            model = randomise(tiny(global_pool=pool, reg_tokens=2, class_token=True))
             tokens = model.forward_features(torch.randn(2, 3, 8, 16))
             patches = tokens[:, 3:]
             assert patches.shape[1] == 8
@@ -214,8 +217,8 @@ class TestPooling:
             torch.testing.assert_close(model.forward_head(tokens), model.head(pooled))
 
     def test_pool_weights_exist_for_attention_pooling_alone(self):
-        with pytest.raises(ValueError, match="pool='avg' has no pooling weights"):
-            tiny(pool="avg").compute_pool_weights(torch.randn(1, 8, 32))
+        with pytest.raises(ValueError, match="global_pool='avg' has no pooling weights"):
+            tiny(global_pool="avg").compute_pool_weights(torch.randn(1, 8, 32))
 
     @torch.no_grad()
     def test_distilled_logits_are_the_mean_of_both_heads(self, randomise):
@@ -345,7 +348,7 @@ class TestTraining:
         assert trained == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
 
     def test_freezing_n_blocks_freezes_the_embedding_too(self):
-        model = tiny(stem="conv", pool="attention", reg_tokens=1)
+        model = tiny(stem="conv", global_pool="attention", reg_tokens=1)
         model.freeze(2)
         trained = {
             ".".join(name.split(".")[:2]) for name, value in model.named_parameters() if value.requires_grad

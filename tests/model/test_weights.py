@@ -26,7 +26,7 @@ def test_architecture_is_recognised_by_the_shapes(name):
     ]
     for key in (
         "num_heads",
-        "pool",
+        "global_pool",
         "mlp",
         "class_token",
         "no_embed_class",

@@ -70,8 +70,6 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         arguments = wanted.model_dump(
             exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None
         )
-        if "global_pool" in arguments:
-            arguments["pool"] = arguments.pop("global_pool")
         if wanted.preset is not None:
             arguments = _find_preset(wanted.preset) | arguments
         model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})

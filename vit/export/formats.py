@@ -63,7 +63,7 @@ def describe_for_timm(
     absent = {
         f"stem {ours['stem']!r}": ours["stem"] != "patch",
         f"mlp {ours['mlp']!r}": ours["mlp"] not in ("gelu", "swiglu"),
-        f"pool {ours['pool']!r}": ours["pool"] == "attention",
+        f"global_pool {ours['global_pool']!r}": ours["global_pool"] == "attention",
         "distilled with swiglu": ours["distilled"] and ours["mlp"] == "swiglu",
         "distilled with registers": ours["distilled"] and ours["reg_tokens"] > 0,
         "distilled without learned positions": ours["distilled"] and ours["pos_embed"] == "none",
@@ -81,11 +81,11 @@ def describe_for_timm(
         "architecture": base.get(kind, "vit_base_patch16_224"),
         "num_classes": model.num_classes,
         "num_features": model.embed_dim,
-        "global_pool": model.pool,
+        "global_pool": model.global_pool,
         "model_args": {name: ours[name] for name in _SAME_NAME_IN_TIMM}
         | {
             "mlp_ratio": (hidden + 0.5) / model.embed_dim,  # timm cuts the product off, ours rounds it
-            "global_pool": model.pool,
+            "global_pool": model.global_pool,
             "pos_embed": "none" if model.pos_embed is None else "learn",
         },
         "pretrained_cfg": {

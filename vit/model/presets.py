@@ -69,7 +69,7 @@ def _build_presets() -> dict[str, dict[str, Any]]:
 
     # For 32-pixel images, 10 classes unless told otherwise; mini has the shape of CCT's ViT-Lite-7/4
     for size in ("nano", "micro", "mini", "tiny", "small"):
-        small: dict[str, Any] = {"num_classes": 10, "pool": "avg"}
+        small: dict[str, Any] = {"num_classes": 10, "global_pool": "avg"}
         if size in ("nano", "micro", "mini"):
             small["mlp_ratio"] = 2.0
         presets[f"vit_{size}_patch4_32"] = _architecture(size, 4, 32, small)

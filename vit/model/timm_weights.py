@@ -125,7 +125,7 @@ def describe_timm(module: nn.Module) -> dict[str, Any]:
         "qkv_bias": block.attn.qkv.bias is not None,
         "qk_norm": isinstance(block.attn.q_norm, nn.LayerNorm),
         "init_values": block.ls1.init_values if isinstance(block.ls1, layers.LayerScale) else None,
-        "pool": module.global_pool,
+        "global_pool": module.global_pool,
         "class_token": module.cls_token is not None,
         "fc_norm": isinstance(module.fc_norm, nn.LayerNorm),
         "pos_embed": "none" if module.pos_embed is None else "learned",

@@ -27,7 +27,7 @@ OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
 class VisionTransformer(nn.Module):
     """img_size and patch_size: one number or (height, width); the patch must divide the image.
     num_classes: 0 gives the pooled features instead of logits.
-    pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
+    global_pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
     with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
     fc_norm: the last norm comes after the pooling, not before; None: with "avg" and "max", as timm.
     pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class keeps it off the prefix tokens.
@@ -52,7 +52,7 @@ class VisionTransformer(nn.Module):
         qkv_bias: bool = True,
         qk_norm: bool = False,
         init_values: float | None = None,
-        pool: str = "token",
+        global_pool: str = "token",
         class_token: bool | None = None,
         fc_norm: bool | None = None,
         stem: str = "patch",
@@ -65,15 +65,19 @@ class VisionTransformer(nn.Module):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        class_token = pool == "token" if class_token is None else class_token
-        fc_norm = pool in ("avg", "max") if fc_norm is None else fc_norm
+        class_token = global_pool == "token" if class_token is None else class_token
+        fc_norm = global_pool in ("avg", "max") if fc_norm is None else fc_norm
         no_embed_class = no_embed_class or pos_embed == "sincos"
-        check_choice(pool, POOLS, name="pool")
+        check_choice(global_pool, POOLS, name="global_pool")
         check_choice(pos_embed, POSITIONS, name="pos_embed")
-        if (pool == "token" or distilled) and not class_token:
-            raise ValueError("pool='token' reads the class token; leave class_token out or take pool='avg'")
-        if distilled and pool != "token":
-            raise ValueError(f"a distilled model reads its two tokens: pool must be 'token', not {pool!r}")
+        if (global_pool == "token" or distilled) and not class_token:
+            raise ValueError(
+                "global_pool='token' reads the class token; leave class_token out or take global_pool='avg'"
+            )
+        if distilled and global_pool != "token":
+            raise ValueError(
+                f"a distilled model reads its two tokens: global_pool must be 'token', not {global_pool!r}"
+            )
         if not 0 <= reg_tokens <= 8:
             raise ValueError(f"reg_tokens {reg_tokens} is not from 0 to 8")
         if depth < 1 or num_classes < 0:
@@ -85,7 +89,7 @@ class VisionTransformer(nn.Module):
             "fc_norm": fc_norm,
             "no_embed_class": no_embed_class,
         }
-        self.embed_dim, self.num_classes, self.pool = embed_dim, num_classes, pool
+        self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
         self.num_prefix_tokens = class_token + distilled + reg_tokens
         self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.grad_checkpointing = False
@@ -115,7 +119,7 @@ class VisionTransformer(nn.Module):
             for layer in range(depth)
         )
         self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
-        self.seq_pool = nn.Linear(embed_dim, 1) if pool == "attention" else None
+        self.seq_pool = nn.Linear(embed_dim, 1) if global_pool == "attention" else None
         self.fc_norm = nn.LayerNorm(embed_dim, eps=NORM_EPS) if fc_norm else nn.Identity()
         self.head = self._build_head()
         self.head_dist = self._build_head() if distilled else None
@@ -129,7 +133,7 @@ class VisionTransformer(nn.Module):
     @property
     def num_read_tokens(self) -> int | None:
         """Leading tokens that the head reads, where those are fewer than all: the last block may skip the rest."""
-        return None if self.pool != "token" else 1 + (self.head_dist is not None)
+        return None if self.global_pool != "token" else 1 + (self.head_dist is not None)
 
     def forward(
         self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
@@ -176,9 +180,11 @@ class VisionTransformer(nn.Module):
         return logits
 
     def compute_pool_weights(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B P"]:
-        """Attention pooling's share of each patch, rows summing to one; only for pool="attention"."""
+        """Attention pooling's share of each patch, rows summing to one; only for global_pool="attention"."""
         if self.seq_pool is None:
-            raise ValueError(f"pool={self.pool!r} has no pooling weights; only pool='attention' has")
+            raise ValueError(
+                f"global_pool={self.global_pool!r} has no pooling weights; only global_pool='attention' has"
+            )
         weights: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1)
         return weights
 
@@ -241,10 +247,10 @@ class VisionTransformer(nn.Module):
         return resample_positions(positions, old_grid=old_grid, new_grid=new_grid, num_prefix_tokens=prefix)
 
     def _pool(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
-        if self.pool == "token":
+        if self.global_pool == "token":
             return tokens[:, 0]
         patches = tokens[:, self.num_prefix_tokens :]
-        if self.pool in ("avg", "max"):
-            return patches.mean(dim=1) if self.pool == "avg" else patches.amax(dim=1)
+        if self.global_pool in ("avg", "max"):
+            return patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
         pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
         return pooled[:, 0]

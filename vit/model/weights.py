@@ -28,6 +28,7 @@ def read_weights(path: Path) -> tuple[State, dict[str, Any]]:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 metadata = json.loads((file.metadata() or {}).get("vit", "{}"))
+                rename_arguments(metadata.get("architecture", {}))
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         else:
             state = _unwrap(torch.load(path, map_location="cpu", weights_only=True))
@@ -39,6 +40,12 @@ def read_weights(path: Path) -> tuple[State, dict[str, Any]]:
     state = {name: tensor for name, tensor in state.items() if not name.startswith("training_hashes/")}
     check_finite(state, origin=str(path))
     return state, metadata
+
+
+def rename_arguments(architecture: dict[str, Any]) -> None:
+    """Translate, in place, what earlier versions called otherwise."""
+    if "pool" in architecture:
+        architecture["global_pool"] = architecture.pop("pool")
 
 
 def check_finite(state: State, *, origin: str) -> None:
@@ -105,7 +112,7 @@ def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "init_values": None if scale is None else 1e-5,
-        "pool": "token" if class_token and "fc_norm.weight" not in state else "avg",
+        "global_pool": "token" if class_token and "fc_norm.weight" not in state else "avg",
         "class_token": class_token,
         "fc_norm": "fc_norm.weight" in state,
         "pos_embed": "learned" if positions else "none",

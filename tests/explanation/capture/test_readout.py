@@ -16,7 +16,7 @@ Build = Callable[..., tuple[nn.Module, Tensor]]
 
 @pytest.mark.parametrize("pool", ["token", "avg", "attention", "max"])
 def test_the_map_is_the_readout_times_the_rollout(ours: Build, pool: str) -> None:
-    model, images = ours(pool=pool)
+    model, images = ours(global_pool=pool)
     with torch.no_grad():
         tokens = model.forward_features(images)
         _, attentions = model.forward_with_attention(images)
@@ -73,7 +73,7 @@ def test_a_distilled_model_is_read_at_both_of_its_tokens(ours: Build) -> None:
 @pytest.mark.parametrize(
     ("prefix", "arguments"),
     [
-        (0, {"pool": "avg"}),
+        (0, {"global_pool": "avg"}),
         (1, {}),
         (2, {"distilled": True}),
         (5, {"reg_tokens": 4}),

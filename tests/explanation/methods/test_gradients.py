@@ -35,7 +35,7 @@ def forward_and_score(model: nn.Module, images: Tensor) -> tuple:
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_gae_equals_the_published_loop(ours: Build, pool: str) -> None:
-    model, images = ours(pool=pool)
+    model, images = ours(global_pool=pool)
     model, images = model.double(), images.double()
     forward, score = forward_and_score(model, images)
     found = compute_gae(forward, score)
@@ -127,7 +127,7 @@ def legrad_of_layer(model: nn.Module, image: Tensor, index: int) -> Tensor:
 
 @pytest.mark.parametrize("pool", ["token", "avg", "attention", "max"])
 def test_cdam_equals_central_differences(ours: Build, pool: str) -> None:
-    model, images = ours(pool=pool)
+    model, images = ours(global_pool=pool)
     model, images = model.double(), images[:1].double()
     forward, score = forward_and_score(model, images)
     found = compute_cdam(forward, score)[0]

@@ -146,9 +146,7 @@ def _compute_readout(
 ) -> Float[Tensor, "B N"]:
     """Fill the zeros of `readout` with how much each token counts in the pooled feature."""
     num_tokens, num_prefix = readout.shape[1], count_prefix_tokens(model)
-    # timm says global_pool (its `pool` is a method); torchvision's and Hugging Face's ViT read the class
-    # token
-    pool = getattr(model, "global_pool", getattr(model, "pool", "token"))
+    pool = getattr(model, "global_pool", "token")  # torchvision's and Hugging Face's ViT read the class token
     first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
     if pool == "token":
         distilled = getattr(model, "head_dist", None) is not None
