@@ -1,4 +1,4 @@
-"""Train vision transformers on your own images, evaluate them honestly and see what they looked at.
+"""Train vision transformers on your own images, evaluate them and see what their attention maps say.
 
 Importing this package loads nothing heavy: torch comes in with the first name that needs it.
 """
@@ -9,19 +9,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation import explain_images
+    from vit.explanation.capture.capture import capture_attention
     from vit.explanation.methods.rollout import attention_rollout
+    from vit.explanation.render.overlay import save_overlay
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
 
-_HOME = {
+_MODULES = {
     "Bundle": "vit.bundle",
     "VisionTransformer": "vit.model.vision_transformer",
     "attention_rollout": "vit.explanation.methods.rollout",
+    "capture_attention": "vit.explanation.capture.capture",
+    "compare": "vit.api",
+    "evaluate": "vit.api",
+    "explain": "vit.api",
     "explain_images": "vit.explanation",
     "load_bundle": "vit.bundle",
     "load_timm": "vit.model.timm_weights",
+    "measure_faithfulness": "vit.api",
+    "predict": "vit.api",
+    "save_overlay": "vit.explanation.render.overlay",
+    "train": "vit.api",
 }
 
 __all__ = [
@@ -29,17 +40,25 @@ __all__ = [
     "VisionTransformer",
     "__version__",
     "attention_rollout",
+    "capture_attention",
+    "compare",
+    "evaluate",
+    "explain",
     "explain_images",
     "load_bundle",
     "load_timm",
+    "measure_faithfulness",
+    "predict",
+    "save_overlay",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Find a public name in its module on first use (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    return getattr(import_module(_HOME[name]), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

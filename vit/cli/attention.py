@@ -76,7 +76,6 @@ def attention(
     from rich.console import Console
 
     from vit.bundle import load_bundle
-    from vit.cli.common import prepare_output
     from vit.explanation.capture.capture import find_attention_layers
     from vit.explanation.explain import Settings, choose_batch_size
     from vit.explanation.methods.table import MapOptions, check_options
@@ -84,6 +83,7 @@ def attention(
     from vit.explanation.render.write import Results, load_results
     from vit.runtime.device import choose_device, choose_precision
     from vit.runtime.memory import keep_freed_memory
+    from vit.runtime.output_dir import prepare_output
 
     wanted = _split(formats, known=FORMATS)
     chosen_device = choose_device(device)

@@ -1,31 +1,45 @@
-"""What the commands share: where output may go."""
+"""What the commands share: the options that several of them have, and how facts are shown."""
 
-import shutil
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-_MARK = ".vit-output"  # in a directory that a command of ours made, and may therefore clear
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Model = Annotated[str, typer.Argument(help="model.safetensors, a training directory or timm:NAME")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="directory for the results")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result")]
+Data = Annotated[
+    str | None, typer.Option(help="a data set, folder or shards; default: what the model was trained on")
+]
+Root = Annotated[Path | None, typer.Option(help="where that data set is")]
+Split = Annotated[
+    str | None, typer.Option(help="train, validation, test or all; default: test, or all if it has none")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16")]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")
+]
 
 
-def check_output(path: Path, *, overwrite: bool = False) -> None:
-    """See that `path` may become an output directory, before the work whose result goes there.
-
-    Raises FileExistsError where it already holds something, unless `overwrite` is given and one of our
-    commands made it; NotADirectoryError where it is a file.
-    """
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
-    if path.is_dir() and any(path.iterdir()):
-        if not overwrite:
-            raise FileExistsError(f"{path} already holds files; choose another --output or add --overwrite")
-        if not (path / _MARK).exists():
-            raise FileExistsError(f"{path} holds files that no command of ours made; choose another --output")
+def is_main_process() -> bool:
+    """Whether this process talks to the user; of those that torchrun started only the first does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
-def prepare_output(path: Path, *, overwrite: bool = False) -> Path:
-    """Create the output directory `path`, empty; refuses what `check_output` refuses."""
-    check_output(path, overwrite=overwrite)
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / _MARK).touch()
-    return path
+def build_facts_table(facts: Mapping[str, object]) -> "Table":
+    """Names and values in two columns."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(f"[bold]{name}", escape(str(value)))
+    return table

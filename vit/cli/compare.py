@@ -28,8 +28,8 @@ def compare(
     """
     from rich.console import Console
 
-    from vit.cli.common import check_output, prepare_output
     from vit.evaluation.comparison import Group, compare_groups, fold_seeds, load_arms, save_comparison
+    from vit.runtime.output_dir import check_output, prepare_output
 
     if output is not None:
         check_output(output, overwrite=overwrite)

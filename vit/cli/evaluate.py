@@ -59,12 +59,12 @@ def evaluate(
     Writes evaluation.json and .md, predictions.csv, confusion.png and report.html.
     """
     from vit.bundle import load_bundle
-    from vit.cli.common import check_output
     from vit.evaluation.images import find_source, load_images
     from vit.evaluation.predictor import Predictor
     from vit.evaluation.summary import summarize
     from vit.runtime.device import choose_device, choose_precision
     from vit.runtime.memory import keep_freed_memory
+    from vit.runtime.output_dir import check_output
     from vit.runtime.processes import join_processes
 
     check_output(output, overwrite=overwrite)
@@ -218,12 +218,12 @@ def _write(
     *,
     overwrite: bool,
 ) -> None:
-    from vit.cli.common import prepare_output
     from vit.evaluation.metrics import compute_confusion
     from vit.evaluation.plots import draw_confusion
     from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, save_evaluation, save_predictions
     from vit.pages.report import build_report, draw_maps, load_history, render_markdown
     from vit.runtime.files import write_text
+    from vit.runtime.output_dir import prepare_output
 
     report = build_report(
         evaluation,

@@ -29,10 +29,10 @@ def export(
     import json
 
     from vit.bundle import load_bundle
-    from vit.cli.common import prepare_output
     from vit.export.formats import describe_for_timm, export_onnx, export_timm, export_torch
     from vit.model.vision_transformer import VisionTransformer
     from vit.runtime.files import write_text
+    from vit.runtime.output_dir import prepare_output
 
     bundle = load_bundle(model)
     network = bundle.model

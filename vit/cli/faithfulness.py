@@ -46,12 +46,12 @@ def faithfulness(
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from vit.bundle import collect_versions, load_bundle
-    from vit.cli.common import prepare_output
     from vit.evaluation.images import find_source
     from vit.explanation.faithfulness.benchmark import Plan, measure
     from vit.explanation.faithfulness.summary import write_report
     from vit.explanation.methods.table import METHODS, find_methods
     from vit.runtime.device import choose_device, describe_device
+    from vit.runtime.output_dir import prepare_output
 
     names = [name for name in METHODS if name != "chunked"] if methods == "all" else methods.split(",")
     find_methods(names)

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from vit.explanation import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.page import render_page
-from vit.training.run_directory import METRICS_FILE
+from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _MOST_CLASSES = 40  # in the confusion matrix; of more, those with the most errors
 _LISTED = 100  # images that a cell lists
@@ -123,16 +122,7 @@ def render_markdown(evaluation: Evaluation) -> str:
 def load_history(model: str) -> list[dict[str, Any]]:
     """The rows of the metrics file beside a model file; none where there is no such file."""
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    path = folder / METRICS_FILE
-    if model.startswith("timm:") or not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # a run that is being written, or was killed
-    return [row for row in rows if isinstance(row, dict)]
+    return [] if model.startswith("timm:") else load_metrics(folder / METRICS_FILE)
 
 
 def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:

@@ -67,6 +67,17 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # a run that is being written, or was killed
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def truncate_metrics(path: Path, *, step: int) -> None:
     """Drop rows after global step `step`, and a half-written last line: a resumed run writes them again."""
     if not path.exists():

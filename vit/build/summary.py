@@ -1,0 +1,64 @@
+"""What a training run will do and cost, before it starts."""
+
+import math
+from pathlib import Path
+
+import torch
+from torchvision.utils import save_image
+
+from vit.build.attention_images import undo_normalization
+from vit.build.run import Run
+from vit.model.presets import compute_flops
+from vit.runtime.device import choose_precision, describe_device
+
+
+def summarize_run(run: Run) -> dict[str, str]:
+    """The run's images, model, device, length and estimated time, as text by name."""
+    plan, data = run.trainer.plan, run.data
+    steps = len(run.train_loader)
+    # backward costs twice the forward
+    flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size
+    counts = [f"{len(data.train):,} training"]
+    if data.validation is not None:
+        counts.append(f"{len(data.validation):,} validation")
+    if unreadable := len(list_unreadable(run)):
+        counts.append(f"{unreadable} unreadable and skipped")
+    return {
+        "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
+        "fingerprint": data.train.fingerprint[:16],
+        "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
+        "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
+        "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, "
+        f"{choose_precision(run.config.train.precision, run.device)}, "
+        f"{'compiled' if run.is_compiled else 'not compiled'}",
+        "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
+        "estimate": _estimate(run),
+    }
+
+
+def list_unreadable(run: Run) -> list[str]:
+    """One sentence for each image that could not be read."""
+    return [
+        f"skipped {dataset.split} image {name}: {reason}"
+        for dataset in (run.data.train, run.data.validation)
+        if dataset is not None
+        for name, reason in dataset.unreadable
+    ]
+
+
+def draw_batch(run: Run, path: Path) -> None:
+    """The first training batch, augmented as the model gets it, as one picture of up to 64 images."""
+    batch = next(iter(run.train_loader.epoch(0)))
+    save_image(undo_normalization(batch.images[:64], run.data.preprocess), path, nrow=8)
+
+
+def _estimate(run: Run) -> str:
+    """Time and memory; a step's time is taken as proportional to its pixels."""
+    if run.step_cost is None:
+        return "none for a sharded model"
+    plan, progress = run.trainer.plan, run.trainer.progress
+    full = math.prod(run.data.preprocess.image_size)
+    sizes = [plan.image_size(epoch) for epoch in range(progress.epoch, plan.epochs)]
+    fraction = sum(math.prod(size) / full if size else 1 for size in sizes) / max(len(sizes), 1)
+    minutes = fraction * run.step_cost.seconds * (plan.total_steps - progress.step) / 60
+    return f"{minutes:.1f} minutes, {run.step_cost.memory_bytes / 2**20:,.0f} MiB beside the images"
