@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
+    from vit.api import train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation import explain_images
     from vit.explanation.capture.capture import capture_attention
     from vit.explanation.methods.rollout import attention_rollout
-    from vit.explanation.render.overlay import save_overlay
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
 
@@ -23,15 +22,9 @@ _MODULES = {
     "VisionTransformer": "vit.model.vision_transformer",
     "attention_rollout": "vit.explanation.methods.rollout",
     "capture_attention": "vit.explanation.capture.capture",
-    "compare": "vit.api",
-    "evaluate": "vit.api",
-    "explain": "vit.api",
     "explain_images": "vit.explanation",
     "load_bundle": "vit.bundle",
     "load_timm": "vit.model.timm_weights",
-    "measure_faithfulness": "vit.api",
-    "predict": "vit.api",
-    "save_overlay": "vit.explanation.render.overlay",
     "train": "vit.api",
 }
 
@@ -41,15 +34,9 @@ __all__ = [
     "__version__",
     "attention_rollout",
     "capture_attention",
-    "compare",
-    "evaluate",
-    "explain",
     "explain_images",
     "load_bundle",
     "load_timm",
-    "measure_faithfulness",
-    "predict",
-    "save_overlay",
     "train",
 ]
 

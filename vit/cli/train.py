@@ -35,7 +35,7 @@ def train(
 
     changes = overrides or []
     if config is not None and "=" in config and not Path(config).exists():
-        config, changes = None, [config, *changes]
+        changes, config = [config, *changes], None
     try:
         result = api.train(
             config,
