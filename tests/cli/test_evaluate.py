@@ -1,10 +1,8 @@
-"""`vit evaluate` as a person meets it: what it leaves, what it warns of, and one line for a mistake."""
+"""`vit evaluate`: what it leaves, what it warns of, and one line for a mistake."""
 
 import csv
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import Launcher, Outcome, SaveModel
 from vit.bundle import load_bundle, save_bundle
-from vit.cli.main import main
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import load_source
 from vit.model.vision_transformer import VisionTransformer
 
 CLASSES = ("bee", "cat", "dog")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VIT_CACHE", str(tmp_path_factory.mktemp("vit_cache")))
-        yield
 
 
 def draw(seed: int) -> Image.Image:
@@ -51,41 +42,28 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model_file(root: Path, tmp_path: Path) -> Path:
+def model_file(root: Path, tmp_path: Path, save_model: SaveModel) -> Path:
     """An untrained model that says it was trained on the training pictures."""
-    torch.manual_seed(0)
-    model = VisionTransformer(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=2, num_heads=2)
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
     config = {"data": {"name": "folder", "root": str(root), "validation_fraction": 0.3}, "train": {"seed": 1}}
     dataset = decode_dataset(load_source("folder", root=root, split="train"), size=None, progress=False)
-    path = tmp_path / "run" / "model.safetensors"
-    path.parent.mkdir()
-    save_bundle(
-        path,
-        model,
+    return save_model(
+        tmp_path / "run" / "model.safetensors",
         preprocess=Preprocess((16, 16), crop_pct=0.8),
         class_names=CLASSES,
         config=config,
         data={"name": "folder", "fingerprint": dataset.fingerprint},
         training_hashes=(dataset.digests, dataset.perceptual),
+        embed_dim=16,
+        num_heads=2,
     )
-    return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    code = 0
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+Evaluate = Callable[..., Outcome]
 
 
-def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    return run(capsys, "evaluate", *arguments, "--device", "cpu", "--precision", "float32")
+@pytest.fixture
+def evaluate(cli: Launcher) -> Evaluate:
+    return lambda *arguments: cli.run("evaluate", *arguments, "--device", "cpu", "--precision", "float32")
 
 
 def read_predictions(path: Path) -> list[dict[str, str]]:
@@ -93,12 +71,10 @@ def read_predictions(path: Path) -> list[dict[str, str]]:
 
 
 def test_leaves_figures_predictions_pictures_and_a_report(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    code, screen, _ = evaluate(
-        capsys, model_file.parent, "--output", out, "--corruptions", "--shift", "--rotate"
-    )
+    code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions", "--shift", "--rotate")
     assert code == 0
     assert "18 images of folder (test)" in screen
     figures = json.loads((out / "evaluation.json").read_text())
@@ -123,9 +99,9 @@ def test_leaves_figures_predictions_pictures_and_a_report(
 
 
 def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
-    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
-    code, _, _ = evaluate(capsys, model_file, "--output", tmp_path / "before")
+    code, _, _ = evaluate(model_file, "--output", tmp_path / "before")
     assert code == 0
     # another copy: one training image among them, one file cut short, and a class before the others by name
     other = tmp_path / "other"
@@ -140,7 +116,7 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
         for path in sorted(other.glob("test/*/*.png"), reverse=True)
     ]
     (other / "labels.csv").write_text("\n".join(labels))
-    code, screen, _ = evaluate(capsys, model_file, "--data", other, "--output", tmp_path / "after")
+    code, screen, _ = evaluate(model_file, "--data", other, "--output", tmp_path / "after")
     assert code == 0
     figures = json.loads((tmp_path / "after" / "evaluation.json").read_text())
     assert figures["num_images"] == 18 + 1  # the broken one is no denominator's
@@ -156,7 +132,7 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
 
 
 def test_class_names_in_another_order_are_matched_by_name(
-    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
     """The same weights with the classes of the head, and their names, the other way round."""
     bundle = load_bundle(model_file)
@@ -173,7 +149,7 @@ def test_class_names_in_another_order_are_matched_by_name(
         data=bundle.data,
     )
     for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
-        assert evaluate(capsys, path, "--output", tmp_path / name)[0] == 0
+        assert evaluate(path, "--output", tmp_path / name)[0] == 0
     plain, flipped = (read_predictions(tmp_path / name / "predictions.csv") for name in ("plain", "flipped"))
     assert [(row["label"], row["predicted"]) for row in plain] == [
         (row["label"], row["predicted"]) for row in flipped
@@ -184,11 +160,11 @@ def test_class_names_in_another_order_are_matched_by_name(
 
 
 def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
     before = load_bundle(model_file)
-    assert evaluate(capsys, model_file, "--output", tmp_path / "plain")[0] == 0
-    assert evaluate(capsys, model_file, "--output", tmp_path / "first", "--calibrate")[0] == 0
+    assert evaluate(model_file, "--output", tmp_path / "plain")[0] == 0
+    assert evaluate(model_file, "--output", tmp_path / "first", "--calibrate")[0] == 0
     after = load_bundle(model_file)
     plain, first = (
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first")
@@ -201,26 +177,19 @@ def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
     assert (first["top1"], first["loss"]) == (plain["top1"], plain["loss"])
     assert plain["calibration"] is None
     # it is the model's now: without the option the figures are the same
-    assert evaluate(capsys, model_file, "--output", tmp_path / "second")[0] == 0
+    assert evaluate(model_file, "--output", tmp_path / "second")[0] == 0
     assert json.loads((tmp_path / "second" / "evaluation.json").read_text())["ece"] == first["ece"]
 
 
-def test_processes_share_the_work_and_leave_the_same_figures(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+def test_processes_share_the_work_and_leave_the_same_metrics(
+    cli: Launcher, model_file: Path, tmp_path: Path
 ) -> None:
     arguments = ["--batch-size", "5", "--shift", "--device", "cpu", "--precision", "float32"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "vit", "evaluate"]
-    subprocess.run(
-        [sys.executable, *torchrun, str(model_file), "--output", str(tmp_path / "two"), *arguments],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+    cli.finish(cli.start("evaluate", model_file, "--output", tmp_path / "two", *arguments, processes=2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        code, _, _ = run(capsys, "evaluate", model_file, "--output", tmp_path / "one", *arguments)
+        code, _, _ = cli.run("evaluate", model_file, "--output", tmp_path / "one", *arguments)
     finally:
         torch.set_num_threads(threads)
     assert code == 0
@@ -234,20 +203,20 @@ def test_processes_share_the_work_and_leave_the_same_figures(
 
 
 def test_an_earlier_evaluation_is_replaced_only_when_told(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert evaluate(capsys, model_file, "--output", out)[0] == 0
+    assert evaluate(model_file, "--output", out)[0] == 0
     before = (out / "evaluation.json").read_bytes()
-    code, _, error = evaluate(capsys, model_file, "--output", out)
+    code, _, error = evaluate(model_file, "--output", out)
     assert code == 2
     assert "already holds files; choose another --output or add --overwrite" in error
     assert (out / "evaluation.json").read_bytes() == before
     # a failure leaves what was there, even with --overwrite
-    code, _, _ = evaluate(capsys, model_file, "--output", out, "--overwrite", "--data", tmp_path / "nothing")
+    code, _, _ = evaluate(model_file, "--output", out, "--overwrite", "--data", tmp_path / "nothing")
     assert code == 2
     assert (out / "evaluation.json").read_bytes() == before
-    assert evaluate(capsys, model_file, "--output", out, "--overwrite", "--pictures", "0")[0] == 0
+    assert evaluate(model_file, "--output", out, "--overwrite", "--pictures", "0")[0] == 0
     assert (out / "evaluation.json").read_bytes() != before
 
 
@@ -262,17 +231,14 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
     ],
 )
 def test_a_mistake_gets_one_line_and_leaves_nothing(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path, arguments: list[str], sentence: str
+    cli: Launcher, model_file: Path, tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
-    code, _, error = run(capsys, "evaluate", model_file, "--output", tmp_path / "out", *arguments)
-    assert code == 2
-    assert len(error.strip().splitlines()) == 1
-    assert sentence in error
+    assert sentence in cli.fail("evaluate", model_file, "--output", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_folders_and_models_get_one_line(
-    capsys: pytest.CaptureFixture[str], model_file: Path, root: Path, tmp_path: Path
+    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
     (root / "test" / "bee").rename(root / "test" / "yak")
@@ -288,7 +254,7 @@ def test_bad_folders_and_models_get_one_line(
         ([tmp_path / "gone.safetensors"], "does not exist"),
     ]
     for arguments, sentence in cases:
-        code, _, error = evaluate(capsys, *arguments, "--output", tmp_path / "out")
+        code, _, error = evaluate(*arguments, "--output", tmp_path / "out")
         assert (code, len(error.strip().splitlines())) == (2, 1), error
         assert sentence in error
         assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""`vit predict` as a person meets it: lines on standard output, everything else on standard error."""
+"""`vit predict`: lines on standard output, everything else on standard error."""
 
 import csv
 import io
@@ -6,29 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from vit.bundle import save_bundle, update_metadata
-from vit.cli.main import main
-from vit.data.images import Preprocess
-from vit.model.vision_transformer import VisionTransformer
+from tests.conftest import Launcher, Outcome, SaveModel
+from vit.bundle import update_metadata
 
 
 @pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    model = VisionTransformer(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=1, num_heads=2)
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    names = ("bee", "cat, tabby", "dog")
-    save_bundle(path, model, preprocess=Preprocess((16, 16)), class_names=names, config={}, data={})
-    return path
+    return save_model(path, class_names=("bee", "cat, tabby", "dog"))
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = 0
-    try:
-        main(["predict", *map(str, arguments), "--device", "cpu", "--precision", "float32"])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+@pytest.fixture
+def predict(cli: Launcher) -> Callable[..., Outcome]:
+    return lambda *arguments: cli.run("predict", *arguments, "--device", "cpu", "--precision", "float32")
 
 
 def test_json_lines_of_a_folder_in_order(
-    capsys: pytest.CaptureFixture[str], model_file: Path, folder: Path
+    predict: Callable[..., Outcome], model_file: Path, folder: Path
 ) -> None:
-    code, out, err = run(capsys, model_file, folder, "--top-k", "2")
+    code, out, err = predict(model_file, folder, "--top-k", "2")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [Path(line["path"]).name for line in lines] == ["a.jpg", "b.png", "broken.png", "c d.webp"]
@@ -63,8 +50,8 @@ def test_json_lines_of_a_folder_in_order(
     assert "1 of 4 images could not be read" in err
 
 
-def test_csv_reads_as_csv(capsys: pytest.CaptureFixture[str], model_file: Path, folder: Path) -> None:
-    _, out, _ = run(capsys, model_file, folder / "a.jpg", folder / "broken.png", "--format", "csv")
+def test_csv_reads_as_csv(predict: Callable[..., Outcome], model_file: Path, folder: Path) -> None:
+    _, out, _ = predict(model_file, folder / "a.jpg", folder / "broken.png", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["rank"] for row in rows] == ["1", "2", "3", ""]
     assert sum(float(row["probability"]) for row in rows[:3]) == pytest.approx(1)
@@ -73,59 +60,46 @@ def test_csv_reads_as_csv(capsys: pytest.CaptureFixture[str], model_file: Path, 
 
 
 def test_the_temperature_of_the_model_is_used(
-    capsys: pytest.CaptureFixture[str], model_file: Path, folder: Path, tmp_path: Path
+    predict: Callable[..., Outcome], model_file: Path, folder: Path, tmp_path: Path
 ) -> None:
     hot = tmp_path / "hot.safetensors"
     hot.write_bytes(model_file.read_bytes())
     update_metadata(hot, temperature=50.0)
     tops = []
     for path in (model_file, hot):
-        _, out, _ = run(capsys, path, folder / "a.jpg")
+        _, out, _ = predict(path, folder / "a.jpg")
         tops.append(json.loads(out)["predictions"][0]["probability"])
     assert tops[1] == pytest.approx(1 / 3, abs=0.05)
     assert tops[0] > tops[1]
 
 
-def test_a_list_on_standard_input_goes_through_a_pipe(model_file: Path, folder: Path) -> None:
+def test_a_list_on_standard_input_goes_through_a_pipe(cli: Launcher, model_file: Path, folder: Path) -> None:
     """As a separate program: standard output holds the lines and nothing else."""
-    command = [sys.executable, "-m", "vit", "predict", str(model_file), "-", "--device", "cpu"]
+    program = cli.start("predict", model_file, "-", "--device", "cpu", stdin=subprocess.PIPE)
     listed = f"{folder}/c d.webp\n{folder}/gone.png\n{folder}/a.jpg\n"
-    done = subprocess.run(command, input=listed, capture_output=True, text=True, env=os.environ, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = cli.finish(program, input=listed)
+    lines = [json.loads(line) for line in done.out.splitlines()]
     assert [line["path"] for line in lines] == listed.splitlines()
     assert lines[1]["error"] == "No such file or directory"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes are Linux's")
-def test_a_name_that_is_no_text_passes_through(model_file: Path, folder: Path) -> None:
+def test_a_name_that_is_no_text_passes_through(cli: Launcher, model_file: Path, folder: Path) -> None:
     name = os.fsencode(folder) + b"/caf\xe9.png"
     Path(os.fsdecode(name)).write_bytes((folder / "b.png").read_bytes())
     try:
         for kind in ("jsonl", "csv"):
-            command = [
-                sys.executable,
-                "-m",
-                "vit",
-                "predict",
-                str(model_file),
-                "-",
-                "--device",
-                "cpu",
-                "--format",
-                kind,
-            ]
-            done = subprocess.run(
-                command, input=name + b"\n", capture_output=True, env=os.environ, check=False
-            )
-            assert done.returncode == 0, done.stderr
-            assert b"caf\xe9.png" in done.stdout or rb"caf\udce9.png" in done.stdout
+            arguments = ("predict", model_file, "-", "--device", "cpu", "--format", kind)
+            program = cli.start(*arguments, stdin=subprocess.PIPE, text=False)
+            done = cli.finish(program, input=name + b"\n")
+            assert b"caf\xe9.png" in done.out or rb"caf\udce9.png" in done.out
     finally:
         os.unlink(name)
 
 
 def test_nothing_to_predict_is_an_error(
-    capsys: pytest.CaptureFixture[str], model_file: Path, tmp_path: Path
+    predict: Callable[..., Outcome], model_file: Path, tmp_path: Path
 ) -> None:
-    code, out, err = run(capsys, model_file, tmp_path)
+    code, out, err = predict(model_file, tmp_path)
     assert (code, out) == (2, "")
     assert "holds no images" in err

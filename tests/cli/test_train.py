@@ -1,4 +1,4 @@
-"""`vit train` as a person meets it: what it leaves, and one line and exit code 2 for a mistake."""
+"""`vit train`: what it leaves, and one line and exit code 2 for a mistake."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import Launcher
 from vit.bundle import load_bundle
-from vit.cli.main import main
 from vit.config import load_config
 
 TINY = [
@@ -26,18 +26,6 @@ TINY = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path_factory.getbasetemp() / "vit_cache"))
-
-
-@pytest.fixture
-def empty(tmp_path: Path) -> str:
-    path = tmp_path / "empty.yaml"
-    path.touch()
-    return str(path)
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Two classes of noise, ten images each and two to test on."""
@@ -50,33 +38,9 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and what was written to the screen."""
-    code = 0
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
-
-
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a mistake gets."""
-    code, text = run(capsys, *arguments)
-    lines = [line for line in text.splitlines() if line.startswith("vit: error: ")]
-    assert code == 2, text
-    assert len(lines) == 1, text
-    assert "Traceback" not in text
-    return lines[0]
-
-
-def test_a_run_leaves_what_it_promises(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_what_it_promises(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
     output = tmp_path / "run"
-    code, text = run(capsys, "train", empty, *TINY, "--output", str(output))
-    assert code == 0, text
+    outcome = cli.succeed("train", empty_yaml, *TINY, "--output", output)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {
@@ -89,27 +53,26 @@ def test_a_run_leaves_what_it_promises(
     assert bundle.class_names == tuple("0123456789")
     assert len(bundle.data["fingerprint"]) == 64
     assert bundle.config == load_config(output / "config.yaml").model_dump(mode="json")
-    code, text = run(capsys, "info", str(output))
-    assert code == 0
-    assert bundle.data["fingerprint"] in "".join(text.split())
+    outcome = cli.succeed("info", output)
+    assert bundle.data["fingerprint"] in "".join(outcome.out.split())
 
 
 def test_the_resolved_configuration_gives_the_same_run(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    run(capsys, "train", empty, *TINY, "--output", str(first))
-    run(capsys, "train", str(first / "config.yaml"), "--output", str(second))
+    cli.succeed("train", empty_yaml, *TINY, "--output", first)
+    cli.succeed("train", first / "config.yaml", "--output", second)
     weights = [load_bundle(path).model.state_dict() for path in (first, second)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_tensorboard_shows_curves_pictures_and_attention(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(capsys, "train", empty, *TINY, "--output", str(tmp_path / "run"))
+    cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert {
         *("epoch/train_loss", "epoch/val_loss", "epoch/val_top1", "epoch/images_per_second"),
@@ -124,56 +87,49 @@ def test_tensorboard_shows_curves_pictures_and_attention(
 
 
 def test_a_directory_with_a_run_is_not_touched_unasked(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     output = tmp_path / "run"
-    run(capsys, "train", empty, *TINY, "train.epochs=1", "--output", str(output))
+    cli.succeed("train", empty_yaml, *TINY, "train.epochs=1", "--output", output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    assert "--resume or replace it with --overwrite" in fail(
-        capsys, "train", empty, *TINY, "--output", str(output)
+    assert "--resume or replace it with --overwrite" in cli.fail(
+        "train", empty_yaml, *TINY, "--output", output
     )
-    assert "train.epochs differ" in fail(capsys, "train", empty, *TINY, "--output", str(output), "--resume")
+    assert "train.epochs differ" in cli.fail("train", empty_yaml, *TINY, "--output", output, "--resume")
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
-    assert run(capsys, "train", "--output", str(output), "--resume")[0] == 0
-    assert run(capsys, "train", empty, *TINY, "--output", str(output), "--overwrite")[0] == 0
+    cli.succeed("train", "--output", output, "--resume")
+    cli.succeed("train", empty_yaml, *TINY, "--output", output, "--overwrite")
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
-    message = fail(capsys, "train", empty, *TINY, "--output", str(tmp_path / "foreign"), "--overwrite")
+    message = cli.fail("train", empty_yaml, *TINY, "--output", tmp_path / "foreign", "--overwrite")
     assert "thesis.tex" in message
     assert (tmp_path / "foreign" / "thesis.tex").exists()
 
 
-def test_a_dry_run_shows_the_plan_and_a_batch(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, text = run(capsys, "train", empty, *TINY, "--output", str(tmp_path / "dry"), "--dry-run")
-    assert code == 0
+def test_a_dry_run_shows_the_plan_and_a_batch(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
+    outcome = cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run")
     for word in ("parameters", "TFLOP", "training", "validation", "minutes", "MiB"):
-        assert word in text
+        assert word in outcome.text
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.png"]
     with Image.open(tmp_path / "dry" / "dry_run.png") as picture:
         assert picture.width >= 8 * 8
 
 
 def test_a_folder_of_images_trains_and_bad_ones_are_named(
-    empty: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_yaml: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     whole = (photos / "train" / "cat" / "3.jpg").read_bytes()
     (photos / "train" / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
-    arguments = ["train", empty, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
-    code, text = run(
-        capsys, *arguments, "data.max_unreadable_fraction=0.2", "--output", str(tmp_path / "run")
-    )
-    assert code == 0, text
+    arguments = ["train", empty_yaml, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
+    outcome = cli.succeed(*arguments, "data.max_unreadable_fraction=0.2", "--output", tmp_path / "run")
     assert (
-        len([line for line in text.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
+        len([line for line in outcome.err.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line])
+        == 1
     )
-    assert "1 unreadable and skipped" in text
+    assert "1 unreadable and skipped" in outcome.text
     assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
-    message = fail(
-        capsys, *arguments, "data.max_unreadable_fraction=0.01", "--output", str(tmp_path / "refused")
-    )
+    message = cli.fail(*arguments, "data.max_unreadable_fraction=0.01", "--output", tmp_path / "refused")
     assert "cat/3.jpg" in message
 
 
@@ -191,39 +147,37 @@ def test_a_folder_of_images_trains_and_bad_ones_are_named(
     ],
 )
 def test_a_mistake_gets_one_line(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    empty_yaml: Path, tmp_path: Path, cli: Launcher, arguments: list[str], message: str
 ) -> None:
     output = tmp_path / "run"
     tiny = [item for item in TINY if "image_size" not in item]
-    assert message in fail(capsys, "train", empty, *tiny, *arguments, "--output", str(output))
+    assert message in cli.fail("train", empty_yaml, *tiny, *arguments, "--output", output)
     assert not (output / "config.yaml").exists()
 
 
 def test_folders_without_two_classes_of_images_are_refused(
-    empty: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    empty_yaml: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     arguments = [
         "train",
-        empty,
+        empty_yaml,
         *TINY,
         "data.name=folder",
         f"data.root={photos}",
         "--output",
-        str(tmp_path / "run"),
+        tmp_path / "run",
     ]
     for name in ("dog", "cat"):
         for path in (photos / "train" / name).iterdir():
             path.unlink()
-    assert "no images" in fail(capsys, *arguments)
+    assert "no images" in cli.fail(*arguments)
     (photos / "train" / "dog").rmdir()
-    assert "two or more" in fail(capsys, *arguments)
+    assert "two or more" in cli.fail(*arguments)
 
 
-def test_a_read_only_place_is_one_line(
-    empty: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_read_only_place_is_one_line(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
     (tmp_path / "file").touch()
-    message = fail(capsys, "train", empty, *TINY, "--output", str(tmp_path / "file" / "run"))
+    message = cli.fail("train", empty_yaml, *TINY, "--output", tmp_path / "file" / "run")
     assert str(tmp_path / "file") in message
 
 
