@@ -1,38 +1,22 @@
-"""`vit attention` as a person types it."""
+"""`vit attention` on images of every kind."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import typer
 from PIL import Image
-from typer.testing import CliRunner, Result
 
-from vit.bundle import save_bundle
-from vit.data.images import Preprocess
+from tests.conftest import Launcher, Outcome, SaveModel
 from vit.explanation.methods.table import METHODS
-from vit.model.vision_transformer import VisionTransformer
 
 
 @pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    model = VisionTransformer(img_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3)
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
+def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    save_bundle(
-        path,
-        model,
-        preprocess=Preprocess(image_size=(16, 16)),
-        class_names=tuple("0123456789"),
-        config={"data": {"name": "digits"}},
-        data={},
-    )
-    return path
+    return save_model(path, class_names=tuple("0123456789"), config={"data": {"name": "digits"}})
 
 
 @pytest.fixture
@@ -52,21 +36,20 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def run(*arguments: object) -> Result:
-    from vit.cli.attention import attention
+Attention = Callable[..., Outcome]
 
-    app = typer.Typer()
-    app.command()(attention)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+@pytest.fixture
+def attention(cli: Launcher) -> Attention:
+    return lambda *arguments: cli.succeed("attention", *arguments)
 
 
 def test_images_of_every_kind_are_explained_and_the_broken_one_named(
-    model_file: Path, photos: Path, tmp_path: Path
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
-    result = run(model_file, photos, "--output", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "5 images explained, 1 skipped" in result.output
-    assert "broken.jpg" in result.output
+    outcome = attention(model_file, photos, "--output", tmp_path / "out")
+    assert "5 images explained, 1 skipped" in outcome.text
+    assert "broken.jpg" in outcome.text
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     sizes = {Path(entry["path"]).stem: entry["size"] for entry in manifest["images"]}
     assert sizes["turned"] == [24, 36]  # upright
@@ -77,48 +60,41 @@ def test_images_of_every_kind_are_explained_and_the_broken_one_named(
         assert arrays["grey.rollout"].shape == (4, 4)
 
 
-def test_without_images_it_takes_the_models_own_test_split(model_file: Path, tmp_path: Path) -> None:
-    result = run(model_file, "--images", 3, "--output", tmp_path / "out", "--no-trust")
-    assert result.exit_code == 0, result.output
+def test_without_images_it_takes_the_models_own_test_split(
+    attention: Attention, model_file: Path, tmp_path: Path
+) -> None:
+    attention(model_file, "--images", 3, "--output", tmp_path / "out", "--no-trust")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert len(manifest["images"]) == 3
     assert all(entry["name"].startswith("digits-") for entry in manifest["images"])
 
 
-def test_every_format_is_written(model_file: Path, photos: Path, tmp_path: Path) -> None:
-    formats = "png,npz,html,tensorboard"
-    result = run(
-        model_file,
-        photos,
-        "--output",
-        tmp_path / "out",
-        "--format",
-        formats,
-        "--method",
-        "rollout,legrad",
-        "--class",
-        "3",
-    )
-    assert result.exit_code == 0, result.output
+def test_every_format_is_written(
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
+    arguments = ("--format", "png,npz,html,tensorboard", "--method", "rollout,legrad", "--class", "3")
+    attention(model_file, photos, "--output", tmp_path / "out", *arguments)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"gallery.html", "maps.npz", "manifest.json", "grey.rollout.png", "grey.legrad.3.png"} <= names
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
 
 
-def test_an_output_is_kept_unless_told_otherwise(model_file: Path, photos: Path, tmp_path: Path) -> None:
+def test_an_output_is_kept_unless_told_otherwise(
+    cli: Launcher, attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
     arguments = (model_file, photos / "grey.png", "--output", tmp_path / "out", "--no-trust")
-    assert run(*arguments).exit_code == 0
-    again = run(*arguments)
-    assert isinstance(again.exception, FileExistsError)
-    assert run(*arguments, "--overwrite").exit_code == 0
+    attention(*arguments)
+    assert "--overwrite" in cli.fail("attention", *arguments)
+    attention(*arguments, "--overwrite")
 
 
-def test_resume_explains_only_what_is_missing(model_file: Path, photos: Path, tmp_path: Path) -> None:
+def test_resume_explains_only_what_is_missing(
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
-    run(model_file, photos / "grey.png", "--output", output, "--no-trust")
+    attention(model_file, photos / "grey.png", "--output", output, "--no-trust")
     first = (output / "grey.rollout.png").stat().st_mtime_ns
-    result = run(model_file, photos, "--output", output, "--no-trust", "--resume")
-    assert result.exit_code == 0, result.output
+    attention(model_file, photos, "--output", output, "--no-trust", "--resume")
     assert (output / "grey.rollout.png").stat().st_mtime_ns == first
     assert len(json.loads((output / "manifest.json").read_text())["images"]) == 5
     with np.load(output / "maps.npz") as arrays:
@@ -139,30 +115,34 @@ def test_resume_explains_only_what_is_missing(model_file: Path, photos: Path, tm
     ],
 )
 def test_mistakes_get_a_sentence_and_leave_nothing_behind(
-    model_file: Path, photos: Path, tmp_path: Path, arguments: list[str], message: str
+    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    result = run(model_file, photos, "--output", tmp_path / "out", *arguments)
-    assert isinstance(result.exception, ValueError)
-    assert re.search(message, str(result.exception))
+    assert re.search(
+        message, cli.fail("attention", model_file, photos, "--output", tmp_path / "out", *arguments)
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_nothing_but_broken_images_is_an_error(model_file: Path, photos: Path, tmp_path: Path) -> None:
-    result = run(model_file, photos / "broken.jpg", "--output", tmp_path / "out")
-    assert isinstance(result.exception, ValueError)
-    assert "none of the 1 images could be read" in str(result.exception)
+def test_nothing_but_broken_images_is_an_error(
+    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
+    outcome = cli.run("attention", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
+    assert outcome.code == 2
+    assert "none of the 1 images could be read" in outcome.err
 
 
-def test_random_weights_give_another_map(model_file: Path, photos: Path, tmp_path: Path) -> None:
+def test_random_weights_give_another_map(
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
     maps = []
     for name, extra in (("trained", []), ("random", ["--random-weights"])):
-        run(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-trust", *extra)
+        attention(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-trust", *extra)
         with np.load(tmp_path / name / "maps.npz") as arrays:
             maps.append(arrays["grey.rollout"])
     assert np.abs(maps[0] - maps[1]).max() > 1e-4
 
 
-def test_the_help_names_every_method() -> None:
-    words = "".join(run("--help").output.split())
+def test_the_help_names_every_method(attention: Attention) -> None:
+    words = "".join(attention("--help").out.split())
     for method in METHODS:
         assert method in words.replace("│", "")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from torch import nn
 
-from vit.bundle import load_bundle, save_bundle
-from vit.cli.main import main
+from tests.conftest import Launcher, Outcome, SaveModel
+from vit.bundle import load_bundle
 from vit.data.images import Preprocess
-from vit.model.vision_transformer import VisionTransformer
 
 NAMES = ("ant", "bee", "cow")
 FOR_TIMM: list[dict[str, Any]] = [
@@ -27,36 +28,39 @@ FOR_TIMM: list[dict[str, Any]] = [
 ]
 
 
-def save(tmp_path: Path, **options: Any) -> tuple[str, VisionTransformer]:
-    """A model file whose every parameter matters: none is zero, one or tiny."""
-    torch.manual_seed(0)
-    model = VisionTransformer((8, 16), 4, 3, len(NAMES), 32, depth=2, num_heads=4, **options).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    path = tmp_path / "model.safetensors"
-    preprocess = Preprocess(
-        image_size=(8, 16),
-        crop_pct=0.5,
-        mean=(0.1, 0.2, 0.3),
-        std=(0.4, 0.5, 0.6),
-        interpolation="bilinear",
+Export = Callable[..., Outcome]
+Save = Callable[..., tuple[Path, nn.Module]]
+
+
+@pytest.fixture
+def save(save_model: SaveModel, tmp_path: Path) -> Save:
+    """save(**architecture): a model file whose every parameter matters, and its model."""
+
+    def save(**options: Any) -> tuple[Path, nn.Module]:
+        sizes = {"img_size": (8, 16), "embed_dim": 32, "num_heads": 4}
+        preprocess = Preprocess(
+            (8, 16), crop_pct=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
+        )
+        path = save_model(
+            tmp_path / "model.safetensors", class_names=NAMES, preprocess=preprocess, **sizes, **options
+        )
+        return path, load_bundle(path).model
+
+    return save
+
+
+@pytest.fixture
+def export(cli: Launcher) -> Export:
+    return lambda model, to, output, *more: cli.succeed(
+        "export", model, "--to", to, "--output", output, *more
     )
-    save_bundle(path, model, preprocess=preprocess, class_names=NAMES, config={}, data={})
-    return str(path), model
-
-
-def export(model: str, to: str, output: Path, *more: str) -> None:
-    try:
-        main(["export", model, "--to", to, "--output", str(output), *more])
-    except SystemExit as stop:
-        if stop.code:
-            raise
 
 
 @pytest.mark.parametrize("options", FOR_TIMM)
-def test_timm_opens_the_folder_and_computes_equal_logits(options: dict[str, Any], tmp_path: Path) -> None:
-    path, model = save(tmp_path, **options)
+def test_timm_opens_the_folder_and_computes_equal_logits(
+    save: Save, export: Export, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, model = save(**options)
     export(path, "timm", tmp_path / "out")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     images = torch.randn(3, 3, 8, 16)
@@ -68,8 +72,8 @@ def test_timm_opens_the_folder_and_computes_equal_logits(options: dict[str, Any]
     assert tuple(theirs.pretrained_cfg["label_names"]) == NAMES
 
 
-def test_what_was_exported_to_timm_comes_back(tmp_path: Path) -> None:
-    path, model = save(tmp_path)
+def test_what_was_exported_to_timm_comes_back(save: Save, export: Export, tmp_path: Path) -> None:
+    path, model = save()
     export(path, "timm", tmp_path / "out")
     bundle = load_bundle(f"timm:local-dir:{tmp_path / 'out'}")
     images = torch.randn(3, 3, 8, 16)
@@ -88,24 +92,21 @@ def test_what_was_exported_to_timm_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_what_timm_has_not_is_named(
-    options: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cli: Launcher, save: Save, options: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    path, _ = save(tmp_path, **options)
-    with pytest.raises(SystemExit) as stop:
-        main(["export", path, "--to", "timm", "--output", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert named in capsys.readouterr().err
+    path, _ = save(**options)
+    assert named in cli.fail("export", path, "--to", "timm", "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_onnx_runs_any_number_of_images_with_equal_logits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    save: Save, export: Export, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, model = save(tmp_path, stem="conv", global_pool="attention", mlp="relu2")
-    export(path, "onnx", tmp_path / "out")
-    printed = capfd.readouterr()
-    assert printed.err == ""
-    assert len(printed.out.splitlines()) == 1
+    path, model = save(stem="conv", global_pool="attention", mlp="relu2")
+    outcome = export(path, "onnx", tmp_path / "out")
+    assert len(outcome.out.splitlines()) == 1
+    assert outcome.err == ""
+    assert tuple(capfd.readouterr()) == ("", "")  # nor from beside Python's own streams
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
     for count in (1, 2, 5):
         images = torch.randn(count, 3, 8, 16)
@@ -117,10 +118,10 @@ def test_onnx_runs_any_number_of_images_with_equal_logits(
 
 
 def test_torch_export_runs_any_number_of_images_with_equal_logits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    save: Save, export: Export, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, model = save(tmp_path, distilled=True)
-    export(path, "torch-export", tmp_path / "out")
+    path, model = save(distilled=True)
+    assert export(path, "torch-export", tmp_path / "out").err == ""
     assert capfd.readouterr().err == ""
     module = torch.export.load(tmp_path / "out" / "model.pt2").module()
     for count in (1, 2, 5):
@@ -129,20 +130,17 @@ def test_torch_export_runs_any_number_of_images_with_equal_logits(
 
 
 def test_onnx_without_its_packages_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: Launcher, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = save(tmp_path)
+    path, _ = save()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(SystemExit) as stop:
-        main(["export", path, "--to", "onnx", "--output", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert "vit-pipeline[onnx]" in capsys.readouterr().err
+    assert "vit-pipeline[onnx]" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
 
 
-def test_an_earlier_export_is_replaced_only_when_asked(tmp_path: Path) -> None:
-    path, _ = save(tmp_path)
+def test_an_earlier_export_is_replaced_only_when_asked(
+    cli: Launcher, save: Save, export: Export, tmp_path: Path
+) -> None:
+    path, _ = save()
     export(path, "timm", tmp_path / "out")
-    with pytest.raises(SystemExit) as stop:
-        main(["export", path, "--to", "timm", "--output", str(tmp_path / "out")])
-    assert stop.value.code == 2
+    assert "--overwrite" in cli.fail("export", path, "--to", "timm", "--output", tmp_path / "out")
     export(path, "timm", tmp_path / "out", "--overwrite")
