@@ -13,15 +13,11 @@ def info(
 ) -> None:
     """Versions, device, threads and precision; or a model's architecture, classes, preprocessing and data."""
     from rich.console import Console
-    from rich.table import Table
 
-    rows = _describe_model(model) if model else _describe_machine()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(f"[bold]{name}", str(value))
-    Console(highlight=False).print(table)
+    from vit.cli.common import build_facts_table
+
+    facts = _describe_model(model) if model else _describe_machine()
+    Console(highlight=False).print(build_facts_table(facts))
 
 
 def _describe_machine() -> dict[str, object]:
@@ -44,13 +40,15 @@ def _describe_model(source: str) -> dict[str, object]:
 
     facts = describe(load_bundle(source))
     names = facts["classes"]
-    shown = ", ".join(names[:10]) + (f", … ({len(names)})" if len(names) > 10 else "")
-    rows: dict[str, object] = {
+    sections = {
+        f"{section}.{key}": value
+        for section in ("architecture", "preprocess", "data", "versions")
+        for key, value in (facts[section] or {}).items()
+    }
+    return {
         "model": str(Path(source)),
         "parameters": f"{facts['parameters']:,}",
-        "classes": shown,
+        "classes": ", ".join(names[:10]) + (f", … ({len(names)})" if len(names) > 10 else ""),
+        **sections,
+        "sha256": facts["sha256"],
     }
-    for section in ("architecture", "preprocess", "data", "versions"):
-        for key, value in (facts[section] or {}).items():
-            rows[f"{section}.{key}"] = value
-    return rows | {"sha256": facts["sha256"]}

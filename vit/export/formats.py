@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch.export import Dim, ExportedProgram
 
+from vit.bundle import Bundle
+from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
+from vit.runtime.output_dir import prepare_output
 
 _SAME_NAME_IN_TIMM = (
     "img_size",
@@ -32,6 +35,36 @@ _SAME_NAME_IN_TIMM = (
     "no_embed_class",
     "reg_tokens",
 )
+
+
+def export_bundle(
+    bundle: Bundle, to: Literal["timm", "onnx", "torch-export"], directory: Path, *, overwrite: bool = False
+) -> Path:
+    """Write `bundle` for other programs and return the folder for timm, or the file of the model.
+
+    model.json, beside a model for onnx or torch-export, says how to normalise images and read logits. Raises
+    ValueError for a model that timm has not or attention that we can't read, FileExistsError where `directory` holds
+    something and `overwrite` is not given.
+    """
+    model, preprocess = bundle.model, bundle.preprocess.to_dict()
+    if not isinstance(model, VisionTransformer):
+        model = load_timm(model)
+    if to == "timm":  # refuses what timm has not, before an earlier export is replaced
+        describe_for_timm(model, preprocess=preprocess, class_names=bundle.class_names)
+    prepare_output(directory, overwrite=overwrite)
+    if to == "timm":
+        export_timm(model, directory, preprocess=preprocess, class_names=bundle.class_names)
+        return directory
+    path = directory / ("model.onnx" if to == "onnx" else "model.pt2")
+    (export_onnx if to == "onnx" else export_torch)(model, path)
+    facts = {
+        "preprocess": preprocess,
+        "class_names": list(bundle.class_names),
+        "temperature": bundle.temperature,
+        "sha256_of_source": bundle.sha256,
+    }
+    write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
+    return path
 
 
 def export_timm(
