@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint notebooks records soak clean
+.PHONY: demo test lint docs notebooks records soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -25,8 +25,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documentation as a site in site/; any warning is an error
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/generate.py
+	$(BIN)/zensical build --strict --clean
+
+# Execute the notebooks and store their outputs
 notebooks: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q tests/test_notebooks.py
+	MPLBACKEND=module://matplotlib_inline.backend_inline $(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
 
 # The README's table of recipes, from the rows under benchmarks/results
 records: $(VENV)/.installed

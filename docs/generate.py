@@ -44,11 +44,13 @@ def render_configuration() -> str:
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         text += f"\n## {section}\n\n{' '.join(inspect.getdoc(model).split())}\n\n"
-        text += "| key | type | default | description |\n|---|---|---|---|\n"
+        text += "| key | default | description |\n|---|---|---|\n"
         for name, field in model.model_fields.items():
             description = field.description or comments.get((model.__name__, name), "")
-            cells = (f"`{section}.{name}`", _describe_type(field), _code(_plain(field.default)), description)
-            text += _row(cells)
+            description = description.replace("None:", "null:")  # YAML's word
+            text += _row(
+                (f"`{section}.{name}`<br>{_describe_type(field)}", _code(field.default), description)
+            )
     return text
 
 
@@ -101,10 +103,6 @@ def _name_type(kind: Any) -> str:
     ]
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _code(value: Any) -> str:
     return f"`{value if isinstance(value, str | Enum) else json.dumps(value)}`"
 
@@ -132,15 +130,14 @@ def render_commands() -> str:
         usage = " ".join(["vit", name, *arguments, *needed, "[options]"])
         text += f"\n## vit {name}\n\n```text\n{usage}\n```\n\n"
         text += "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
-        text += "\n\n| argument or option | value | default | description |\n|---|---|---|---|\n"
+        text += "\n\n| argument or option | default | description |\n|---|---|---|\n"
         for parameter in parameters:
             kind, info = get_args(hints[parameter.name])
             minimum = "" if info.min is None else f", at least {info.min}"
             value = "" if kind is bool else _name_type(kind) + minimum
             text += _row(
                 (
-                    f"`{_name(parameter)}`",
-                    value,
+                    f"`{_name(parameter)}`<br>{value}".removesuffix("<br>"),
                     _describe_default(parameter),
                     " ".join((parameter.help or "").split()),
                 )
