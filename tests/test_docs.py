@@ -1,0 +1,143 @@
+"""The documentation does what it says: its Python runs, its commands exist, its links lead somewhere.
+
+The Python blocks of a page run one after the other in one namespace, as in a notebook, in a directory that holds a
+trained model in runs/digits, some photographs and links to the repository's folders.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from PIL import Image
+
+from vit.cli.main import app
+from vit.config import RENAMED_KEYS, load_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = {"configuration.md": "render_configuration", "commands.md": "render_commands"}
+
+# Commands are parsed, and executed where their model is runs/digits*. These are not executed:
+NOT_EXECUTED = {
+    "vit train --output runs/digits --resume": "a run of this test has finished already",
+    "vit faithfulness runs/digits --images 64 --output runs/digits-faithfulness": "tests/cli/test_faithfulness.py does",
+}
+NOT_EXECUTED_PYTHON: dict[str, str] = {}  # page → reason
+
+
+class Block(NamedTuple):
+    language: str
+    line: int
+    text: str
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a Markdown page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(match[1], text.count("\n", 0, match.start()) + 2, match[2])
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def read_commands(page: Path) -> list[list[str]]:
+    """The `vit …` commands of a page's shell blocks, as arguments."""
+    lines = [
+        line for block in read_blocks(page) if block.language == "sh" for line in block.text.splitlines()
+    ]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    commands = [
+        command[command.index("-m") + 1 :] if "torchrun" in command else command for command in commands
+    ]
+    return [command[1:] for command in commands if command[:1] == ["vit"]]
+
+
+COMMANDS = [(page, command) for page in PAGES for command in read_commands(page)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
+    """The directory in which the documentation's examples run."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("configs", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    with Image.open(ROOT / "docs" / "images" / "sports_car.png") as image:
+        image.convert("RGB").crop((0, 0, 240, 240)).save(folder / "photo.png")
+    before = Path.cwd()
+    os.chdir(folder)
+    cli.succeed(
+        "train", "configs/digits.yaml", "train.epochs=3", "train.device=cpu", "--output", "runs/digits"
+    )
+    yield folder
+    os.chdir(before)
+
+
+def test_readme_fits_on_a_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples_run(page: Path, place: Path) -> None:
+    blocks = [block for block in read_blocks(page) if block.language == "python"]
+    if page.name in NOT_EXECUTED_PYTHON or not blocks:
+        pytest.skip(NOT_EXECUTED_PYTHON.get(page.name, "no Python here"))
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks:
+        # padded, so that a traceback names the page's own line
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: getattr(value, "name", None))
+def test_commands_are_parsed(page: Path, command: list[str]) -> None:
+    group: Any = typer.main.get_command(app)
+    name, *arguments = command
+    assert name in group.commands
+    context = group.commands[name].make_context(name, list(arguments))  # raises for an unknown option
+    if name == "train":
+        config, overrides = context.params["config"], context.params["overrides"] or []
+        if config is not None:
+            assert (ROOT / config).is_file(), f"{config} does not exist"
+            load_config(ROOT / config, overrides)
+
+
+def test_commands_on_the_digits_run(place: Path, cli: Any) -> None:
+    for command in read_commands(ROOT / "docs" / "quick-start.md"):
+        on_digits = any(argument.startswith("runs/digits") for argument in command)
+        if not on_digits or f"vit {shlex.join(command)}" in NOT_EXECUTED:
+            continue
+        short = ["train.epochs=1", "train.device=cpu", "--overwrite"] if command[0] == "train" else []
+        cli.succeed(*command, *short)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for path in re.findall(r"`((?:vit|benchmarks|notebooks|tests|configs|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for script in re.findall(r"python (benchmarks/\w+\.py)", text):
+        assert (ROOT / script).is_file(), f"{page.name} names {script}"
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make (\w+)`", text)) <= targets
+
+
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_pages_are_up_to_date(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate
+
+    assert (ROOT / "docs" / page).read_text() == getattr(generate, GENERATED[page])(), "run `make docs`"
+    sys.modules.pop("generate")
+
+
+def test_the_changelog_lists_every_renamed_key() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for old, new in RENAMED_KEYS.items():
+        assert f"| `{old}` | `{new}` |" in text
