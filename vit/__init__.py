@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from vit.api import train
+    from vit.api import measure_faithfulness, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation import explain_images
     from vit.explanation.capture.capture import capture_attention
@@ -25,6 +25,7 @@ _MODULES = {
     "explain_images": "vit.explanation",
     "load_bundle": "vit.bundle",
     "load_timm": "vit.model.timm_weights",
+    "measure_faithfulness": "vit.api",
     "train": "vit.api",
 }
 
@@ -37,6 +38,7 @@ __all__ = [
     "explain_images",
     "load_bundle",
     "load_timm",
+    "measure_faithfulness",
     "train",
 ]
 

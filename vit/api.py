@@ -5,17 +5,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch import nn
 
 import vit
 from vit.build.run import Run, build_run, find_changes
 from vit.build.summary import draw_batch
-from vit.bundle import MODEL_FILE, Bundle, load_bundle
+from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle
 from vit.config import Config, dump_config, load_config, plain_values
+from vit.evaluation.images import find_source, map_labels
+from vit.explanation.faithfulness.benchmark import Plan, measure
+from vit.explanation.faithfulness.selection import select_correct_images
+from vit.explanation.faithfulness.summary import FaithfulnessResult
+from vit.explanation.methods.table import METHODS, find_methods
+from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import write_text
+from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import join_processes
+from vit.runtime.progress import show_progress
 from vit.training.run_directory import CONFIG_FILE, METRICS_FILE, load_metrics, open_run_directory
 
+ModelLike = str | Path | Bundle | nn.Module
 ConfigLike = str | Path | Mapping[str, Any] | Config
 
 
@@ -126,3 +137,63 @@ def _resolve_config(
             "another run"
         )
     return resolved
+
+
+def measure_faithfulness(
+    model: ModelLike,
+    *,
+    data: str | Path | None = None,
+    root: str | Path | None = None,
+    split: str | None = None,
+    methods: Literal["all"] | Sequence[str] = "all",
+    count: int = 256,
+    batch_size: int = 32,
+    seed: int = 0,
+    device: str = "auto",
+    random_weights: bool = False,
+) -> FaithfulnessResult:
+    """Measure how faithful attention maps are to the model: `.summary` holds means with 95 % intervals, by metric.
+
+    Measured are `count` images that the model predicts correctly, of the data that `vit.evaluate` would take; `seed`
+    chooses them and the random maps. Raises ValueError for an unknown method and fewer than 8 correct predictions.
+    """
+    names = [name for name in METHODS if name != "chunked"] if methods == "all" else list(methods)
+    find_methods(names)
+    bundle = _load(model, device, random_weights=random_weights)
+    source = find_source(
+        None if data is None else str(data),
+        root=None if root is None else Path(root),
+        split=split,
+        trained_on=bundle.config.get("data", {}),
+    )
+    labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
+    images, classes, ids = select_correct_images(
+        bundle, source, labels, count=count, batch_size=batch_size, seed=seed
+    )
+    where = next(bundle.model.parameters()).device
+    with show_progress("faithfulness", None) as advance:
+        measurement = measure(
+            bundle.model,
+            images.to(where),
+            classes.to(where),
+            Plan(methods=tuple(names), batch_size=batch_size, seed=seed),
+            pixel_std=bundle.preprocess.std,
+            on_progress=lambda what: advance(1),
+        )
+    conditions = {
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "data": source.name,
+        "split": source.split,
+        "num_images": len(ids),
+        "seed": seed,
+        "device": describe_device(where),
+        "versions": collect_versions(),
+    }
+    return FaithfulnessResult(measurement, conditions, ids)
+
+
+def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:
+    keep_freed_memory()
+    assert isinstance(model, str | Path)
+    return load_bundle(model, device=choose_device(device), random_weights=random_weights)

@@ -16,7 +16,7 @@ from vit.explanation.faithfulness.metrics import (
     find_order,
     win_rate,
 )
-from vit.explanation.faithfulness.summary import summarise, write_report
+from vit.explanation.faithfulness.summary import FaithfulnessResult, summarise
 from vit.explanation.methods.table import METHODS
 
 
@@ -58,7 +58,9 @@ def test_a_map_that_knows_no_class_points_by_chance(measurement: Measurement) ->
 
 
 def test_the_report_is_files_that_agree(measurement: Measurement, tmp_path: Path) -> None:
-    table = write_report(tmp_path, measurement, {"model": "digits"}, ids=["a"])
+    result = FaithfulnessResult(measurement, {"model": "digits"}, ids=["a"])
+    result.save(tmp_path)
+    table = result.table
     figures = json.loads((tmp_path / "faithfulness.json").read_text())
     assert (tmp_path / "faithfulness.md").read_text() == table + "\n"
     assert (tmp_path / "faithfulness.png").stat().st_size > 10_000

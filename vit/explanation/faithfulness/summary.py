@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,24 +116,46 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def write_report(output: Path, measurement: Measurement, about: Mapping[str, Any], *, ids: list[str]) -> str:
-    """Write faithfulness.json, .md, .npz and .png into `output`; returns the table."""
-    summary = summarise(measurement)
-    content = {"schema_version": SCHEMA_VERSION, **about, **summary, "image_ids": ids}
-    write_text(output / "faithfulness.json", json.dumps(content, indent=1) + "\n")
-    table = build_table(summary)
-    write_text(output / "faithfulness.md", table + "\n")
-    arrays = {
-        f"{metric}.{name}": v for metric, values in measurement.values.items() for name, v in values.items()
-    }
-    arrays |= {
-        f"curve.{kind}.{name}": curve
-        for name, of_kind in measurement.curves.items()
-        for kind, curve in of_kind.items()
-    }
-    write_atomically(output / "faithfulness.npz", lambda path: _write_arrays(path, arrays))
-    write_atomically(output / "faithfulness.png", lambda path: draw_plot(path, measurement, summary))
-    return table
+@dataclass(frozen=True)
+class FaithfulnessResult:
+    """The benchmark's numbers and their conditions."""
+
+    measurement: Measurement
+    conditions: Mapping[str, Any]  # model, data, split, number of images, seed, device, versions
+    ids: list[str]  # of the images
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Means with 95 % intervals; see `summarise`."""
+        return summarise(self.measurement)
+
+    @property
+    def table(self) -> str:
+        """Methods and baselines in markdown, the best deletion first."""
+        return build_table(self.summary)
+
+    def save(self, directory: str | Path) -> None:
+        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png into `directory`."""
+        output, found = Path(directory), self.measurement
+        output.mkdir(parents=True, exist_ok=True)
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            **self.conditions,
+            **self.summary,
+            "image_ids": self.ids,
+        }
+        write_text(output / "faithfulness.json", json.dumps(content, indent=1) + "\n")
+        write_text(output / "faithfulness.md", self.table + "\n")
+        arrays = {
+            f"{metric}.{name}": v for metric, values in found.values.items() for name, v in values.items()
+        }
+        arrays |= {
+            f"curve.{kind}.{name}": curve
+            for name, of_kind in found.curves.items()
+            for kind, curve in of_kind.items()
+        }
+        write_atomically(output / "faithfulness.npz", lambda path: _write_arrays(path, arrays))
+        write_atomically(output / "faithfulness.png", lambda path: draw_plot(path, found, self.summary))
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

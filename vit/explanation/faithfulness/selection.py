@@ -1,0 +1,56 @@
+"""The images that faithfulness is measured on: those that the model predicts correctly."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vit.bundle import Bundle
+from vit.data.sets.source import ImageSource
+from vit.model.logits import compute_logits
+
+FEWEST_IMAGES = 8  # below which an interval says nothing
+
+
+def select_correct_images(
+    bundle: Bundle,
+    source: ImageSource,
+    labels: Int[np.ndarray, " N"],
+    *,
+    count: int,
+    batch_size: int = 32,
+    seed: int = 0,
+) -> tuple[Float[Tensor, "n 3 H W"], Int[Tensor, " n"], list[str]]:
+    """The first `count` images that the model predicts correctly, in an order shuffled with `seed`: model inputs,
+    classes and ids.
+
+    `labels` are those of `source` as indices of the model's classes. A wrong prediction has no evidence to point at.
+    Unreadable images are passed over. Raises ValueError where fewer than `FEWEST_IMAGES` are left.
+    """
+    device = next(bundle.model.parameters()).device
+    kept: list[Tensor] = []
+    classes: list[int] = []
+    ids: list[str] = []
+    order = np.random.default_rng(seed).permutation(len(source))
+    for start in range(0, len(order), batch_size):
+        readable = {}
+        for index in order[start : start + batch_size].tolist():
+            try:
+                readable[index] = source.read(index)
+            except (ValueError, OSError):
+                continue
+        images = bundle.preprocess(list(readable.values()))
+        with torch.inference_mode():
+            predicted = compute_logits(bundle.model, images.to(device)).argmax(dim=1).tolist()
+        for index, image, answer in zip(readable, images, predicted, strict=True):
+            if answer == labels[index] and len(ids) < count:
+                kept.append(image)
+                classes.append(answer)
+                ids.append(source.ids[index])
+        if len(ids) == count:
+            break
+    if len(ids) < FEWEST_IMAGES:
+        raise ValueError(
+            f"the model predicts {len(ids)} of {len(source)} images correctly; {FEWEST_IMAGES} are needed"
+        )
+    return torch.stack(kept), torch.tensor(classes), ids
