@@ -6,8 +6,7 @@ import numpy as np
 
 from vit.evaluation.cost import Cost
 from vit.evaluation.metrics import (
-    compute_confusion,
-    compute_figures,
+    compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
@@ -49,11 +48,11 @@ def write_evaluation(
     directory = folder / name
     directory.mkdir()
     save_predictions(directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names)
-    figures = compute_figures(scores)
+    metrics = compute_metrics(scores)
     evaluation = Evaluation(
-        **figures,
-        intervals=dict.fromkeys(figures, (0.0, 1.0)),
-        per_class=compute_per_class(compute_confusion(scores), names),
+        **metrics,
+        intervals=dict.fromkeys(metrics, (0.0, 1.0)),
+        per_class=compute_per_class(scores, names),
         reliability=compute_reliability(scores),
         calibration=None,
         num_images=len(scores),

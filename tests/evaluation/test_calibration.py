@@ -5,7 +5,7 @@ import pytest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.calibration import fit_temperature
-from vit.evaluation.metrics import compute_figures, score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
@@ -20,7 +20,7 @@ def test_the_likelihood_is_at_its_highest(make_predictions: MakePredictions) -> 
     best = fit_temperature(logits, labels)
 
     def nll(temperature: float) -> float:
-        return compute_figures(score_logits(logits, labels, temperature=temperature))["nll"]
+        return compute_metrics(score_logits(logits, labels, temperature=temperature))["nll"]
 
     # the slope at the minimum, by central differences
     assert (nll(best * 1.001) - nll(best / 1.001)) / 0.002 == pytest.approx(0, abs=1e-4)
@@ -31,7 +31,7 @@ def test_calibration_error_falls_and_predictions_stay(make_predictions: MakePred
     logits, labels = make_predictions(5000)
     overconfident = (5 * logits).astype(np.float32)
     temperature = fit_temperature(overconfident, labels)
-    before = compute_figures(score_logits(overconfident, labels))
-    after = compute_figures(score_logits(overconfident, labels, temperature=temperature))
+    before = compute_metrics(score_logits(overconfident, labels))
+    after = compute_metrics(score_logits(overconfident, labels, temperature=temperature))
     assert after["ece"] < before["ece"] / 5
     assert after["top1"] == before["top1"]

@@ -8,7 +8,13 @@ import pytest
 from scipy.stats import chi2
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.comparison import compare_groups, compute_mcnemar, fold_seeds, load_arms, save_comparison
+from vit.evaluation.comparison import (
+    compare_evaluations,
+    compare_groups,
+    compute_mcnemar,
+    group_seeds,
+    load_evaluations,
+)
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
@@ -36,8 +42,8 @@ def test_mcnemar_of_many_images_is_the_chi_square_and_joins_the_exact_one() -> N
 def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> None:
     a = make_evaluation("a", RANKS)
     b = make_evaluation("b", flip(RANKS, 0, 3, 4, 6, 11))  # 0 is lost; 3, 4, 6 and 11 are won
-    arms = load_arms([a, b])
-    pair = compare_groups(*fold_seeds(arms))
+    evaluations = load_evaluations([a, b])
+    pair = compare_groups(*group_seeds(evaluations))
     assert pair.difference == pytest.approx(3 / 400)
     assert pair.only_a == ["test/0000.png"]
     assert pair.only_b == [f"test/{index:04d}.png" for index in (3, 4, 6, 11)]
@@ -49,27 +55,31 @@ def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> No
 
 
 def test_equal_predictions_differ_by_exactly_nothing(make_evaluation: MakeEvaluation) -> None:
-    pair = compare_groups(*fold_seeds(load_arms([make_evaluation("a", RANKS), make_evaluation("b", RANKS)])))
+    pair = compare_groups(
+        *group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)]))
+    )
     assert (pair.difference, pair.interval, pair.p_value) == (0.0, (0.0, 0.0), 1.0)
-    assert pair.moved == []
+    assert pair.recall_changes == []
 
 
 def test_classes_that_moved_most_come_first(make_evaluation: MakeEvaluation) -> None:
     # image i is of class i % 4
-    arms = load_arms([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))])
-    moved = compare_groups(*fold_seeds(arms)).moved
+    evaluations = load_evaluations(
+        [make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))]
+    )
+    moved = compare_groups(*group_seeds(evaluations)).recall_changes
     assert [move.name for move in moved] == ["class 3", "class 0"]
     assert moved[0].recall_b - moved[0].recall_a == pytest.approx(3 / 100)
     assert moved[0].support == 100
 
 
-def test_seeds_of_one_recipe_fold_into_mean_and_deviation(make_evaluation: MakeEvaluation) -> None:
+def test_seeds_of_one_recipe_are_grouped_as_mean_and_deviation(make_evaluation: MakeEvaluation) -> None:
     seeds = [
         make_evaluation(f"seed{seed}", flip(RANKS, *range(0, 10 * seed, 8)), recipe="r", seed=seed)
         for seed in (0, 1, 2)
     ]
     other = make_evaluation("other", flip(RANKS, 3, 4), recipe="s", seed=0)
-    first, second = fold_seeds(load_arms([*seeds, other]))
+    first, second = group_seeds(load_evaluations([*seeds, other]))
     assert first.name == "seed0 + seed1 + seed2"
     tops = [1 - np.mean(flip(RANKS, *range(0, 10 * seed, 8)) > 0) for seed in (0, 1, 2)]
     assert first.top1 == pytest.approx(tops)
@@ -83,36 +93,36 @@ def test_seeds_of_one_recipe_fold_into_mean_and_deviation(make_evaluation: MakeE
 def test_one_recipe_with_one_seed_twice_is_not_two_seeds(make_evaluation: MakeEvaluation) -> None:
     best = make_evaluation("best", RANKS, recipe="r", seed=0)
     last = make_evaluation("last", flip(RANKS, 3), recipe="r", seed=0)
-    assert [group.name for group in fold_seeds(load_arms([best, last]))] == ["best", "last"]
+    assert [group.name for group in group_seeds(load_evaluations([best, last]))] == ["best", "last"]
 
 
 def test_other_images_are_refused(make_evaluation: MakeEvaluation) -> None:
     a, b = make_evaluation("a", RANKS), make_evaluation("b", RANKS, fingerprint="f" * 64)
     with pytest.raises(ValueError, match="a and b were evaluated on different images"):
-        load_arms([a, b])
+        load_evaluations([a, b])
 
 
 def test_another_order_of_the_same_images_is_aligned(make_evaluation: MakeEvaluation) -> None:
     a = make_evaluation("a", RANKS)
     b = make_evaluation("b", flip(RANKS, 0), reverse=True)
-    assert compare_groups(*fold_seeds(load_arms([a, b]))).only_a == ["test/0000.png"]
+    assert compare_groups(*group_seeds(load_evaluations([a, b]))).only_a == ["test/0000.png"]
 
 
 def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
     a = make_evaluation("a", RANKS)
     with pytest.raises(FileNotFoundError, match=r"holds no evaluation\.json"):
-        load_arms([a, tmp_path])
+        load_evaluations([a, tmp_path])
     with pytest.raises(ValueError, match="two or more"):
-        load_arms([a])
+        load_evaluations([a])
     lines = (a / "predictions.csv").read_text().splitlines()
     (a / "predictions.csv").write_text("\n".join(lines[:-3]))
     with pytest.raises(ValueError, match="397 predictions of 400 images"):
-        load_arms([a, a])
+        load_evaluations([a, a])
 
 
 def test_the_comparison_is_saved_whole(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
-    groups = fold_seeds(load_arms([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))]))
-    save_comparison(tmp_path / "comparison.json", groups, [compare_groups(*groups)])
-    saved = json.loads((tmp_path / "comparison.json").read_text())
+    comparison = compare_evaluations([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))])
+    comparison.save(tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert saved["pairs"][0]["only_b"] == ["test/0003.png"]
     assert [group["name"] for group in saved["groups"]] == ["a", "b"]

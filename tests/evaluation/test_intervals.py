@@ -7,13 +7,13 @@ import pytest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import compute_figures, score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 
 
 def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions(4000))
     low, high = compute_intervals(scores)["top1"]
-    share = compute_figures(scores)["top1"]
+    share = compute_metrics(scores)["top1"]
     width = 2 * 1.96 * np.sqrt(share * (1 - share) / len(scores))
     assert high - low == pytest.approx(width, rel=0.1)
     assert low < share < high
@@ -28,14 +28,14 @@ def test_interval_of_the_loss_has_the_width_of_the_central_limit(make_prediction
 def test_every_figure_has_an_interval_that_repeats(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions(300))
     intervals = compute_intervals(scores, resamples=200)
-    assert intervals.keys() == compute_figures(scores).keys()
+    assert intervals.keys() == compute_metrics(scores).keys()
     assert intervals == compute_intervals(scores, resamples=200)
     assert intervals != compute_intervals(scores, resamples=200, seed=1)
 
 
 def test_intervals_hold_what_they_promise(make_predictions: MakePredictions) -> None:
     """Of 100 draws of test images, about 95 intervals hold the accuracy on very many."""
-    truth = compute_figures(score_logits(*make_predictions(200_000)))["top1"]
+    truth = compute_metrics(score_logits(*make_predictions(200_000)))["top1"]
     held = 0
     for seed in range(100):
         scores = score_logits(*make_predictions(300, seed=seed + 1))

@@ -1,16 +1,14 @@
-"""The figures are scikit-learn's, to 1e-9."""
+"""The metrics are scikit-learn's, to 1e-9."""
 
 import numpy as np
 import pytest
-import torch
 from scipy.special import softmax
 from sklearn import metrics as sklearn_metrics
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.metrics import (
     compute_confusion,
-    compute_figures,
+    compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
@@ -18,9 +16,9 @@ from vit.evaluation.metrics import (
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
-def test_figures_equal_scikit_learn(make_predictions: MakePredictions, count: int, classes: int) -> None:
+def test_metrics_equal_scikit_learn(make_predictions: MakePredictions, count: int, classes: int) -> None:
     logits, labels = make_predictions(count, classes)  # 300 of 200: many classes have no image at all
-    figures = compute_figures(score_logits(logits, labels))
+    metrics = compute_metrics(score_logits(logits, labels))
     probabilities = softmax(logits.astype(np.float64), axis=1)
     predicted = logits.argmax(axis=1)
     macro = {"average": "macro", "zero_division": 0}
@@ -37,40 +35,44 @@ def test_figures_equal_scikit_learn(make_predictions: MakePredictions, count: in
     if classes > 5:
         expected["top5"] = sklearn_metrics.top_k_accuracy_score(labels, logits, k=5, labels=every)
     for name, value in expected.items():
-        assert figures[name] == pytest.approx(value, abs=1e-9, rel=0), name
+        assert metrics[name] == pytest.approx(value, abs=1e-9, rel=0), name
 
 
-def test_per_class_figures_and_confusion_equal_scikit_learn(make_predictions: MakePredictions) -> None:
+def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
+    make_predictions: MakePredictions,
+) -> None:
     logits, labels = make_predictions(400, 12)
     labels[labels == 7] = 3  # a class without images
     names = tuple(f"class {index}" for index in range(12))
     scores = score_logits(logits, labels)
-    confusion = compute_confusion(scores)
-    assert np.array_equal(
-        confusion, sklearn_metrics.confusion_matrix(labels, scores.predicted, labels=range(12))
-    )
-    rows = compute_per_class(confusion, names)
-    expected = sklearn_metrics.precision_recall_fscore_support(
-        labels, scores.predicted, labels=range(12), zero_division=0
-    )
-    assert [row.name for row in rows] == list(names)
-    for row, *values in zip(rows, *expected, strict=True):
-        assert (row.precision, row.recall, row.f1, row.support) == pytest.approx(values, abs=1e-9)
+    counts = np.zeros((12, 12), dtype=np.int64)
+    np.add.at(counts, (labels, logits.argmax(axis=1)), 1)
+    assert np.array_equal(compute_confusion(scores), counts)
+    for index, row in enumerate(compute_per_class(scores, names)):
+        hits, support, predicted = counts[index, index], counts[index].sum(), counts[:, index].sum()
+        precision, recall = hits / predicted, hits / support if support else 0.0
+        f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
+        assert (row.name, row.support, row.predicted) == (names[index], support, predicted)
+        assert (row.precision, row.recall, row.f1) == pytest.approx((precision, recall, f1), abs=1e-12)
 
 
-def test_calibration_error_equals_torchmetrics(make_predictions: MakePredictions) -> None:
+def test_calibration_error_is_guos_equation_3(make_predictions: MakePredictions) -> None:
     logits, labels = make_predictions(3000, 10, sharpness=4)
-    expected = multiclass_calibration_error(
-        torch.from_numpy(logits).softmax(dim=1), torch.from_numpy(labels), num_classes=10, n_bins=15
-    )
-    assert compute_figures(score_logits(logits, labels))["ece"] == pytest.approx(float(expected), abs=1e-6)
+    probabilities = softmax(logits.astype(np.float64), axis=1)
+    confidence, correct = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    expected = 0.0
+    for lower in np.arange(15) / 15:
+        inside = (confidence > lower) & (confidence <= lower + 1 / 15)
+        if inside.any():
+            expected += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+    assert compute_metrics(score_logits(logits, labels))["ece"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_calibration_error_of_a_case_worked_by_hand() -> None:
     # three images at 0.9, two of them right; one at 0.6, wrong: 3/4 |0.9 - 2/3| + 1/4 |0.6 - 0|
     probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9], [0.4, 0.6]])
     scores = score_logits(np.log(probabilities).astype(np.float32), np.array([0, 1, 1, 0]))
-    assert compute_figures(scores)["ece"] == pytest.approx(0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6)
+    assert compute_metrics(scores)["ece"] == pytest.approx(0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6)
     bins = [each for each in compute_reliability(scores) if each.count]
     assert [each.count for each in bins] == [1, 3]
     assert bins[1].accuracy == pytest.approx(2 / 3)
@@ -82,15 +84,15 @@ def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> 
     bins = compute_reliability(scores)
     assert sum(each.count for each in bins) == len(scores)
     total = sum(each.count / len(scores) * abs(each.accuracy - each.confidence) for each in bins)
-    assert total == pytest.approx(compute_figures(scores)["ece"], abs=1e-12)
+    assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
 
 
 def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(
     make_predictions: MakePredictions,
 ) -> None:
     logits, labels = make_predictions()
-    plain = compute_figures(score_logits(logits, labels))
-    cooled = compute_figures(score_logits(logits, labels, temperature=2.0))
+    plain = compute_metrics(score_logits(logits, labels))
+    cooled = compute_metrics(score_logits(logits, labels, temperature=2.0))
     for name in ("top1", "top5", "loss", "macro_f1"):
         assert cooled[name] == plain[name]
     assert cooled["nll"] > plain["nll"]  # these logits were calibrated as they were
@@ -107,6 +109,6 @@ def test_of_equal_logits_the_first_class_is_ahead() -> None:
 def test_a_weight_counts_like_as_many_images(make_predictions: MakePredictions) -> None:
     logits, labels = make_predictions(50, 5)
     weights = np.random.default_rng(1).integers(0, 4, 50)
-    repeated = compute_figures(score_logits(logits.repeat(weights, axis=0), labels.repeat(weights)))
-    weighted = compute_figures(score_logits(logits, labels), weights.astype(np.float64))
+    repeated = compute_metrics(score_logits(logits.repeat(weights, axis=0), labels.repeat(weights)))
+    weighted = compute_metrics(score_logits(logits, labels), weights.astype(np.float64))
     assert weighted == pytest.approx(repeated, abs=1e-12)

@@ -51,5 +51,5 @@ def test_a_wrong_line_is_named(make_evaluation: MakeEvaluation) -> None:
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.json"
     path.write_text('{"top1": 0.5}')
-    with pytest.raises(ValueError, match="is no evaluation of this version"):
+    with pytest.raises(ValueError, match="is not an evaluation of this version"):
         load_evaluation(path)

@@ -4,7 +4,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,21 @@ from vit.evaluation.errors import find_confident_mistakes
 from vit.evaluation.images import Duplication, Images
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
-    Scores,
     compute_confusion,
-    compute_figures,
+    compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
 )
 from vit.evaluation.predictor import Pixels
-from vit.evaluation.result import Calibration, Evaluation, Example, Examples
+from vit.evaluation.result import Calibration, Evaluation, EvaluationResult, Example, Examples
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
 NAMES = ("ant", "</script><b>bee", "cat & co", "dog")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Everything that a report is built from."""
-
-    evaluation: Evaluation
-    scores: Scores
-    images: Images
-
-
-def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -> Case:
+def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -> EvaluationResult:
     rng = np.random.default_rng(0)
     logits = 2 * rng.standard_normal((count, len(names)))
     labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
@@ -79,11 +68,11 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
             for i in indices
         ]
 
-    figures = compute_figures(scores)
+    metrics = compute_metrics(scores)
     evaluation = Evaluation(
-        **figures,
+        **metrics,
         intervals=compute_intervals(scores, resamples=20),
-        per_class=compute_per_class(compute_confusion(scores), names),
+        per_class=compute_per_class(scores, names),
         reliability=compute_reliability(scores),
         calibration=Calibration(1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}),
         num_images=count,
@@ -109,21 +98,22 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         seed=3,
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
-    return Case(evaluation, scores, Images(dataset, ids, labels, Preprocess((side, side))))
+    images = Images(dataset, ids, labels, Preprocess((side, side)))
+    return EvaluationResult(evaluation, scores, images, bundle=None)  # type: ignore[arg-type]
 
 
 def draw_red(pictures: list[Pixels]) -> list[Image.Image]:
     return [Image.new("RGB", (64, 64), "red") for _ in pictures]
 
 
-def build(case: Case, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red) -> str:
-    return build_report(
-        case.evaluation, scores=case.scores, images=case.images, history=history or [], explain=explain
-    )
+def build(
+    case: EvaluationResult, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red
+) -> str:
+    return build_report(case, history=history or [], explain=explain)
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case() -> EvaluationResult:
     return make_case(300, NAMES, side=16, examples=5)
 
 
@@ -134,14 +124,14 @@ HISTORY = [
 ]
 
 
-def test_one_file_without_an_outside_address(case: Case) -> None:
+def test_one_file_without_an_outside_address(case: EvaluationResult) -> None:
     page = build(case, history=HISTORY)
     assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "")
     assert not re.search(r"<link[^>]+stylesheet|<script[^>]+src|@import|url\((?!data:)", page)
     assert set(re.findall(r'src="(\w+):', page)) == {"data"}
 
 
-def test_names_are_text_wherever_they_come_from(case: Case) -> None:
+def test_names_are_text_wherever_they_come_from(case: EvaluationResult) -> None:
     page = build(case)
     assert "<img src=x" not in page
     assert "</script><b>" not in page
@@ -149,7 +139,7 @@ def test_names_are_text_wherever_they_come_from(case: Case) -> None:
     assert "cat &amp; co" in page
 
 
-def test_figures_are_those_of_the_evaluation(case: Case) -> None:
+def test_metrics_are_those_of_the_evaluation(case: EvaluationResult) -> None:
     page = build(case)
     low, high = case.evaluation.intervals["top1"]
     assert f"{100 * case.evaluation.top1:.2f} %" in page
@@ -165,7 +155,7 @@ def test_figures_are_those_of_the_evaluation(case: Case) -> None:
         assert sorted(order) == list(range(len(NAMES)))
 
 
-def test_a_model_without_maps_has_a_report_that_says_so(case: Case) -> None:
+def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) -> None:
     def refuse(pictures: list[Pixels]) -> list[Image.Image]:
         raise ValueError("a ResNet has no attention")
 
@@ -184,9 +174,9 @@ def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> No
     assert "Shown are the 40 of 100 classes with the most errors" in page
 
 
-def test_the_markdown_is_a_table_of_the_same_figures(case: Case) -> None:
-    lines = render_markdown(case.evaluation).splitlines()
-    assert lines[0] == "| figure | value | 95 % interval |"
+def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> None:
+    lines = render_markdown(case).splitlines()
+    assert lines[0] == "| metric | value | 95 % interval |"
     assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.2f} % |")
 
 
@@ -201,7 +191,7 @@ def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def page(case: Case, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def page(case: EvaluationResult, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(build(case, history=HISTORY), encoding="utf-8")
     browser.get(path.as_uri())
@@ -216,7 +206,7 @@ def texts(page: Any, selector: str) -> list[str]:
 
 
 @pytest.mark.browser
-def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case: Case) -> None:
+def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case: EvaluationResult) -> None:
     button = page.find_element("css selector", "#classes th:nth-child(3) button")
     recalls = {row.name: row.recall for row in case.evaluation.per_class}
     button.click()
@@ -233,7 +223,7 @@ def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case:
 
 
 @pytest.mark.browser
-def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: Case) -> None:
+def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: EvaluationResult) -> None:
     confusion = compute_confusion(case.scores)
     select = page.find_element("id", "order")
     for option in select.find_elements("tag name", "option"):
@@ -249,7 +239,7 @@ def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: Case) ->
 
 
 @pytest.mark.browser
-def test_a_click_on_a_number_shows_its_images(page: Any, case: Case) -> None:
+def test_a_click_on_a_number_shows_its_images(page: Any, case: EvaluationResult) -> None:
     confusion = compute_confusion(case.scores)
     page.find_element("css selector", '[data-cell="0,1"]').click()
     assert texts(page, "#images h3") == [f"ant predicted as {NAMES[1]}: {confusion[0, 1]}"]

@@ -184,9 +184,9 @@ def _write_tensorboard(
 
 
 def _find_files(names: list[str]) -> list[str]:
-    from vit.evaluation.predict_files import find_images
+    from vit.data.inputs import find_image_files
 
-    return list(find_images(names, listed=()))
+    return [path for name in names for path in find_image_files(name)]
 
 
 def _find_items(

@@ -1,4 +1,4 @@
-"""`vit compare`: is the difference between evaluations real, and where does it come from?"""
+"""`vit compare`: differences between evaluations, their significance, and the classes and images behind them"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,46 +23,40 @@ def compare(
 ) -> None:
     """Compare evaluations on the same images: paired bootstrap and McNemar's test.
 
-    Runs of one recipe with different seeds are folded into mean ± standard deviation. Everything is compared
+    Runs of one recipe with different seeds are shown as mean ± standard deviation. Everything is compared
     with the first.
     """
     from rich.console import Console
 
-    from vit.evaluation.comparison import Group, compare_groups, fold_seeds, load_arms, save_comparison
-    from vit.runtime.output_dir import check_output, prepare_output
+    from vit.evaluation.comparison import compare_evaluations
+    from vit.runtime.output_dir import check_output
 
     if output is not None:
         check_output(output, overwrite=overwrite)
-    arms = load_arms(evaluations)
-    groups = fold_seeds(arms)
-    if len(groups) == 1:  # seeds of one recipe: how far apart are they?
-        sides = groups + [Group(arm.name, [arm]) for arm in arms]
-        pairs = [compare_groups(sides[1], side) for side in sides[2:]]
-    else:
-        sides = groups
-        pairs = [compare_groups(sides[0], side) for side in sides[1:]]
+    comparison = compare_evaluations(evaluations)
     console = Console(highlight=False)
-    _show_groups(console, sides)
-    for pair in pairs:
+    _show_groups(console, comparison.groups)
+    for pair in comparison.pairs:
         _show_pair(console, pair, examples=examples)
     if output is not None:
-        save_comparison(prepare_output(output, overwrite=overwrite) / "comparison.json", sides, pairs)
+        comparison.save(output, overwrite=overwrite)
         console.print(f"written to {output}", markup=False)
 
 
 def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
     from rich.table import Table
 
-    evaluation = groups[0].arms[0].evaluation
+    evaluation = groups[0].evaluations[0].evaluation
     table = Table(title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})")
     table.add_column("evaluation", overflow="fold")
     for column in ("seeds", "top-1", "± sd or 95 % interval", "loss"):
         table.add_column(column, justify="right")
     for group in groups:
-        low, high = group.arms[0].evaluation.intervals["top1"]
+        low, high = group.evaluations[0].evaluation.intervals["top1"]
         spread = f"{low:.4f} … {high:.4f}" if group.deviation is None else f"± {group.deviation:.4f}"
-        loss = sum(arm.evaluation.loss for arm in group.arms) / len(group.arms)
-        table.add_row(group.name, str(len(group.arms)), f"{group.top1.mean():.4f}", spread, f"{loss:.4f}")
+        table.add_row(
+            group.name, str(len(group.evaluations)), f"{group.top1.mean():.4f}", spread, f"{group.loss:.4f}"
+        )
     console.print(table)
 
 
@@ -76,10 +70,11 @@ def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
         f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: "
         f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test}): {verdict}"
     )
-    for move in pair.moved[:examples]:
+    for change in pair.recall_changes[:examples]:
         console.print(
-            f"  {move.name}: {move.recall_a:.4f} → {move.recall_b:.4f} of {move.support}", markup=False
+            f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}",
+            markup=False,
         )
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")
-        console.print(f"  {len(images)} images that only {name} gets right: {shown}", markup=False)
+        console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}", markup=False)

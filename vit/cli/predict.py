@@ -1,9 +1,12 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 class Format(StrEnum):
@@ -30,47 +33,35 @@ def predict(
     from io import TextIOWrapper
 
     from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
     from vit.bundle import load_bundle
-    from vit.evaluation.predict_files import find_images, predict_files, write_csv, write_jsonl
-    from vit.evaluation.predictor import Predictor
-    from vit.runtime.device import choose_device, choose_precision
+    from vit.evaluation.prediction import predict_images, write_csv, write_jsonl
+    from vit.runtime.device import choose_device
     from vit.runtime.memory import keep_freed_memory
+    from vit.runtime.progress import show_progress
 
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
-    chosen = choose_device(device)
     keep_freed_memory()
-    bundle = load_bundle(model, device=chosen)
-    predictor = Predictor(
-        model=bundle.model,
-        preprocess=bundle.preprocess,
-        num_classes=len(bundle.class_names),
-        batch_size=batch_size,
-        device=chosen,
-        precision=choose_precision(precision, chosen),
-    )
-    predictions = predict_files(
-        find_images(images, listed=sys.stdin),
-        predictor=predictor,
-        class_names=bundle.class_names,
-        temperature=bundle.temperature,
-        top_k=top_k,
+    bundle = load_bundle(model, device=choose_device(device))
+    predictions = predict_images(
+        bundle, _read_names(images, sys.stdin), top_k=top_k, batch_size=batch_size, precision=precision
     )
     write = write_jsonl if output_format is Format.JSONL else write_csv
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn())
     done = unreadable = 0
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("images", total=None)
+    with show_progress("images", None) as advance:
         for prediction in write(predictions, file=sys.stdout):
             done, unreadable = done + 1, unreadable + (prediction.error is not None)
-            progress.advance(task)
+            advance(1)
     if done == 0:
         raise ValueError("there were no images to predict")
     if unreadable:
-        console.print(
-            f"{unreadable} of {done} images could not be read; their lines say why", highlight=False
-        )
+        message = f"{unreadable} of {done} images could not be read; their lines say why"
+        Console(stderr=True).print(message, highlight=False)
+
+
+def _read_names(names: "Iterable[str]", listed: "Iterable[str]") -> "Iterator[str]":
+    """`names`, with the lines of `listed` in the place of -."""
+    for name in names:
+        yield from (line.rstrip("\r\n") for line in listed if line.strip()) if name == "-" else (name,)

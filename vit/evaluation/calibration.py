@@ -1,4 +1,4 @@
-"""Temperature scaling: one number that makes confidence honest (Guo et al. 2017, section 4.2)."""
+"""Temperature scaling: one number that calibrates the probabilities (Guo et al. 2017, section 4.2)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ _LOWEST, _HIGHEST = 0.05, 20.0
 def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
     """The temperature that minimises the cross-entropy of softmax(logits [n, C] / temperature), 0.05…20.
 
-    The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits. It changes
-    no prediction, only how sure each is.
+    The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits. It changes the
+    probabilities, but no prediction.
     """
     exact = logits.astype(np.float64)
     rows = np.arange(len(labels))

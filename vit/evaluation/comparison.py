@@ -1,9 +1,9 @@
-"""Models on the same images: what differs, and how sure is that."""
+"""Evaluations on the same images: what differs between them, and whether more than by chance."""
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,15 @@ from vit.evaluation.result import (
     load_predictions,
 )
 from vit.runtime.files import write_text
+from vit.runtime.output_dir import prepare_output
 
+COMPARISON_FILE = "comparison.json"
 _EXACT_UP_TO = 1000  # discordant images; above, the chi-square form agrees to three digits
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One evaluation to compare. Its predictions are in the order of the first arm's images."""
+class NamedEvaluation:
+    """One evaluation to compare. Its predictions are in the order of the first one's images."""
 
     name: str
     evaluation: Evaluation
@@ -43,22 +45,27 @@ class Group:
     """Evaluations that differ in nothing but the training seed; usually one."""
 
     name: str
-    arms: list[Arm]
+    evaluations: list[NamedEvaluation]
 
     @property
     def top1(self) -> Floats:
-        """One value a seed."""
-        return np.array([arm.evaluation.top1 for arm in self.arms])
+        """One value for each seed."""
+        return np.array([each.evaluation.top1 for each in self.evaluations])
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds."""
+        return float(np.mean([each.evaluation.loss for each in self.evaluations]))
 
     @property
     def deviation(self) -> float | None:
         """Sample standard deviation of top-1 over the seeds; None of one seed."""
-        return float(self.top1.std(ddof=1)) if len(self.arms) > 1 else None
+        return float(self.top1.std(ddof=1)) if len(self.evaluations) > 1 else None
 
 
 @dataclass(frozen=True)
-class ClassMove:
-    """A class whose recall changed."""
+class RecallChange:
+    """A class whose recall differs."""
 
     name: str
     recall_a: float
@@ -68,7 +75,7 @@ class ClassMove:
 
 @dataclass(frozen=True)
 class Pair:
-    """B against A, image by image."""
+    """B compared with A, image by image."""
 
     a: str
     b: str
@@ -78,19 +85,61 @@ class Pair:
     ]  # 95 %, paired bootstrap over images, and over seeds where there are several
     loss_difference: float
     p_value: float | None  # McNemar's test; None where a side has several seeds
-    moved: list[ClassMove]  # classes whose recall differs, by how much
-    only_a: list[str]  # images that every seed of A gets right and none of B
+    recall_changes: list[RecallChange]  # the largest first
+    only_a: list[str]  # images that every seed of A predicts correctly and none of B
     only_b: list[str]
 
 
-def load_arms(directories: Sequence[Path]) -> list[Arm]:
+@dataclass(frozen=True)
+class Comparison:
+    """Every group of evaluations compared with the first one."""
+
+    groups: list[Group]
+    pairs: list[Pair]
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write comparison.json: groups with their top-1 by seed, and pairs with all classes and images."""
+        document = {
+            "schema_version": 1,
+            "fingerprint": self.groups[0].evaluations[0].evaluation.fingerprint,
+            "groups": [
+                {
+                    "name": group.name,
+                    "evaluations": [each.name for each in group.evaluations],
+                    "seeds": [each.evaluation.seed for each in group.evaluations],
+                    "top1": group.top1.tolist(),
+                    "mean": float(group.top1.mean()),
+                    "standard_deviation": group.deviation,
+                }
+                for group in self.groups
+            ],
+            "pairs": [asdict(pair) for pair in self.pairs],
+        }
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        write_text(prepare_output(Path(directory), overwrite=overwrite) / COMPARISON_FILE, text)
+
+
+def compare_evaluations(directories: Sequence[str | Path]) -> Comparison:
+    """Compare the evaluations in `directories` with the first of them; seeds of one recipe are one group.
+
+    Where all are seeds of one recipe, they are compared with each other too. Raises ValueError where there are
+    fewer than two or their images differ, OSError where one can't be read.
+    """
+    evaluations = load_evaluations([Path(directory) for directory in directories])
+    groups = group_seeds(evaluations)
+    if len(groups) > 1:
+        return Comparison(groups, [compare_groups(groups[0], other) for other in groups[1:]])
+    seeds = [Group(each.name, [each]) for each in evaluations]
+    return Comparison(groups + seeds, [compare_groups(seeds[0], other) for other in seeds[1:]])
+
+
+def load_evaluations(directories: Sequence[Path]) -> list[NamedEvaluation]:
     """Read evaluations. Raises ValueError where there are fewer than two or their images differ."""
     if len(directories) < 2:
-        raise ValueError("vit compare needs two or more evaluations")
-    arms: list[Arm] = []
-    shared = os.path.commonpath([directory.resolve().parent for directory in directories])
+        raise ValueError("a comparison needs two or more evaluations")
+    loaded: list[NamedEvaluation] = []
+    common = os.path.commonpath([directory.resolve().parent for directory in directories])
     for directory in directories:
-        name = os.path.relpath(directory.resolve(), shared)
         if not (directory / EVALUATION_FILE).is_file():
             raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
         evaluation = load_evaluation(directory / EVALUATION_FILE)
@@ -100,69 +149,49 @@ def load_arms(directories: Sequence[Path]) -> list[Arm]:
                 f"{directory / PREDICTIONS_FILE} has {len(predictions.ids)} predictions of "
                 f"{evaluation.num_images} images; evaluate again"
             )
-        if arms:
-            predictions = _align(Arm(name, evaluation, predictions), arms[0])
-        arms.append(Arm(name, evaluation, predictions))
-    return arms
+        one = NamedEvaluation(os.path.relpath(directory.resolve(), common), evaluation, predictions)
+        loaded.append(_align(one, loaded[0]) if loaded else one)
+    return loaded
 
 
-def fold_seeds(arms: Sequence[Arm]) -> list[Group]:
+def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     """Put runs of one recipe with different seeds together; everything else stays by itself."""
-    groups: dict[str, list[Arm]] = {}
-    for arm in arms:
-        groups.setdefault(arm.evaluation.recipe or arm.name, []).append(arm)
-    folded = []
-    for members in groups.values():
-        seeds = {arm.evaluation.seed for arm in members}
+    by_recipe: dict[str, list[NamedEvaluation]] = {}
+    for each in evaluations:
+        by_recipe.setdefault(each.evaluation.recipe or each.name, []).append(each)
+    groups = []
+    for members in by_recipe.values():
+        seeds = {each.evaluation.seed for each in members}
         if len(seeds) == len(members) > 1 and None not in seeds:
-            folded.append(Group(name=" + ".join(arm.name for arm in members), arms=members))
+            groups.append(Group(" + ".join(each.name for each in members), members))
         else:
-            folded += [Group(name=arm.name, arms=[arm]) for arm in members]
-    return folded
+            groups += [Group(each.name, [each]) for each in members]
+    return groups
 
 
 def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int = 0) -> Pair:
     """Compare B with A on the same images."""
-    correct_a = np.array([arm.correct for arm in a.arms], dtype=np.float64)  # [seeds, n]
-    correct_b = np.array([arm.correct for arm in b.arms], dtype=np.float64)
-    share_a, share_b = correct_a.mean(axis=0), correct_b.mean(axis=0)
+    # [seeds, n] each
+    correct_a, correct_b = (
+        np.array([each.correct for each in group.evaluations], dtype=np.float64) for group in (a, b)
+    )
+    mean_a, mean_b = correct_a.mean(axis=0), correct_b.mean(axis=0)
     p_value = None
-    if len(a.arms) == len(b.arms) == 1:
-        p_value = compute_mcnemar(int((share_a > share_b).sum()), int((share_b > share_a).sum()))
-    ids = np.array(a.arms[0].predictions.ids, dtype=object)
-    loss_a, loss_b = (np.mean([arm.evaluation.loss for arm in group.arms]) for group in (a, b))
+    if len(correct_a) == len(correct_b) == 1:
+        p_value = compute_mcnemar(int((mean_a > mean_b).sum()), int((mean_b > mean_a).sum()))
+    first = a.evaluations[0].predictions
+    ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
         b=b.name,
-        difference=float((share_b - share_a).mean()),
+        difference=float((mean_b - mean_a).mean()),
         interval=_bootstrap_difference(correct_a, correct_b, resamples=resamples, seed=seed),
-        loss_difference=float(loss_b - loss_a),
+        loss_difference=b.loss - a.loss,
         p_value=p_value,
-        moved=_find_moves(np.array(a.arms[0].predictions.labels), share_a, share_b),
-        only_a=ids[(share_a == 1) & (share_b == 0)].tolist(),
-        only_b=ids[(share_b == 1) & (share_a == 0)].tolist(),
+        recall_changes=_find_recall_changes(np.array(first.labels), mean_a, mean_b),
+        only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
+        only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
     )
-
-
-def save_comparison(path: Path, groups: Sequence[Group], pairs: Sequence[Pair]) -> None:
-    """Write everything as JSON: groups with their top-1 by seed, and pairs with all classes and images."""
-    document = {
-        "schema_version": 1,
-        "fingerprint": groups[0].arms[0].evaluation.fingerprint,
-        "groups": [
-            {
-                "name": group.name,
-                "evaluations": [arm.name for arm in group.arms],
-                "seeds": [arm.evaluation.seed for arm in group.arms],
-                "top1": group.top1.tolist(),
-                "mean": float(group.top1.mean()),
-                "standard_deviation": group.deviation,
-            }
-            for group in groups
-        ],
-        "pairs": [asdict(pair) for pair in pairs],
-    }
-    write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def compute_mcnemar(only_a: int, only_b: int) -> float:
@@ -178,29 +207,29 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
 
 
-def _align(arm: Arm, first: Arm) -> Predictions:
-    """The predictions of `arm` in the order of `first`; ValueError where they are of other images."""
-    own, other = first.evaluation, arm.evaluation
-    if own.fingerprint != other.fingerprint:
+def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
+    """`other` with its predictions in the order of `first`; ValueError where they are of other images."""
+    a, b, predictions = first.evaluation, other.evaluation, other.predictions
+    if a.fingerprint != b.fingerprint:
         raise ValueError(
-            f"{first.name} and {arm.name} were evaluated on different images "
-            f"({own.data} {own.split} {own.fingerprint[:12]}, {other.data} {other.split} "
-            f"{other.fingerprint[:12]}); evaluate both on the same"
+            f"{first.name} and {other.name} were evaluated on different images "
+            f"({a.data} {a.split} {a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]}); "
+            "evaluate both on the same"
         )
-    position = {name: index for index, name in enumerate(arm.predictions.ids)}
-    if len(position) < len(arm.predictions.ids) or set(position) != set(first.predictions.ids):
+    position = {name: index for index, name in enumerate(predictions.ids)}
+    if len(position) < len(predictions.ids) or set(position) != set(first.predictions.ids):
         raise ValueError(
-            f"{first.name} and {arm.name} name the same images differently; evaluate both on one copy"
+            f"{first.name} and {other.name} name the same images differently; evaluate both on one copy"
         )
     order = [position[name] for name in first.predictions.ids]
-    predictions = arm.predictions
-    return Predictions(
+    aligned = Predictions(
         ids=first.predictions.ids,
         labels=[predictions.labels[index] for index in order],
         predicted=[predictions.predicted[index] for index in order],
         loss=predictions.loss[order],
         rank=predictions.rank[order],
     )
+    return replace(other, predictions=aligned)
 
 
 def _bootstrap_difference(
@@ -209,18 +238,19 @@ def _bootstrap_difference(
     """95 % percentile interval of top-1 of B minus A: images are drawn for both together, seeds for each."""
     generator = np.random.default_rng(seed)
     count = correct_a.shape[1]
-    draws = np.empty(resamples)
+    differences = np.empty(resamples)
     for index in range(resamples):
         seeds_a, seeds_b = (draw_weights(len(rows), generator) / len(rows) for rows in (correct_a, correct_b))
-        draws[index] = (seeds_b @ correct_b - seeds_a @ correct_a) @ draw_weights(count, generator) / count
-    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+        change = seeds_b @ correct_b - seeds_a @ correct_a
+        differences[index] = change @ draw_weights(count, generator) / count
+    low, high = np.quantile(differences, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return float(low), float(high)
 
 
-def _find_moves(labels: NDArray[np.str_], share_a: Floats, share_b: Floats) -> list[ClassMove]:
+def _find_recall_changes(labels: NDArray[np.str_], mean_a: Floats, mean_b: Floats) -> list[RecallChange]:
     names, index, support = np.unique(labels, return_inverse=True, return_counts=True)
-    recall_a, recall_b = np.bincount(index, share_a) / support, np.bincount(index, share_b) / support
+    recall_a, recall_b = np.bincount(index, mean_a) / support, np.bincount(index, mean_b) / support
     columns = (names.tolist(), recall_a.tolist(), recall_b.tolist(), support.tolist())
-    moves = [ClassMove(*row) for row in zip(*columns, strict=True)]
-    moves = [move for move in moves if move.recall_a != move.recall_b]
-    return sorted(moves, key=lambda move: -abs(move.recall_b - move.recall_a))
+    changes = [RecallChange(*row) for row in zip(*columns, strict=True)]
+    changes = [change for change in changes if change.recall_a != change.recall_b]
+    return sorted(changes, key=lambda change: -abs(change.recall_b - change.recall_a))

@@ -1,4 +1,4 @@
-"""What a prediction costs, on the device at hand."""
+"""What a prediction costs: FLOPs, throughput, latency and memory."""
 
 import resource
 import sys
@@ -22,7 +22,7 @@ _FEWEST, _MOST = 5, 200  # repetitions
 
 @dataclass(frozen=True)
 class Cost:
-    """The price of one model on one device."""
+    """The cost of one model on one device."""
 
     parameters: int
     flops_per_image: int  # a multiply-add counts as two

@@ -1,4 +1,4 @@
-"""Which images to look at: the mistakes, the close calls and the labels that may be wrong."""
+"""Which images to look at: confident errors, uncertain correct predictions and likely label errors."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def find_confident_mistakes(scores: Scores, *, count: int) -> Ints:
 
 
 def find_uncertain_hits(scores: Scores, *, count: int) -> Ints:
-    """Indices of the right predictions, the least confident first."""
+    """Indices of the correct predictions, the least confident first."""
     right = np.flatnonzero(scores.correct)
     return right[np.argsort(scores.confidence[right], kind="stable")][:count]
 
@@ -29,19 +29,19 @@ def find_label_errors(
     """Indices of the images whose label is probably wrong, the least plausible first, and how many in all.
 
     Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's threshold is the mean
-    probability it has on the images labelled with it. An image is suspect when, of the classes that reach
-    their threshold on it, the most probable is not its label. Suspects are ranked by self-confidence, the
+    probability it has on the images labelled with it. An image is a likely label error when, of the
+    classes that reach their threshold on it, the most probable is not its label; ranked by self-confidence, the
     probability of the given label. It presumes a model that did not see these images in training.
     """
     support = np.bincount(labels, minlength=logits.shape[1])
     own = np.concatenate([p[np.arange(len(p)), y] for p, y in _chunks(logits, labels, temperature)])
     thresholds = np.bincount(labels, own, minlength=logits.shape[1]) / np.maximum(support, 1)
-    thresholds[support == 0] = np.inf  # a class that labels nothing here can't be what an image should be
-    suspect = []
+    thresholds[support == 0] = np.inf  # no image here has this class as its label: no threshold is known
+    flagged = []
     for probabilities, truth in _chunks(logits, labels, temperature):
         reached = np.where(probabilities >= thresholds, probabilities, -1.0)
-        suspect.append((reached.max(axis=1) > 0) & (reached.argmax(axis=1) != truth))
-    found = np.flatnonzero(np.concatenate(suspect))
+        flagged.append((reached.max(axis=1) > 0) & (reached.argmax(axis=1) != truth))
+    found = np.flatnonzero(np.concatenate(flagged))
     return found[np.argsort(own[found], kind="stable")][:count], len(found)
 
 

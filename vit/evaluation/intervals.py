@@ -1,8 +1,8 @@
-"""How sure a figure is: the bootstrap (Efron & Tibshirani 1993, chapter 13)."""
+"""Confidence intervals of metrics by the bootstrap (Efron & Tibshirani 1993, chapter 13)."""
 
 import numpy as np
 
-from vit.evaluation.metrics import Floats, Scores, compute_figures
+from vit.evaluation.metrics import Floats, Scores, compute_metrics
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -16,12 +16,12 @@ def draw_weights(count: int, generator: np.random.Generator) -> Floats:
 def compute_intervals(
     scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """95 % percentile intervals of every headline figure, over draws of the images with replacement.
+    """95 % percentile intervals of every metric, over draws of the images with replacement.
 
-    They tell how far the figure moves with the choice of test images, not with the training seed.
+    They say how far a metric varies with the choice of test images, not with the training seed.
     """
     generator = np.random.default_rng(seed)
-    replicates = [compute_figures(scores, draw_weights(len(scores), generator)) for _ in range(resamples)]
+    replicates = [compute_metrics(scores, draw_weights(len(scores), generator)) for _ in range(resamples)]
     tail = (1 - LEVEL) / 2
     intervals = {}
     for name in replicates[0]:

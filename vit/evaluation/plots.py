@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture."""
+"""The confusion matrix as an image file."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ _MOST_NAMES = 40  # classes whose names are still legible at the axes
 
 
 def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path) -> None:
-    """Draw the share of each true class (row) that was predicted as each class (column)."""
+    """Draw the fraction of each true class (row) that was predicted as each class (column)."""
     count = len(class_names)
-    shares = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
+    fractions = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
     side = min(3 + 0.45 * count, 14)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
-    figure.colorbar(image, ax=axes, fraction=0.04, label="share of the true class")
+    image = axes.imshow(fractions, vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(image, ax=axes, fraction=0.04, label="fraction of the true class")
     axes.set(xlabel="predicted", ylabel="true")
     if count <= _MOST_NAMES:
         axes.set_xticks(range(count), class_names, rotation=60, ha="right", rotation_mode="anchor")
@@ -26,7 +26,7 @@ def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path)
         for row in range(count):
             for column in range(count):
                 if confusion[row, column]:
-                    color = "white" if shares[row, column] > 0.5 else "black"
+                    color = "white" if fractions[row, column] > 0.5 else "black"
                     number = str(confusion[row, column])
                     axes.text(column, row, number, ha="center", va="center", color=color, fontsize=8)
     figure.savefig(path, dpi=120)

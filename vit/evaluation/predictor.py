@@ -1,18 +1,20 @@
-"""From uint8 images to logits, as fast as the model goes."""
+"""From uint8 images to float32 logits: the only inference loop, for evaluation, prediction and validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.model.logits import compute_logits
-from vit.runtime.device import Precision, autocast
+from vit.runtime.device import Precision, autocast, choose_precision
+from vit.runtime.processes import current_process
 
 Pixels = NDArray[np.uint8]
 Logits = NDArray[np.float32]
@@ -30,6 +32,22 @@ class Predictor:
     precision: Precision
     mirrored: bool = False  # test-time augmentation: logits are the mean over each image and its mirror image
 
+    @classmethod
+    def from_bundle(
+        cls, bundle: Bundle, *, batch_size: int | None = None, precision: str = "auto", mirrored: bool = False
+    ) -> Self:
+        """`bundle` on the device it is on; in batches of 256, or on a CPU the 64 that its caches hold."""
+        device = next(bundle.model.parameters()).device
+        return cls(
+            model=bundle.model,
+            preprocess=bundle.preprocess,
+            num_classes=len(bundle.class_names),
+            batch_size=batch_size or (64 if device.type == "cpu" else 256),
+            device=device,
+            precision=choose_precision(precision, device),
+            mirrored=mirrored,
+        )
+
     @torch.inference_mode()
     def predict(
         self,
@@ -42,21 +60,31 @@ class Predictor:
 
         In a process group every process takes every world_size-th batch and gets all logits back. Batches are
         cut the same way whatever the number of processes, so the logits are the same to the last bit; none is
-        padded, so no image counts twice. `on_progress` hears how many images are done, over all processes.
+        padded, so no image counts twice. A process without a batch of its own in the last round still runs the
+        model, on an empty image: the weights of a sharded model come together only where all processes call it.
+        `on_progress` receives how many images are done, over all processes.
         """
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        process = current_process()
+        size, world_size = self.batch_size, process.world_size
         logits = torch.zeros(count, self.num_classes, device=self.device if world_size > 1 else "cpu")
         # one context around the loop: autocast keeps its bf16 copies of the weights until it is left
         with autocast(self.device, self.precision):
-            for start in range(rank * self.batch_size, count, world_size * self.batch_size):
-                stop = min(start + self.batch_size, count)
-                pixels = torch.from_numpy(np.array(read_batch(start, stop)))
-                images = self.preprocess.normalize(pixels.to(self.device))
-                of_batch = compute_logits(self.model, images)
-                if self.mirrored:
-                    of_batch = (of_batch + compute_logits(self.model, images.flip(-1))) / 2
-                logits[start:stop] = of_batch.to(logits.device)
-                on_progress(min(world_size * self.batch_size, count - start))
+            for first in range(0, count, world_size * size):
+                start = first + process.rank * size
+                stop = min(start + size, count)
+                if start >= count:
+                    self._compute(torch.zeros(1, *self.preprocess.image_size, 3, dtype=torch.uint8))
+                    continue
+                computed = self._compute(torch.from_numpy(np.array(read_batch(start, stop))))
+                logits[start:stop] = computed.to(logits.device)
+                on_progress(min(world_size * size, count - start))
         if world_size > 1:
-            dist.all_reduce(logits)  # a row is zero in every process but one: this sum rounds nothing
+            dist.all_reduce(logits)  # all processes but one hold zero for an image: this sum rounds nothing
         return cast(Logits, logits.cpu().numpy())
+
+    def _compute(self, pixels: Tensor) -> Tensor:
+        images = self.preprocess.normalize(pixels.to(self.device))
+        logits = compute_logits(self.model, images)
+        if self.mirrored:
+            logits = (logits + compute_logits(self.model, images.flip(-1))) / 2
+        return logits

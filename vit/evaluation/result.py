@@ -1,22 +1,25 @@
-"""What an evaluation leaves: `evaluation.json` (this schema) and `predictions.csv`.
+"""The result of an evaluation: `evaluation.json` (this schema), `predictions.csv` and `confusion.png`.
 
 `Evaluation.model_json_schema()` is the schema as JSON Schema. `schema_version` rises when a key goes or
-changes its meaning; a new key alone doesn't raise it. Shares are 0…1, never per cent.
+changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, never per cent.
 """
 
 import csv
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vit.bundle import Bundle
 from vit.evaluation.cost import Cost
-from vit.evaluation.images import Duplication
-from vit.evaluation.metrics import Bin, ClassFigures, Floats, Ints, Scores
+from vit.evaluation.images import Duplication, Images
+from vit.evaluation.metrics import Bin, ClassMetrics, Floats, Ints, Scores, compute_confusion
+from vit.evaluation.plots import draw_confusion
 from vit.runtime.files import write_atomically, write_text
+from vit.runtime.output_dir import prepare_output
 
 SCHEMA_VERSION = 1
 EVALUATION_FILE = "evaluation.json"
@@ -26,7 +29,7 @@ COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "lo
 
 @dataclass(frozen=True)
 class Example:
-    """An image worth looking at."""
+    """One image and its prediction."""
 
     path: str
     label: str
@@ -37,17 +40,17 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """What the model got wrong, nearly wrong, or what may be labelled wrong; the clearest cases first."""
+    """Errors, correct predictions of low confidence and likely label errors; the clearest cases first."""
 
     confident_mistakes: list[Example]
     uncertain_hits: list[Example]
     label_errors: list[Example]
-    num_label_errors: int  # suspects in all, by confident learning
+    num_label_errors: int  # of all images, by confident learning
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Figures of the probabilities before and after the temperature."""
+    """Metrics of the probabilities before and after the temperature."""
 
     temperature: float
     fitted_on: dict[str, str | int]  # split, num_images and fingerprint of the validation images
@@ -56,50 +59,56 @@ class Calibration:
 
 
 class Evaluation(BaseModel):
-    """The figures of one model on one set of images, and their conditions."""
+    """The metrics of one model on one set of images, and the conditions they were measured under."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = SCHEMA_VERSION
 
-    top1: float = Field(description="share of images whose label is the highest logit")
-    top5: float = Field(description="share of images whose label is among the five highest logits")
+    top1: float = Field(description="fraction of images whose label is the highest logit")
+    top5: float = Field(description="fraction of images whose label is among the five highest logits")
     loss: float = Field(description="mean cross-entropy of the logits, nats")
     macro_f1: float = Field(description="mean F1 of the classes that occur as label or prediction")
     macro_precision: float
     macro_recall: float
     ece: float = Field(description="expected calibration error, 15 bins of equal width")
-    brier: float = Field(description="squared distance of probabilities from truth, summed over classes")
+    brier: float = Field(
+        description="squared difference of probabilities and one-hot labels, summed over classes"
+    )
     nll: float = Field(description="mean cross-entropy of the probabilities: the loss after the temperature")
-    intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap interval of each of these")
-    per_class: list[ClassFigures] = Field(description="every class of the model, in its order")
+    intervals: dict[str, tuple[float, float]] = Field(
+        description="95 % bootstrap confidence interval of each of these"
+    )
+    per_class: list[ClassMetrics] = Field(description="every class of the model, in its order")
     reliability: list[Bin]
     calibration: Calibration | None = Field(description="null where no temperature was ever fitted")
 
-    num_images: int = Field(description="images evaluated: the denominator of every figure")
+    num_images: int = Field(description="images evaluated: the denominator of every metric")
     unreadable: list[tuple[str, str]] = Field(description="images left out, with the reason")
     duplicates_of_training: Duplication | None = Field(description="null where it is not known")
     examples: Examples
 
-    corruptions: dict[str, list[float]] | None = Field(description="top-1 at severities 1 to 5 of each kind")
-    mean_corruption_error: float | None = Field(description="mean of 1 - top-1 over kinds and severities")
+    corruptions: dict[str, list[float]] | None = Field(description="top-1 at severities 1 to 5 of each")
+    mean_corruption_error: float | None = Field(
+        description="mean of 1 - top-1 over corruptions and severities"
+    )
     sweeps: dict[str, list[tuple[float, float]]] | None = Field(
-        description="(amount, top-1) for shift_right and shift_down (of the side) and rotate (degrees)"
+        description="(amount, top-1): shift_right and shift_down as fractions of the side, rotate in degrees"
     )
     cost: Cost
 
     data: str = Field(description="name of the data set")
     split: str
-    notes: list[str] = Field(description="what a person should know of these images")
+    notes: list[str] = Field(description="what to know about these images")
     fingerprint: str = Field(description="of the decoded pixels, labels, class names and split")
-    model: str = Field(description="as named on the command line")
+    model: str = Field(description="path or name it was loaded from")
     model_sha256: str
     recipe: str | None = Field(description="hash of the training configuration without seed and machine")
     seed: int | None = Field(description="of the training run")
     conditions: dict[str, str] = Field(description="device, precision, batch size, command, time, versions")
 
     def list_warnings(self) -> list[str]:
-        """What must be known before a figure is quoted, in sentences."""
+        """What to know before a metric is quoted, in sentences."""
         warnings = list(self.notes)
         if self.unreadable:
             name, reason = self.unreadable[0]
@@ -110,7 +119,7 @@ class Evaluation(BaseModel):
         seen = self.duplicates_of_training
         if seen is not None and seen.exact + seen.near > 0:
             warnings.append(
-                f"{seen.exact} of these images were in training, {seen.near} more look like one that was: "
+                f"{seen.exact} of these images were in training, {seen.near} more are near-duplicates of one that was: "
                 f"{', '.join(seen.examples[:3])}"
             )
         return warnings
@@ -121,14 +130,45 @@ class Predictions:
     """The columns of a predictions file that a comparison needs."""
 
     ids: list[str]
-    labels: list[str]
+    labels: list[str]  # class names, as are the predicted
     predicted: list[str]
     loss: Floats
     rank: Ints
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """An `Evaluation`, and what each image contributed to it.
+
+    `pages` are further files that `save` writes: names, and functions of this result that give the text.
+    """
+
+    evaluation: Evaluation
+    scores: Scores
+    images: Images
+    bundle: Bundle
+    is_main: bool = True  # of several processes the one that writes files
+    pages: Mapping[str, Callable[["EvaluationResult"], str]] = field(default_factory=dict)
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write evaluation.json (last), predictions.csv, confusion.png and the pages into a new `directory`.
+
+        Raises FileExistsError where it holds something already, unless `overwrite` is given and we made it.
+        """
+        if not self.is_main:
+            return
+        names = self.bundle.class_names
+        texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
+        directory = prepare_output(Path(directory), overwrite=overwrite)
+        save_predictions(directory / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names)
+        draw_confusion(compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
+        for name, text in texts.items():
+            write_text(directory / name, text)
+        save_evaluation(directory / EVALUATION_FILE, self.evaluation)
+
+
 def save_predictions(path: Path, scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> None:
-    """One line an image, floats in full."""
+    """One line for each image, floats in full precision."""
 
     def write(temporary: Path) -> None:
         with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -184,5 +224,5 @@ def load_evaluation(path: Path) -> Evaluation:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ValueError(
-            f"{path} is no evaluation of this version: {key} {first['msg']}; evaluate again"
+            f"{path} is not an evaluation of this version: {key} {first['msg']}; evaluate again"
         ) from None

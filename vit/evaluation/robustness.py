@@ -1,6 +1,6 @@
-"""Top-1 on corrupted, shifted and rotated images."""
+"""Top-1 accuracy on corrupted, shifted and rotated images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -8,67 +8,61 @@ import numpy as np
 from vit.evaluation.corruptions import CORRUPTIONS, ROTATIONS, SEVERITIES, SHIFTS, corrupt, rotate, shift
 from vit.evaluation.images import Images
 from vit.evaluation.predictor import Pixels, Predictor
+from vit.runtime.processes import current_process
+from vit.runtime.progress import show_progress
 
 Sweep = list[tuple[float, float]]  # (amount, top-1)
-OnProgress = Callable[[int], object]
 
 
-def measure_corruptions(
-    predictor: Predictor, images: Images, *, on_progress: OnProgress
-) -> dict[str, list[float]]:
-    """Top-1 at severities 1 to 5 of each of the fifteen kinds: 75 passes over the images."""
+def measure_corruptions(predictor: Predictor, images: Images) -> dict[str, list[float]]:
+    """Top-1 at severities 1 to 5 of each of the fifteen corruptions: 75 passes over the images."""
 
-    def corrupt_batch(start: int, stop: int, *, name: str, severity: int) -> Pixels:
+    def read(start: int, stop: int, *, name: str, severity: int) -> Pixels:
         digests = images.dataset.digests[start:stop].tolist()
         batch = zip(images.read(start, stop), digests, strict=True)
         return np.stack([corrupt(image, name=name, severity=severity, digest=key) for image, key in batch])
 
-    return {
-        name: [
-            _measure_top1(
-                predictor, images, partial(corrupt_batch, name=name, severity=severity), on_progress
-            )
-            for severity in SEVERITIES
-        ]
-        for name in CORRUPTIONS
-    }
+    changes = [partial(read, name=name, severity=severity) for name in CORRUPTIONS for severity in SEVERITIES]
+    top1 = iter(_measure_top1(predictor, images, changes, title="corruptions"))
+    return {name: [next(top1) for _ in SEVERITIES] for name in CORRUPTIONS}
 
 
-def measure_shifts(predictor: Predictor, images: Images, *, on_progress: OnProgress) -> dict[str, Sweep]:
-    """Top-1 of images moved right and down by shares of their side."""
+def average_error(corruptions: Mapping[str, Sequence[float]]) -> float:
+    """Mean corruption error: 1 - top-1 over all corruptions and severities, not divided by a baseline's."""
+    errors = [1 - top1 for severities in corruptions.values() for top1 in severities]
+    return sum(errors) / len(errors)
 
-    def shift_batch(start: int, stop: int, *, fraction: float, axis: int) -> Pixels:
+
+def measure_shifts(predictor: Predictor, images: Images) -> dict[str, Sweep]:
+    """Top-1 of images moved right and down by fractions of their side."""
+
+    def read(start: int, stop: int, *, fraction: float, axis: int) -> Pixels:
         return shift(images.read(start, stop), fraction=fraction, axis=axis)
 
-    def sweep(axis: int) -> Sweep:
-        read = [partial(shift_batch, fraction=fraction, axis=axis) for fraction in SHIFTS]
-        return [
-            (fraction, _measure_top1(predictor, images, read_batch, on_progress))
-            for fraction, read_batch in zip(SHIFTS, read, strict=True)
-        ]
-
-    return {"shift_right": sweep(1), "shift_down": sweep(0)}
+    changes = [partial(read, fraction=fraction, axis=axis) for axis in (1, 0) for fraction in SHIFTS]
+    top1 = iter(_measure_top1(predictor, images, changes, title="shifts"))
+    return {name: [(fraction, next(top1)) for fraction in SHIFTS] for name in ("shift_right", "shift_down")}
 
 
-def measure_rotations(predictor: Predictor, images: Images, *, on_progress: OnProgress) -> dict[str, Sweep]:
+def measure_rotations(predictor: Predictor, images: Images) -> dict[str, Sweep]:
     """Top-1 of images turned anticlockwise by degrees."""
 
-    def rotate_batch(start: int, stop: int, *, degrees: float) -> Pixels:
+    def read(start: int, stop: int, *, degrees: float) -> Pixels:
         return rotate(images.read(start, stop), degrees=degrees)
 
+    changes = [partial(read, degrees=degrees) for degrees in ROTATIONS]
     return {
-        "rotate": [
-            (degrees, _measure_top1(predictor, images, partial(rotate_batch, degrees=degrees), on_progress))
-            for degrees in ROTATIONS
-        ]
+        "rotate": list(
+            zip(ROTATIONS, _measure_top1(predictor, images, changes, title="rotations"), strict=True)
+        )
     }
 
 
 def _measure_top1(
-    predictor: Predictor,
-    images: Images,
-    read_batch: Callable[[int, int], Pixels],
-    on_progress: OnProgress,
-) -> float:
-    logits = predictor.predict(read_batch, count=len(images), on_progress=on_progress)
-    return float((logits.argmax(axis=1) == images.labels).mean())
+    predictor: Predictor, images: Images, changes: Sequence[Callable[[int, int], Pixels]], *, title: str
+) -> list[float]:
+    """Top-1 of the images as each of `changes` reads them."""
+    total = len(changes) * len(images)
+    with show_progress(title, total, shown=current_process().is_main) as advance:
+        logits = (predictor.predict(read, count=len(images), on_progress=advance) for read in changes)
+        return [float((found.argmax(axis=1) == images.labels).mean()) for found in logits]

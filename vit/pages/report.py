@@ -18,7 +18,7 @@ from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.images import Images
 from vit.evaluation.metrics import Ints, Scores, compute_confusion
 from vit.evaluation.predictor import Pixels
-from vit.evaluation.result import Evaluation, Example
+from vit.evaluation.result import Evaluation, EvaluationResult, Example
 from vit.explanation import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
@@ -33,8 +33,8 @@ _THUMBNAIL_BYTES = 3_000_000  # of all cells, encoded: keeps the page below 10 M
 _PICTURE_SIDES = (160, 256)  # pixels: pictures of errors are brought between these
 _MAPS_AT_ONCE = 16
 
-# name, title, is it a share, what it says
-_FIGURES = (
+# name, title, whether shown as per cent, description
+_METRICS = (
     ("top1", "Top-1 accuracy", True, "the most probable class is the label"),
     ("top5", "Top-5 accuracy", True, "the label is among the five most probable classes"),
     ("macro_f1", "Macro F1", True, "mean over the classes of the harmonic mean of precision and recall"),
@@ -64,25 +64,29 @@ class _Cell:
 
 
 def build_report(
-    evaluation: Evaluation,
+    result: EvaluationResult,
     *,
-    scores: Scores,
-    images: Images,
-    history: Sequence[dict[str, Any]],
-    explain: Explain,
+    history: Sequence[dict[str, Any]] | None = None,
+    explain: Explain | None = None,
 ) -> str:
-    """The page as text. `history` are the rows of the training run's metrics; `explain` draws a map of each
-    picture over it, and may raise ValueError where a model has none."""
-    names = [row.name for row in evaluation.per_class]
+    """The page as text.
+
+    `history` are the epochs of the training run (by default of the metrics file beside the model). `explain` draws
+    a map over each picture (by default attention rollout), and may raise ValueError where a model has none.
+    """
+    evaluation, scores, images = result.evaluation, result.scores, result.images
+    names = [each.name for each in evaluation.per_class]
     confusion = compute_confusion(scores)
     shown = _choose_classes(confusion)
     cells = list(_collect_cells(scores, shown))
-    examples, maps_missing = _draw_examples(evaluation, images, explain)
+    examples, maps_missing = _draw_examples(
+        evaluation, images, explain or (lambda pictures: draw_maps(result.bundle, pictures))
+    )
     context = {
         "evaluation": evaluation,
         "warnings": evaluation.list_warnings(),
-        "figures": _list_figures(evaluation),
-        "history": _chart_history(history),
+        "metrics": _list_metrics(evaluation),
+        "history": _chart_history(load_history(result.bundle.name) if history is None else history),
         "matrix": {
             "names": [names[index] for index in shown],
             "counts": confusion[np.ix_(shown, shown)].tolist(),
@@ -103,10 +107,13 @@ def build_report(
     return render_page("report.html.jinja", context)
 
 
-def render_markdown(evaluation: Evaluation) -> str:
-    """The headline figures as a table."""
-    lines = ["| figure | value | 95 % interval |", "|---|---:|---:|"]
-    lines += [f"| {row['title']} | {row['value']} | {row['interval']} |" for row in _list_figures(evaluation)]
+def render_markdown(result: EvaluationResult) -> str:
+    """The metrics as a table."""
+    evaluation = result.evaluation
+    lines = ["| metric | value | 95 % interval |", "|---|---:|---:|"]
+    lines += [
+        f"| {each['title']} | {each['value']} | {each['interval']} |" for each in _list_metrics(evaluation)
+    ]
     if evaluation.mean_corruption_error is not None:
         lines.append(f"| Mean corruption error | {evaluation.mean_corruption_error:.1%} | |")
     lines += [
@@ -117,6 +124,10 @@ def render_markdown(evaluation: Evaluation) -> str:
     ]
     lines += [f"- {warning}" for warning in evaluation.list_warnings()]
     return "\n".join(lines) + "\n"
+
+
+# what `EvaluationResult.save` writes beside its own files
+PAGES = {"evaluation.md": render_markdown, "report.html": build_report}
 
 
 def load_history(model: str) -> list[dict[str, Any]]:
@@ -145,9 +156,9 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
 # --- figures and charts ------------------------------------------------------------------------------------
 
 
-def _list_figures(evaluation: Evaluation) -> list[dict[str, str]]:
+def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:
     rows = []
-    for name, title, share, about in _FIGURES:
+    for name, title, share, about in _METRICS:
         low, high = evaluation.intervals[name]
         if share:
             value = f"{100 * getattr(evaluation, name):.2f} %"

@@ -57,6 +57,11 @@ class Process:
             dist.barrier()
 
 
+def current_process() -> Process:
+    """This process's place in torch's process group; the only one where there is no group."""
+    return Process(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Process()
+
+
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
     """Join torchrun's process group, where there is one; yields this process and the device it is to use.
@@ -72,7 +77,7 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10))
     try:
-        yield Process(dist.get_rank(), dist.get_world_size()), device
+        yield current_process(), device
     finally:
         dist.destroy_process_group()
 

@@ -1,9 +1,10 @@
-"""Predictions of loose files keep their order, and say in its place what can't be read."""
+"""Predictions keep the order of the images, and say in its place what can't be read."""
 
 import csv
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.predict_files import Prediction, find_images, predict_files, write_csv, write_jsonl
-from vit.evaluation.predictor import Predictor
+from vit.data.inputs import ImageInputs
+from vit.evaluation.prediction import Prediction, PredictionResult, predict_images, write_csv, write_jsonl
 
 
 @pytest.fixture
@@ -27,38 +28,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def make_predictor(bundle: Bundle, *, batch_size: int = 2) -> Predictor:
-    return Predictor(bundle.model, bundle.preprocess, 10, batch_size, torch.device("cpu"), "float32")
+def run(bundle: Bundle, images: ImageInputs, *, top_k: int = 3, temperature: float = 1.0) -> list[Prediction]:
+    heated = replace(bundle, metadata={"temperature": temperature})
+    return list(predict_images(heated, images, top_k=top_k, batch_size=2, precision="float32"))
 
 
-def run(
-    bundle: Bundle, paths: Iterator[str], *, top_k: int = 3, temperature: float = 1.0
-) -> list[Prediction]:
-    predictions = predict_files(
-        paths,
-        predictor=make_predictor(bundle),
-        class_names=bundle.class_names,
-        temperature=temperature,
-        top_k=top_k,
-    )
-    return list(predictions)
+def test_files_and_folders_are_predicted_in_order(bundle: Bundle, folder: Path) -> None:
+    predictions = run(bundle, [f"{folder}/b/2.png", str(folder), f"{folder}/b"])
+    names = [str(Path(prediction.path).relative_to(folder)) for prediction in predictions]
+    assert names == ["b/2.png", "a/1.jpg", "b/2.png", "c.webp", "b/2.png"]
 
 
-def test_files_folders_and_a_list_are_found_in_order(folder: Path) -> None:
-    listed = [f"{folder}/c.webp\n", "\n", f"{folder}/b\r\n"]
-    found = list(find_images([f"{folder}/b/2.png", str(folder), "-"], listed=listed))
-    names = [str(Path(path).relative_to(folder)) for path in found]
-    assert names == ["b/2.png", "a/1.jpg", "b/2.png", "c.webp", "c.webp", "b/2.png"]
-
-
-def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no images"):
-        list(find_images([str(tmp_path)], listed=()))
+        run(bundle, str(tmp_path))
 
 
 def test_probabilities_are_the_models_sorted(bundle: Bundle, folder: Path) -> None:
     path = folder / "a" / "1.jpg"
-    (prediction,) = run(bundle, iter([str(path)]), top_k=10, temperature=2.0)
+    (prediction,) = run(bundle, [path], top_k=10, temperature=2.0)
     with torch.inference_mode():
         logits = bundle.model(bundle.preprocess([Image.open(path).convert("RGB")]))[0].double()
     expected = (logits / 2).softmax(dim=0)
@@ -73,12 +61,30 @@ def test_probabilities_are_the_models_sorted(bundle: Bundle, folder: Path) -> No
 def test_the_unreadable_are_reported_in_their_place(bundle: Bundle, folder: Path) -> None:
     (folder / "broken.png").write_bytes((folder / "b" / "2.png").read_bytes()[:100])
     paths = [folder / "c.webp", folder / "broken.png", folder / "gone.png", folder / "b" / "2.png"]
-    predictions = run(bundle, (str(path) for path in paths))
+    predictions = run(bundle, paths)
     assert [prediction.path for prediction in predictions] == [str(path) for path in paths]
     assert [bool(prediction.error) for prediction in predictions] == [False, True, True, False]
     assert "can't be read as an image" in str(predictions[1].error)
     assert predictions[2].error == "No such file or directory"
     assert [len(prediction.classes) for prediction in predictions] == [3, 0, 0, 3]
+
+
+def test_pictures_in_memory_are_predicted_like_their_files(bundle: Bundle, folder: Path) -> None:
+    path = folder / "b" / "2.png"
+    picture = Image.open(path)
+    predictions = run(bundle, [path, picture, np.asarray(picture)])
+    expected = [probability for _, _, probability in predictions[0].classes]
+    for prediction in predictions:
+        assert [probability for _, _, probability in prediction.classes] == pytest.approx(expected, abs=1e-6)
+    assert [prediction.path for prediction in predictions] == [str(path), "image 1", "image 2"]
+
+
+def test_a_result_is_saved_as_lines(bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    result = PredictionResult(run(bundle, folder))
+    result.save(tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["path"] for line in lines] == [prediction.path for prediction in result.predictions]
+    assert lines[0]["predictions"][0]["name"] == result.predictions[0].classes[0][1]
 
 
 def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
@@ -90,9 +96,7 @@ def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
             taken += 1
             yield f"{folder}/c.webp"
 
-    predictions = predict_files(
-        paths(), predictor=make_predictor(bundle), class_names=bundle.class_names, temperature=1.0, top_k=1
-    )
+    predictions = predict_images(bundle, paths(), top_k=1, batch_size=2)
     for _ in range(5):
         next(predictions)
     assert taken <= 6  # three batches of two

@@ -1,0 +1,211 @@
+"""A model and images to an `EvaluationResult`: what `vit evaluate` and `vit.evaluate` do."""
+
+import datetime
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle, update_metadata
+from vit.config import restore_old_keys
+from vit.evaluation.calibration import fit_temperature
+from vit.evaluation.cost import Cost, measure_cost
+from vit.evaluation.errors import find_confident_mistakes, find_label_errors, find_uncertain_hits
+from vit.evaluation.images import Images, count_duplicates, printable
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import (
+    Ints,
+    Scores,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
+from vit.evaluation.predictor import Logits, Predictor
+from vit.evaluation.result import Calibration, Evaluation, EvaluationResult, Example, Examples
+from vit.evaluation.robustness import (
+    average_error,
+    measure_corruptions,
+    measure_rotations,
+    measure_shifts,
+)
+from vit.runtime.device import describe_device
+from vit.runtime.processes import current_process
+from vit.runtime.progress import show_progress
+
+_OF_THE_MACHINE = {"data": ("root", "workers", "cache_dir", "memory_share"), "train": ("seed", "device")}
+
+
+def evaluate_bundle(
+    bundle: Bundle,
+    images: Images,
+    *,
+    validation: Images | None = None,
+    corruptions: bool = False,
+    shift: bool = False,
+    rotate: bool = False,
+    mirrored: bool = False,
+    num_examples: int = 16,
+    batch_size: int | None = None,
+    precision: str = "auto",
+) -> EvaluationResult:
+    """Measure `bundle`, on the device it is on, on `images`.
+
+    With `validation` images a temperature is fitted on them first and kept in the model file. `corruptions`,
+    `shift` and `rotate` add the top-1 accuracy on images changed so. In a process group all processes share the
+    images, and each gets the same result. Raises ValueError for a temperature without a model file to keep it.
+    """
+    process = current_process()
+    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision, mirrored=mirrored)
+    if validation is not None:
+        bundle = _calibrate(bundle, validation, predictor)
+    logits = _predict(predictor, images, title="evaluating")
+    corrupted = measure_corruptions(predictor, images) if corruptions else None
+    sweeps = measure_shifts(predictor, images) if shift else {}
+    sweeps |= measure_rotations(predictor, images) if rotate else {}
+    # the other processes wait: their work would slow what is timed
+    cost = process.broadcast(_measure_cost(predictor, images) if process.is_main else None)
+    scores = score_logits(logits, images.labels, temperature=bundle.temperature)
+    evaluation = Evaluation.model_validate(
+        {
+            **compute_metrics(scores),
+            "intervals": compute_intervals(scores),
+            "per_class": compute_per_class(scores, bundle.class_names),
+            "reliability": compute_reliability(scores),
+            "calibration": _describe_calibration(bundle, logits, images.labels),
+            "examples": _choose_examples(scores, logits, images, bundle, count=num_examples),
+            "corruptions": corrupted,
+            "mean_corruption_error": None if corrupted is None else average_error(corrupted),
+            "sweeps": sweeps or None,
+            "cost": cost,
+            **_describe_images(images, bundle),
+            **_describe_model(bundle),
+            "conditions": _describe_conditions(predictor),
+        }
+    )
+    return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
+
+
+def hash_recipe(config: Mapping[str, Any]) -> str | None:
+    """The same for training configurations that differ in the seed or the machine alone; None without one."""
+    if not config:
+        return None
+    # under the keys' first names: evaluations on disk hold hashes of those
+    kept = {
+        section: {key: value for key, value in values.items() if key not in _OF_THE_MACHINE.get(section, ())}
+        for section, values in restore_old_keys(config).items()
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
+    with show_progress(title, len(images), shown=current_process().is_main) as advance:
+        return predictor.predict(images.read, count=len(images), on_progress=advance)
+
+
+def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bundle:
+    """Fit the temperature on the validation images, keep it in the model file, load that again."""
+    path = Path(bundle.name)
+    path = path / MODEL_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{bundle.name} is no model file; calibration keeps the temperature in one")
+    process = current_process()
+    logits = _predict(predictor, validation, title="calibrating")
+    if process.is_main:
+        fitted_on = {
+            "split": validation.dataset.split,
+            "num_images": len(validation),
+            "fingerprint": validation.dataset.fingerprint,
+        }
+        temperature = fit_temperature(logits, validation.labels)
+        update_metadata(path, temperature=temperature, temperature_fitted_on=fitted_on)
+    process.wait()
+    return load_bundle(bundle.name, device=predictor.device)
+
+
+def _measure_cost(predictor: Predictor, images: Images) -> Cost:
+    pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
+    return measure_cost(
+        predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision
+    )
+
+
+def _describe_images(images: Images, bundle: Bundle) -> dict[str, Any]:
+    dataset, hashes = images.dataset, bundle.training_hashes
+    return {
+        "num_images": len(images),
+        "unreadable": [(printable(name), printable(why)) for name, why in dataset.unreadable],
+        "duplicates_of_training": None if hashes is None else count_duplicates(images, hashes),
+        "data": dataset.name,
+        "split": dataset.split,
+        "notes": list(dataset.notes),
+        "fingerprint": dataset.fingerprint,
+    }
+
+
+def _describe_model(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "recipe": hash_recipe(bundle.config),
+        "seed": bundle.config.get("train", {}).get("seed"),
+    }
+
+
+def _describe_conditions(predictor: Predictor) -> dict[str, str]:
+    program = Path(sys.argv[0]).name
+    return {
+        "device": describe_device(predictor.device),
+        "processes": str(current_process().world_size),
+        "precision": predictor.precision,
+        "batch size": str(predictor.batch_size),
+        "test-time augmentation": "mirrored" if predictor.mirrored else "none",
+        "command": shlex.join(["vit" if program == "__main__.py" else program, *sys.argv[1:]]),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **collect_versions(),
+    }
+
+
+def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calibration | None:
+    if "temperature" not in bundle.metadata:
+        return None
+    before, after = (
+        {name: metrics[name] for name in ("ece", "brier", "nll")}
+        for metrics in (
+            compute_metrics(score_logits(logits, labels, temperature=temperature))
+            for temperature in (1.0, bundle.temperature)
+        )
+    )
+    fitted_on = bundle.metadata.get("temperature_fitted_on", {})
+    return Calibration(bundle.temperature, fitted_on, before=before, after=after)
+
+
+def _choose_examples(
+    scores: Scores, logits: Logits, images: Images, bundle: Bundle, *, count: int
+) -> Examples:
+    def describe(indices: Ints) -> list[Example]:
+        return [
+            Example(
+                path=images.ids[index],
+                label=bundle.class_names[scores.labels[index]],
+                predicted=bundle.class_names[scores.predicted[index]],
+                probability=float(scores.confidence[index]),
+                label_probability=float(scores.label_probability[index]),
+            )
+            for index in indices.tolist()
+        ]
+
+    suspects, num_suspects = find_label_errors(
+        logits, images.labels, temperature=bundle.temperature, count=count
+    )
+    return Examples(
+        confident_mistakes=describe(find_confident_mistakes(scores, count=count)),
+        uncertain_hits=describe(find_uncertain_hits(scores, count=count)),
+        label_errors=describe(suspects),
+        num_label_errors=num_suspects,
+    )
