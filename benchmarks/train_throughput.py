@@ -149,7 +149,7 @@ class TimedBatches:
         return len(self.batches)
 
     def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
-        from vit.training.loop import Stopped
+        from vit.training.signals import Stopped
 
         for batch in self.batches.epoch(epoch, **arguments):
             yield batch  # and come back here after the step
@@ -162,7 +162,7 @@ def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[
     from vit.build.run import build_run
     from vit.config import load_config
     from vit.runtime.processes import join_processes
-    from vit.training.loop import Stopped
+    from vit.training.signals import Stopped
 
     overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
     overrides += [f"optimizer.{name}={value}" for name, value in ADAMW.items()]
@@ -254,7 +254,7 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
     optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
     schedule = create_schedule(optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
-    step = TrainStep(model, optimizer, schedule, precision="bfloat16", accumulate=4)
+    step = TrainStep(model, optimizer, schedule, precision="bfloat16", grad_accum_steps=4)
     return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
 
 

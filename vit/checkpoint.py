@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vit.runtime.files import compute_sha256, flush, write_atomically
+from vit.runtime.files import compute_sha256, rename_durably, write_atomically
 
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.(pt|sharded)")
 _STATE_FILE = "state.pt"
@@ -49,8 +49,8 @@ class CheckpointStore:
         keep_steps: list[int],
         shards: Path | None = None,
     ) -> Path:
-        """Write `state`, with the `shards` already written, as the checkpoint of global step `step`, then drop
-        the ones no longer needed.
+        """Write `state`, with the `shards` already written, as the checkpoint of global step `step`; delete what is no
+        longer kept.
 
         Raises OSError (disk full, read-only, vanished mount) and leaves the earlier checkpoints as they were.
         """
@@ -91,17 +91,14 @@ class CheckpointStore:
         torch.save(state, buffer)
         digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
-        write_atomically(path, lambda temporary: _write(temporary, buffer))
+        write_atomically(path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))
         return path
 
     def _save_directory(self, state: dict[str, Any], step: int, shards: Path) -> Path:
         torch.save(state, shards / _STATE_FILE)
-        for entry in (*shards.iterdir(), shards):
-            flush(entry)
         path = self.directory / f"step-{step:08d}-{_hash_directory(shards)[:16]}.sharded"
         _remove(path)  # damaged, if it is there
-        shards.rename(path)
-        flush(self.directory)
+        rename_durably(shards, path)
         return path
 
     def _clear_leftovers(self) -> None:
@@ -128,8 +125,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, buffer: io.BytesIO) -> None:
-    with path.open("wb") as file:
-        file.write(buffer.getbuffer())

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vit.runtime.arguments import as_pair
+from vit.runtime.arguments import Precision, as_pair
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
@@ -123,7 +123,7 @@ class TrainConfig(_Section):
     grad_accum_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"  # micro-batches a step
     seed: int = Field(0, ge=0)
     device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["auto", Precision] = "auto"
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)

@@ -59,12 +59,14 @@ def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
 @pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool", "conv_pool_residual"])
 def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in_three(stem):
     model = build_model(stem=stem)
-    pieces = settings(model, "pieces", lr=1.0, weight_decay=0.05, muon_lr=0.02)
+    num_matrices = settings(model, "num_matrices", lr=1.0, weight_decay=0.05, muon_lr=0.02)
     reads_pixels = "patch_embed.proj.weight" if stem == "patch" else "patch_embed.stem.0.weight"
     for name, parameter in model.named_parameters():
         inside = name.startswith("blocks") and parameter.ndim == 2
         kernel = parameter.ndim == 4 and name != reads_pixels
-        assert pieces[name] == (3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0), name
+        assert num_matrices[name] == (3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0), (
+            name
+        )
     kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3}[stem]
     assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels
 

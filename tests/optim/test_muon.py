@@ -82,7 +82,7 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
     ours = [copy.deepcopy(parameter) for parameter in theirs]
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95)
     optimizer = Muon(
-        [{"params": ours, "pieces": 1}], lr=0.02, weight_decay=0.1, momentum=0.95, dtype=torch.bfloat16
+        [{"params": ours, "num_matrices": 1}], lr=0.02, weight_decay=0.1, momentum=0.95, dtype=torch.bfloat16
     )
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
@@ -107,8 +107,8 @@ def test_packed_queries_keys_and_values_are_orthogonalised_apart():
     packed.grad = torch.randn(24, 8) * torch.tensor([1.0, 10.0, 100.0]).repeat_interleave(8)[:, None]
     for third, parameter in zip(packed.grad.chunk(3), apart, strict=True):
         parameter.grad = third.clone()
-    Muon([{"params": [packed], "pieces": 3}], lr=0.1).step()
-    Muon([{"params": apart, "pieces": 1}], lr=0.1).step()
+    Muon([{"params": [packed], "num_matrices": 3}], lr=0.1).step()
+    Muon([{"params": apart, "num_matrices": 1}], lr=0.1).step()
     torch.testing.assert_close(packed.detach(), torch.cat([parameter.detach() for parameter in apart]))
 
 
@@ -118,7 +118,7 @@ def test_a_kernel_moves_as_the_matrix_of_its_flattened_filters(memory_format):
     kernel = torch.nn.Parameter(start.clone(memory_format=memory_format))
     matrix = torch.nn.Parameter(start.flatten(1).clone())
     kernel.grad, matrix.grad = gradient.clone(memory_format=memory_format), gradient.flatten(1).clone()
-    optimizer = Muon([{"params": [kernel, matrix], "pieces": 1}], lr=0.1, weight_decay=0.1)
+    optimizer = Muon([{"params": [kernel, matrix], "num_matrices": 1}], lr=0.1, weight_decay=0.1)
     optimizer.step()
     optimizer.step()
     torch.testing.assert_close(kernel.detach().flatten(1), matrix.detach())
@@ -128,7 +128,7 @@ def test_a_kernel_moves_as_the_matrix_of_its_flattened_filters(memory_format):
 def test_tall_matrices_move_by_the_root_of_their_aspect():
     tall = torch.nn.Parameter(torch.zeros(64, 16))
     tall.grad = torch.randn(64, 16)
-    Muon([{"params": [tall], "pieces": 1}], lr=0.1).step()
+    Muon([{"params": [tall], "num_matrices": 1}], lr=0.1).step()
     values = torch.linalg.svdvals(tall.detach().double())
     assert 0.65 * 2 * 0.1 < values.min() < values.max() < 1.25 * 2 * 0.1
 
@@ -183,8 +183,8 @@ def test_gradients_are_divided_by_grad_scale():
 
 
 def test_matrices_that_do_not_split_are_refused():
-    with pytest.raises(ValueError, match=r"split into 3; got \(4, 8\)"):
-        Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 8))], "pieces": 3}], lr=0.1)
+    with pytest.raises(ValueError, match=r"split into 3 matrices; got \(4, 8\)"):
+        Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 8))], "num_matrices": 3}], lr=0.1)
 
 
 def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> None:
@@ -202,7 +202,7 @@ def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> N
         dist.destroy_process_group()
 
 
-def test_matrices_shared_over_two_processes_equal_one_process():
+def test_matrices_divided_over_two_processes_equal_one_process():
     model = build_model()
     expected = train(model, build_optimizer(model, layer_decay=0.5), range(3))
     with socket.socket() as probe:

@@ -74,7 +74,7 @@ def test_only_long_runs_on_known_devices_are_compiled():
     assert should_compile("cpu", total_flops=2e14)
     assert not should_compile("cpu", total_flops=2e14, num_sizes=2)
     assert should_compile("cuda", total_flops=1e18)
-    assert not should_compile("mps", total_flops=1e18)
+    assert not should_compile("xpu", total_flops=1e18)
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch):

@@ -1,4 +1,4 @@
-"""What training shows of attention while it forms: health figures of every layer, and maps of the same images."""
+"""What TensorBoard shows of attention during training: statistics of every layer, and maps of the same images."""
 
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,9 @@ _OPACITY = 0.6
 _MIN_SIDE = 96  # pixels; small images are enlarged to be seen
 
 
-class AttentionWatch:
+class AttentionImages:
     """Writes to TensorBoard, at every evaluation, each layer's attention entropy and mean attention distance and the
-    rollout of the same validation images.
-
-    `images` are uint8 [n, H, W, 3], already at the model's input size.
-    """
+    rollout of the same validation images: uint8 [n, H, W, 3], at the model's input size."""
 
     def __init__(self, images: np.ndarray, preprocess: Preprocess) -> None:
         self.images = images
@@ -48,7 +45,7 @@ class AttentionWatch:
         writer.add_image("attention/rollout", self._draw(maps), step, dataformats="HWC")
 
     def _draw(self, maps: Float[np.ndarray, "n rows columns"]) -> np.ndarray:
-        """The images in a row, each above its map."""
+        """The images side by side, each above its map."""
         height, width = self.images.shape[1:3]
         scale = max(1, -(-_MIN_SIDE // min(height, width)))
         columns = []

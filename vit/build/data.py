@@ -96,48 +96,25 @@ def build_data(config: Config, *, device: torch.device, pretrained: Preprocess |
     )
 
 
-def build_loaders(
-    config: Config, data: Data, *, device: torch.device, process: Process
-) -> tuple[Loader, ResidentLoader | None]:
-    """Augmented training batches, and the validation images as they are."""
-    augment = Augment(**config.augment.model_dump(exclude={"mix_until"}))
-    # of a set smaller than the batch, all images that can be shared out in pairs
-    share = 2 * process.world_size
-    batch_size = min(config.train.batch_size, len(data.train) // share * share)
+def build_train_loader(config: Config, data: Data, *, device: torch.device, process: Process) -> Loader:
+    """Augmented training batches."""
+    # of a set smaller than the batch, all images that divide into pairs for every process
+    multiple = 2 * process.world_size
     shared: dict[str, Any] = {
+        "batch_size": min(config.train.batch_size, len(data.train) // multiple * multiple),
         "preprocess": data.preprocess,
+        "augment": Augment(**config.augment.model_dump(exclude={"mix_until"})),
         "device": device,
         "seed": config.train.seed,
+        "shuffle": True,
+        "drop_last": True,
         "num_classes": len(data.train.class_names),
         "rank": process.rank,
         "world_size": process.world_size,
     }
-    train: Loader
     if data.pipeline == "resident":
-        train = ResidentLoader(
-            data.train, batch_size=batch_size, augment=augment, shuffle=True, drop_last=True, **shared
-        )
-    else:
-        train = WorkerLoader(
-            data.train,
-            batch_size=batch_size,
-            augment=augment,
-            shuffle=True,
-            drop_last=True,
-            workers=config.data.workers,
-            **shared,
-        )
-    if data.validation is None:
-        return train, None
-    validation = ResidentLoader(
-        data.validation,
-        batch_size=128 * share,
-        augment=None,
-        shuffle=False,
-        drop_last=False,
-        **shared,
-    )
-    return train, validation
+        return ResidentLoader(data.train, **shared)
+    return WorkerLoader(data.train, workers=config.data.workers, **shared)
 
 
 def _normalization(

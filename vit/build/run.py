@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from vit.build.attention_images import AttentionWatch, write_training_batch
-from vit.build.data import Data, Loader, build_data, build_loaders, source_arguments
+from vit.build.attention_images import AttentionImages, write_training_batch
+from vit.build.data import Data, Loader, build_data, build_train_loader, source_arguments
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
 from vit.data.open import load_source
+from vit.evaluation.metrics import compute_figures, score_logits
+from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
@@ -25,12 +29,14 @@ from vit.optim.schedule import create_schedule
 from vit.runtime.arguments import as_pair
 from vit.runtime.cache_dir import default_cache_dir
 from vit.runtime.device import Precision, choose_device, choose_precision
-from vit.runtime.memory import choose_parts, keep_freed_memory
-from vit.runtime.processes import Process, wrap_model
+from vit.runtime.memory import keep_freed_memory
+from vit.runtime.processes import Process
 from vit.training.compilation import keep_compiled_code, should_compile
-from vit.training.estimate import StepCost, measure_step_cost
-from vit.training.loop import Plan, Trainer
+from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
+from vit.training.loop import Trainer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.training.parallel import unwrap_for_evaluation, wrap_model
+from vit.training.plan import TrainingPlan
 from vit.training.state import gather_weights
 from vit.training.step import TrainStep
 
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A trainer with what a person is told before it starts."""
+    """A trainer with what the user is told before it starts."""
 
     trainer: Trainer
     config: Config
@@ -98,60 +104,61 @@ def build_run(
     """All the parts of a training run, ready to start or to resume."""
     device = choose_device(device_name)
     train = config.train
-    torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
-    # else every new tensor is written twice, a debugging aid
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    _set_up_torch(device, deterministic=train.deterministic)
     num_classes = len(load_source(**source_arguments(config), split="train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes)
     data = build_data(config, device=device, pretrained=pretrained)
     is_sharded = train.parallel == "fsdp"
     if not is_sharded:
         model.to(device)
-    train_loader, validation_loader = build_loaders(config, data, device=device, process=process)
+    train_loader = build_train_loader(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
     precision = choose_precision(train.precision, device)
-    keep_freed_memory()
     is_compiled = _should_compile(config, plan, model)
     if is_compiled:
         keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
-    rank_batch = plan.batch_size // process.world_size
-    parts = (
-        choose_parts(model, batch_size=rank_batch, image_size=data.preprocess.image_size, device=device)
-        if train.grad_accum_steps == "auto"
-        else train.grad_accum_steps
-    )
+    image_size = data.preprocess.image_size
+    batch_size = plan.batch_size // process.world_size
+    grad_accum_steps = train.grad_accum_steps
+    if grad_accum_steps == "auto":
+        grad_accum_steps = choose_grad_accum_steps(
+            model, batch_size=batch_size, image_size=image_size, device=device
+        )
     step_cost = None
     if not is_sharded:
+        micro_batch_size = -(-batch_size // grad_accum_steps)
         step_cost = measure_step_cost(
             model,
-            (3, *data.preprocess.image_size),
-            batch_size=rank_batch,
-            part_size=-(-rank_batch // parts),
-            dtype=getattr(torch, precision),
+            (3, *image_size),
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            precision=precision,
         )
-    step = _build_step(
-        config,
-        model,
-        plan=plan,
-        steps_per_epoch=len(train_loader),
-        process=process,
-        device=device,
+    parallel_model, average_model = _wrap_models(config, model, process=process, device=device)
+    optimizer, schedule = _build_optimizer(config, model, plan=plan, precision=precision)
+    step = TrainStep(
+        parallel_model,
+        optimizer,
+        schedule,
         precision=precision,
-        parts=parts,
+        label_smoothing=train.label_smoothing,
+        clip_grad=train.clip_grad,
+        grad_accum_steps=grad_accum_steps,
+        ema_decay=train.ema_decay,
+        average_model=average_model,
+        halt_on_nonfinite=train.on_nonfinite == "stop",
         compile=is_compiled,
     )
-    if observers is None:
-        observers = (
-            build_observers(config, data, train_loader, directory=directory) if process.is_main else []
-        )
+    if observers is None and process.is_main:
+        observers = build_observers(config, data, train_loader, directory=directory)
     trainer = Trainer(
         step,
         plan=plan,
         train_batches=train_loader,
-        validation_batches=validation_loader,
+        evaluate=build_evaluate(data, device=device, precision=precision),
         checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
         save_model=_model_writer(config, data, directory, process),
-        observers=observers,
+        observers=observers or [],
         process=process,
         sharded=is_sharded,
         sample_name=lambda index: str(data.train.ids[index]),
@@ -159,62 +166,84 @@ def build_run(
     return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
 
 
-def _build_step(
-    config: Config,
-    model: VisionTransformer,
-    *,
-    plan: Plan,
-    steps_per_epoch: int,
-    process: Process,
-    device: torch.device,
-    precision: Precision,
-    parts: int,
-    compile: bool,
-) -> TrainStep:
-    """The model wrapped for its processes, with its average, optimizer and schedule."""
-    train = config.train
-    average_model = copy.deepcopy(model) if train.ema_decay else None
-    parallel_model = wrap_model(model, process=process, parallel=train.parallel, device=device)
-    if average_model is not None and train.parallel == "fsdp":
-        wrap_model(average_model, process=process, parallel="fsdp", device=device)
-    if train.parallel == "fsdp" and config.optimizer.name == "muon":
+def _set_up_torch(device: torch.device, *, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic and device.type == "cuda")
+    # else every new tensor is written twice, a debugging aid
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    keep_freed_memory()
+
+
+def _wrap_models(
+    config: Config, model: VisionTransformer, *, process: Process, device: torch.device
+) -> tuple[nn.Module, nn.Module | None]:
+    """The model wrapped for its processes, and the one that keeps the weights' average."""
+    parallel = config.train.parallel
+    if parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError(
             "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
         )
+    average_model = copy.deepcopy(model) if config.train.ema_decay else None
+    parallel_model = wrap_model(model, process=process, parallel=parallel, device=device)
+    if average_model is not None and parallel == "fsdp":
+        wrap_model(average_model, process=process, parallel=parallel, device=device)
+    return parallel_model, average_model
+
+
+def _build_optimizer(
+    config: Config, model: VisionTransformer, *, plan: TrainingPlan, precision: Precision
+) -> tuple[Optimizer, LRScheduler]:
+    settings, schedule = config.optimizer, config.schedule
     optimizer = create_optimizer(
-        config.optimizer.name,
+        settings.name,
         model,
-        **config.optimizer.model_dump(exclude={"name"}),
+        **settings.model_dump(exclude={"name"}),
         muon_dtype=getattr(torch, precision),
     )
-    schedule = create_schedule(
+    warmup_steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
+    return optimizer, create_schedule(
         optimizer,
-        name=config.schedule.name,
-        warmup_steps=min(round(config.schedule.warmup_epochs * steps_per_epoch), plan.total_steps - 1),
+        name=schedule.name,
+        warmup_steps=min(warmup_steps, plan.total_steps - 1),
         total_steps=plan.total_steps,
-        cooldown_fraction=config.schedule.cooldown_fraction,
-    )
-    return TrainStep(
-        parallel_model,
-        optimizer,
-        schedule,
-        precision=precision,
-        label_smoothing=train.label_smoothing,
-        clip_grad=train.clip_grad,
-        accumulate=parts,
-        ema_decay=train.ema_decay,
-        average_model=average_model,
-        halt_on_nonfinite=train.on_nonfinite == "stop",
-        compile=compile,
+        cooldown_fraction=schedule.cooldown_fraction,
     )
 
 
-def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan:
+def build_evaluate(
+    data: Data, *, device: torch.device, precision: Precision
+) -> Callable[[nn.Module], tuple[float, float]] | None:
+    """(loss, top-1) of a model on the validation images, computed as `vit evaluate` computes them; None without."""
+    store, preprocess = data.validation, data.preprocess
+    if store is None:
+        return None
+
+    def read(start: int, stop: int) -> Pixels:
+        assert store is not None and store.images is not None  # noqa: PT018
+        return preprocess.crop(store.images[start:stop])
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        predictor = Predictor(
+            model=unwrap_for_evaluation(model),
+            preprocess=preprocess,
+            num_classes=len(store.class_names),
+            batch_size=choose_batch_size(device),
+            device=device,
+            precision=precision,
+        )
+        logits = predictor.predict(read, count=len(store))
+        metrics = compute_figures(score_logits(logits, store.labels))
+        return metrics["loss"], metrics["top1"]
+
+    return evaluate
+
+
+def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> TrainingPlan:
     """How long, and what happens when."""
     train = config.train
     total_steps = train.epochs * steps_per_epoch
-    return Plan(
+    return TrainingPlan(
         epochs=train.epochs,
+        steps_per_epoch=steps_per_epoch,
         total_steps=min(total_steps, train.max_steps or total_steps),
         seed=train.seed,
         batch_size=batch_size,
@@ -230,15 +259,15 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Plan
 
 
 def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
-    """What a person sees: a progress bar, the metrics file, TensorBoard."""
-    watch = None
+    """What the user sees: a progress bar, the metrics file, TensorBoard."""
+    attention = None
     images = data.validation.images if data.validation is not None else None
     count = config.train.attention_maps
-    # a sharded model's forward pass takes all processes, and only the main one is observed
+    # a sharded model's forward pass takes all processes, and only the main one has observers
     if images is not None and count and config.train.parallel != "fsdp":
         # they are sorted by class
         chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
-        watch = AttentionWatch(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
+        attention = AttentionImages(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
 
     def show_batch(writer: "SummaryWriter") -> None:
         write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
@@ -246,7 +275,7 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
     return [
         ProgressBar(),
         MetricsFile(directory),
-        TensorBoard(directory, at_start=show_batch, at_evaluation=watch),
+        TensorBoard(directory, at_start=show_batch, at_evaluation=attention),
     ]
 
 
@@ -260,7 +289,7 @@ def find_changes(config: Config, saved: Path) -> list[str]:
     return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
 
 
-def _should_compile(config: Config, plan: Plan, model: VisionTransformer) -> bool:
+def _should_compile(config: Config, plan: TrainingPlan, model: VisionTransformer) -> bool:
     if config.train.compile != "auto":
         return config.train.compile
     if config.train.parallel == "fsdp":

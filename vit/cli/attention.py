@@ -60,8 +60,8 @@ def attention(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bfloat16 or auto")] = "float32",
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="the same model untrained: a sanity control")
     ] = False,

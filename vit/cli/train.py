@@ -31,7 +31,7 @@ def train(
 ) -> None:
     """Train a model. Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit."""
     from vit import api
-    from vit.training.loop import Stopped
+    from vit.training.signals import Stopped
 
     changes = overrides or []
     if config is not None and "=" in config and not Path(config).exists():

@@ -73,7 +73,8 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
         log_probabilities = log_softmax(part / temperature, axis=1)
         probabilities = np.exp(log_probabilities)
         own = part[rows, truth][:, None]
-        ahead = (part > own) | ((part == own) & (np.arange(part.shape[1]) < truth[:, None]))
+        # an image with NaN among its logits is never a hit
+        behind = (part < own) | ((part == own) & (np.arange(part.shape[1]) >= truth[:, None]))
         predicted = part.argmax(axis=1)
         scored = {
             "predicted": predicted,
@@ -83,7 +84,7 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
             "nll": -log_probabilities[rows, truth],
             # sum over classes of (p - y)^2, with y one at the label
             "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[rows, truth] + 1,
-            "rank": ahead.sum(axis=1),
+            "rank": part.shape[1] - behind.sum(axis=1),
         }
         for name, values in scored.items():
             columns.setdefault(name, []).append(values)

@@ -1,6 +1,6 @@
 """Optimizer by name."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from vit.optim.groups import parameter_groups
 from vit.optim.muon import Muon
+from vit.runtime.arguments import check_choice
 
 OptimizerName = Literal["adamw", "sgd", "muon"]
 
@@ -29,14 +30,10 @@ def create_optimizer(
     `betas` are AdamW's, `momentum` is SGD's and Muon's (Nesterov's). "muon" takes `muon_lr` for hidden
     matrices, whose products it computes in `muon_dtype`, and `lr` and `betas` for AdamW on the rest.
     """
-    if name not in ("adamw", "sgd", "muon"):
-        raise ValueError(f"unknown optimizer {name!r}; known: adamw, muon, sgd")
+    check_choice(name, get_args(OptimizerName), name="optimizer")
+    hidden_lr = muon_lr if name == "muon" else None
     groups = parameter_groups(
-        model,
-        lr=lr,
-        weight_decay=weight_decay,
-        layer_decay=layer_decay,
-        muon_lr=muon_lr if name == "muon" else None,
+        model, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, muon_lr=hidden_lr
     )
     if name == "muon":
         return Muon(

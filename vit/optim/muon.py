@@ -2,8 +2,11 @@
 
 Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the
 nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go
-through one chain of batched products, on a CPU the wider ones each through its own; over several processes
-each orthogonalises its share.
+through one chain of batched products, on a CPU the wider ones each through its own; several processes divide
+the matrices among themselves.
+
+torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys and values as one
+matrix, has no float32 products and no `found_inf`, and computes every matrix in every process.
 """
 
 from collections import defaultdict
@@ -50,15 +53,15 @@ def _iterate(work: Tensor, *, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on the groups whose `pieces` is positive, AdamW on the others; one state_dict for both.
+    """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for both.
 
-    A Muon group's matrices are orthogonalised in `pieces` parts of equal rows; a convolution's kernel [O, I, h, w] is
-    the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as there, so a
-    learning rate near 0.02 fits all shapes.
+    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a convolution's kernel
+    [O, I, h, w] is the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as
+    there, so a learning rate near 0.02 fits all shapes.
     `dtype` is the products': the iteration needs no more than bfloat16, which is several times faster where the
-    hardware has it, but then the order of a sum may show, as it does where a batch is split over processes.
+    hardware has it, but then results depend on the order of a sum, and so on the number of processes.
     `grad_scale` and `found_inf` are read as torch's fused optimizers read them: gradients are divided by the
-    one, and nothing changes where the other is 1, without asking the device.
+    one, and nothing changes where the other is 1, without waiting for the device.
     """
 
     _step_supports_amp_scaling = True
@@ -74,31 +77,23 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "eps": eps,
-            "pieces": 0,
-        }
-        super().__init__(params, defaults)
+        shared = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        super().__init__(params, shared | {"num_matrices": 0})
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._dtype = dtype
         for group in self.param_groups:
             for parameter in group["params"]:
-                if group["pieces"] and (parameter.ndim < 2 or parameter.shape[0] % group["pieces"]):
-                    raise ValueError(
-                        f"Muon takes matrices that split into {group['pieces']}; got {tuple(parameter.shape)}"
-                    )
+                count, shape = group["num_matrices"], tuple(parameter.shape)
+                if count and (len(shape) < 2 or shape[0] % count):
+                    raise ValueError(f"Muon takes parameters that split into {count} matrices; got {shape}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None, "no closure: the loss is computed before the step"
         for group in self.param_groups:
-            if not group["pieces"]:
+            if not group["num_matrices"]:
                 self._step_adamw(group)
         self._step_muon()
 
@@ -134,13 +129,13 @@ class Muon(torch.optim.Optimizer):
     def _step_muon(self) -> None:
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, dict[str, Any]]]] = defaultdict(list)
         for group in self.param_groups:
-            for parameter in group["params"] if group["pieces"] else ():
+            for parameter in group["params"] if group["num_matrices"] else ():
                 if parameter.grad is not None:
                     update = self._momentum(parameter, momentum=group["momentum"])
-                    shape = (parameter.shape[0] // group["pieces"], parameter[0].numel())
-                    stacks[shape].append((parameter, update.reshape(group["pieces"], *shape), group))
+                    shape = (parameter.shape[0] // group["num_matrices"], parameter[0].numel())
+                    stacks[shape].append((parameter, update.reshape(group["num_matrices"], *shape), group))
         for (rows, columns), entries in stacks.items():
-            directions = self._orthogonalize_shared(torch.cat([update for _, update, _ in entries]))
+            directions = self._orthogonalize_divided(torch.cat([update for _, update, _ in entries]))
             directions *= max(1.0, rows / columns) ** 0.5
             start = 0
             for parameter, update, group in entries:
@@ -165,13 +160,13 @@ class Muon(torch.optim.Optimizer):
     def _unless_found_inf(self, values: Tensor) -> Tensor:
         return values if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, values)
 
-    def _orthogonalize_shared(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
+    def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if world == 1:
             return orthogonalize(updates, dtype=self._dtype)
-        share = -(-len(updates) // world)  # every rank takes as many; the last ones repeat a matrix
-        mine = torch.arange(dist.get_rank() * share, (dist.get_rank() + 1) * share, device=updates.device)
-        gathered = updates.new_empty(world * share, *updates.shape[1:])
+        count = -(-len(updates) // world)  # every rank takes as many; the last ones repeat a matrix
+        mine = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=updates.device)
+        gathered = updates.new_empty(world * count, *updates.shape[1:])
         dist.all_gather_into_tensor(
             gathered, orthogonalize(updates[mine.clamp(max=len(updates) - 1)], dtype=self._dtype).contiguous()
         )

@@ -6,6 +6,8 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from vit.runtime.arguments import check_choice
+
 ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 
 
@@ -43,8 +45,7 @@ def create_schedule(
     final_factor: float = 0.0,
 ) -> LRScheduler:
     """A scheduler over `schedule_factor`; step it once after every optimizer step."""
-    if name not in get_args(ScheduleName):
-        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(sorted(get_args(ScheduleName)))}")
+    check_choice(name, get_args(ScheduleName), name="schedule")
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(
             f"warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; shorten it"

@@ -1,6 +1,9 @@
 """What arguments may be, said where they are wrong."""
 
 from collections.abc import Collection, Sequence
+from typing import Literal
+
+Precision = Literal["float32", "bfloat16"]
 
 
 def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:

@@ -3,54 +3,48 @@
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import cast, get_args
 
 import torch
 
-Precision = Literal["float32", "bfloat16", "float16"]
+from vit.runtime.arguments import Precision as Precision
+from vit.runtime.arguments import check_choice
 
 
 def choose_device(name: str) -> torch.device:
     """`auto` is a GPU where there is one. Raises ValueError where the named device is not here."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda, cuda:N or mps")
+        is_on_gpu = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"train.device {name}: Metal is not available here; use auto or cpu")
     return device
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
     """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
-    if name in ("float32", "bfloat16", "float16"):
-        return name  # type: ignore[return-value]
+    check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
-        raise ValueError(f"unknown precision {name!r}; use auto, float32, bfloat16 or float16")
+        return cast(Precision, name)
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    if device.type == "cpu" and cpu_multiplies_bfloat16():
-        return "bfloat16"
-    return "float32"
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
 
 
 def describe_device(device: torch.device) -> str:
-    """The device's marketing name, for a row of figures."""
+    """The device's product name, for reports and benchmarks."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
+        lines = info.read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
         cpu = f"{names[0]}, {len(names)} cores" if names else cpu
     extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`.
 
     A reader sees the old file or the new one, also after a crash or a power cut. Whatever `write` raises leaves
@@ -18,37 +18,39 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     temporary = Path(name)
     try:
         write(temporary)
-        flush(temporary)
         temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
+        rename_durably(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    flush(path.parent)
 
 
-def flush(path: Path) -> None:
-    """Return when a file's content, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename a file, or a directory of files, when its content is on disk; return when its new name is too."""
+    for path in (*source.iterdir(), source) if source.is_dir() else (source,):
+        _flush(path)
+    source.replace(target)
+    _flush(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
-    write_atomically(path, lambda temporary: _write(temporary, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def compute_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Return when a file's content, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:

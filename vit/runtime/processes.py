@@ -1,16 +1,14 @@
-"""The processes of one run. torchrun starts them; torch's DistributedDataParallel or FSDP2 joins them."""
+"""The processes of one run, as torchrun starts them."""
 
 import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -24,16 +22,8 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """The one process that writes files and talks to the person."""
+        """The one process that writes files and messages."""
         return self.rank == 0
-
-    def sum(self, *values: Tensor) -> list[Tensor]:
-        """Each 0-d value summed over all processes, in float64."""
-        if self.world_size == 1:
-            return [value.double() for value in values]
-        total = torch.stack([value.double() for value in values])
-        dist.all_reduce(total)
-        return list(total)
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether `flag` is set in any process."""
@@ -80,24 +70,3 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         yield current_process(), device
     finally:
         dist.destroy_process_group()
-
-
-def wrap_model(
-    model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"], device: torch.device
-) -> nn.Module:
-    """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp).
-
-    A sharded model may come from the host: each block goes to the device and is cut there before the next.
-    """
-    if process.world_size == 1:
-        return model.to(device)
-    if parallel == "ddp":
-        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (process.world_size,))
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model

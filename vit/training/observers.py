@@ -1,12 +1,15 @@
-"""What a person sees of a run. The loop tells observers what happened and knows none of them."""
+"""What the user sees of a run. The loop tells observers what happened and knows none of them."""
 
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from vit.runtime.progress import Advance, show_progress
 from vit.training.run_directory import METRICS_FILE, append_metrics, truncate_metrics
 
 if TYPE_CHECKING:
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepMetrics:
     """One training step, read from the device."""
 
     epoch: int
@@ -24,7 +27,6 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     images_per_second: float
-    seconds_left: float
 
 
 class Observer:
@@ -33,17 +35,17 @@ class Observer:
     def on_start(self, *, step: int, total_steps: int) -> None:
         """The run begins, or goes on after `step` steps."""
 
-    def on_step(self, report: StepReport) -> None:
-        """Some steps, a few a second: for the eye."""
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Some steps, two a second at most: for a display."""
 
-    def on_log(self, report: StepReport) -> None:
-        """Every so many steps, always the same ones: for the record."""
+    def on_log(self, metrics: StepMetrics) -> None:
+        """At every log interval, always the same steps: for curves."""
 
-    def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         """An epoch ended. `model` is the one that was evaluated, in evaluation mode."""
 
     def on_message(self, text: str) -> None:
-        """Something a person should read."""
+        """A message for the user."""
 
     def on_end(self) -> None:
         """The run ended or stopped; also after an error."""
@@ -58,14 +60,14 @@ class MetricsFile(Observer):
     def on_start(self, *, step: int, total_steps: int) -> None:
         truncate_metrics(self.path, step=step)
 
-    def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
-        # a run killed between this row and the epoch's checkpoint comes here again
-        truncate_metrics(self.path, step=row["step"] - 1)
-        append_metrics(self.path, row)
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        # a run killed between this line and the epoch's checkpoint comes here again
+        truncate_metrics(self.path, step=metrics["step"] - 1)
+        append_metrics(self.path, metrics)
 
 
 class TensorBoard(Observer):
-    """Curves and pictures beside `metrics.jsonl`; a resumed run's curves go on where its checkpoint was taken."""
+    """Curves and images beside `metrics.jsonl`; a resumed run's curves go on where its checkpoint was taken."""
 
     def __init__(
         self,
@@ -87,19 +89,19 @@ class TensorBoard(Observer):
         if step == 0 and self.at_start:
             self.at_start(self.writer)
 
-    def on_log(self, report: StepReport) -> None:
+    def on_log(self, metrics: StepMetrics) -> None:
         assert self.writer is not None
-        self.writer.add_scalar("step/loss", report.loss, report.step)
-        self.writer.add_scalar("step/gradient_norm", report.grad_norm, report.step)
-        self.writer.add_scalar("step/learning_rate", report.learning_rate, report.step)
+        self.writer.add_scalar("step/loss", metrics.loss, metrics.step)
+        self.writer.add_scalar("step/gradient_norm", metrics.grad_norm, metrics.step)
+        self.writer.add_scalar("step/learning_rate", metrics.learning_rate, metrics.step)
 
-    def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         assert self.writer is not None
-        for key, value in row.items():
+        for key, value in metrics.items():
             if key not in ("epoch", "step") and value is not None:
-                self.writer.add_scalar(f"epoch/{key}", value, row["step"])
-        if self.at_evaluation and row["val_loss"] is not None:
-            self.at_evaluation(self.writer, model, row["step"])
+                self.writer.add_scalar(f"epoch/{key}", value, metrics["step"])
+        if self.at_evaluation and metrics["val_loss"] is not None:
+            self.at_evaluation(self.writer, model, metrics["step"])
         self.writer.flush()
 
     def on_end(self) -> None:
@@ -108,45 +110,33 @@ class TensorBoard(Observer):
 
 
 class ProgressBar(Observer):
-    """A live bar with loss, accuracy, images/s and time left; plain lines where there is no terminal."""
+    """A bar with loss, accuracy, images/s and time left, and a line an epoch."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} steps  {task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.bar.add_task("", total=None, epoch=1, figures="")
+        self._context = ExitStack()
+        self._advance: Advance | None = None
+        self._step = 0
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        self.bar.start()
-        self.bar.update(self.task, completed=step, total=total_steps)
+        self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
+        self._advance(step)
+        self._step = step
 
-    def on_step(self, report: StepReport) -> None:
-        figures = f"loss {report.loss:.3f}  top-1 {report.top1:.1%}  {report.images_per_second:,.0f} images/s"
-        self.bar.update(self.task, completed=report.step, epoch=report.epoch + 1, figures=figures)
+    def on_step(self, metrics: StepMetrics) -> None:
+        assert self._advance is not None
+        title = f"epoch {metrics.epoch + 1}  loss {metrics.loss:.3f}  top-1 {metrics.top1:.1%}"
+        self._advance(metrics.step - self._step, f"{title}  {metrics.images_per_second:,.0f} images/s")
+        self._step = metrics.step
 
-    def on_epoch(self, row: dict[str, Any], model: nn.Module) -> None:
-        validation = (
-            f"  validation loss {row['val_loss']:.3f}  top-1 {row['val_top1']:.2%}"
-            if row["val_loss"] is not None
-            else ""
-        )
-        self.console.print(
-            f"epoch {row['epoch']}  loss {row['train_loss']:.3f}{validation}  "
-            f"{row['images_per_second']:,.0f} images/s  {row['elapsed_seconds']:.0f} s",
-            highlight=False,
-        )
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
+        if metrics["val_loss"] is not None:
+            line += f"  validation loss {metrics['val_loss']:.3f}  top-1 {metrics['val_top1']:.2%}"
+        line += f"  {metrics['images_per_second']:,.0f} images/s  {metrics['elapsed_seconds']:.0f} s"
+        self.on_message(line)
 
     def on_message(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        print(text, file=sys.stderr)
 
     def on_end(self) -> None:
-        self.bar.stop()
+        self._context.close()

@@ -20,7 +20,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
     """Create and lock `path` for one run, for as long as the context lasts.
 
     Raises FileExistsError where it holds another run and neither `resume` nor `overwrite` is given, or holds files
-    that no run of ours left; BlockingIOError where a living process trains into it. The lock is the kernel's
+    that are no part of one; BlockingIOError where a living process trains into it. The lock is the kernel's
     (flock): it goes with the process, however that ends. Of several processes the main one opens it for all.
     """
     if not is_main:
@@ -46,7 +46,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
                 )
         elif foreign and not resume:
             raise FileExistsError(
-                f"{path} holds {foreign[0]}, which no run of ours left there; choose another --output"
+                f"{path} holds {foreign[0]}, which is not part of a training run; choose another --output"
             )
         yield
 
@@ -61,10 +61,10 @@ def _clear(path: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def append_metrics(path: Path, row: dict[str, Any]) -> None:
-    """Add one row to a metrics file."""
+def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
+    """Add one line to a metrics file."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(metrics) + "\n")
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
@@ -79,15 +79,15 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, *, step: int) -> None:
-    """Drop rows after global step `step`, and a half-written last line: a resumed run writes them again."""
+    """Drop the lines after global step `step`, and a half-written last one: a resumed run writes them again."""
     if not path.exists():
         return
-    rows = []
+    kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            row = json.loads(line)
+            metrics = json.loads(line)
         except json.JSONDecodeError:
             break
-        if row["step"] <= step:
-            rows.append(line + "\n")
-    write_text(path, "".join(rows))
+        if metrics["step"] <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))

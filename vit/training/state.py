@@ -1,4 +1,4 @@
-"""A step's whole state: one dictionary or, where `train.parallel` is fsdp, shards that each process writes its own of.
+"""A step's whole state: one dictionary or, with `train.parallel=fsdp`, files of which each process writes its own.
 
 torch.distributed.checkpoint writes the shards as safetensors files and reads them into any number of processes.
 """
@@ -33,11 +33,11 @@ def collect_state(step: TrainStep) -> dict[str, Any]:
     }
 
 
-def load_state(step: TrainStep, state: dict[str, Any]) -> None:
+def restore_state(step: TrainStep, state: dict[str, Any]) -> None:
     """Put back what `collect_state` took, in place."""
     if (state["average"] is None) != (step.average is None):
         raise ValueError(
-            "the checkpoint and this run differ in keeping an average of the weights; use one ema_decay"
+            "the checkpoint and this run differ in keeping an average of the weights; use the same ema_decay"
         )
     if step.module.state_dict().keys() != state["model"].keys():
         raise ValueError(
@@ -46,6 +46,7 @@ def load_state(step: TrainStep, state: dict[str, Any]) -> None:
     step.module.load_state_dict(state["model"])
     if step.average:
         step.average.model.load_state_dict(state["average"])
+    _rename_old_keys(state["optimizer"]["param_groups"])
     step.optimizer.load_state_dict(state["optimizer"])
     _load_counters(step, state)
 
@@ -69,6 +70,7 @@ def save_shards(step: TrainStep, directory: Path) -> dict[str, Any]:
 def load_shards(step: TrainStep, directory: Path, state: dict[str, Any]) -> None:
     """Put back what `save_shards` wrote and returned; all processes take part."""
     tensors, _ = _find_tensors(step)
+    _rename_old_keys(state["groups"])
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         load(
             tensors,
@@ -98,6 +100,13 @@ def _find_tensors(step: TrainStep) -> tuple[dict[str, Any], list[dict[str, Any]]
     if step.average:
         tensors["average"] = step.average.model.state_dict()  # loaded in place
     return tensors, optimizer["param_groups"]
+
+
+def _rename_old_keys(groups: list[dict[str, Any]]) -> None:
+    """Bring an optimizer's groups, as version 0.1 saved them, to the present names."""
+    for group in groups:
+        if "pieces" in group:
+            group["num_matrices"] = group.pop("pieces")
 
 
 def _counters(step: TrainStep) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""One model in several processes: torch's DistributedDataParallel or FSDP2."""
+
+from types import MethodType
+from typing import Any, Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from vit.model.logits import compute_logits
+from vit.runtime.processes import Process
+
+
+def wrap_model(
+    model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"], device: torch.device
+) -> nn.Module:
+    """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp).
+
+    A sharded model may come from the host: each block goes to the device and is sharded there before the next.
+    """
+    if process.world_size == 1:
+        return model.to(device)
+    if parallel == "ddp":
+        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (process.world_size,))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    cast(Any, model).compute_logits = MethodType(compute_logits, model)
+    register_fsdp_forward_method(model, "compute_logits")
+    return model
+
+
+def unwrap_for_evaluation(model: nn.Module) -> nn.Module:
+    """A module whose output is `compute_logits(model, images)`, also where `model` is sharded: FSDP2 gathers weights
+    for `forward` and registered methods only. All processes call it together then."""
+    return _ShardedLogits(model) if isinstance(model, FSDPModule) else model
+
+
+class _ShardedLogits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B classes"]:
+        logits: Tensor = cast(Any, self.model).compute_logits(images)
+        return logits

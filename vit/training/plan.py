@@ -1,0 +1,64 @@
+"""What a run is to do, and how far it has come."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How long, and what happens when."""
+
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    seed: int
+    batch_size: int  # images a step, over all processes
+    evaluate_every_epochs: int = 1
+    checkpoint_every_steps: int | None = None
+    keep_every_epochs: int | None = None
+    image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (fraction of the run until which, (H, W))
+    mix_until: float = 1.0  # fraction of the run after which mixup and cutmix stop
+    on_nonfinite: str = "stop"
+
+    def image_size(self, epoch: int) -> tuple[int, int] | None:
+        """The size of epoch number `epoch`, counted from 0; None for the data's own."""
+        return next((size for until, size in self.image_sizes if epoch < until * self.epochs), None)
+
+
+@dataclass
+class Progress:
+    """Where a run is; with the step's state, all that continuing it takes. Checkpoints hold these fields."""
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    best_step: int = 0
+    best_top1: float = -1.0
+    best_loss: float = float("inf")
+    keep_steps: list[int] = field(default_factory=list)
+    elapsed_seconds: float = 0.0
+    # of the running epoch, on the device until the epoch ends
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    finite_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    epoch_seconds: float = 0.0
+
+    def to(self, device: torch.device) -> "Progress":
+        """The same with its sums on `device`."""
+        sums = {name: getattr(self, name).to(device) for name in ("loss_sum", "correct", "finite_steps")}
+        return dataclasses.replace(self, **sums)
+
+    def start_epoch(self) -> None:
+        """Count from zero in the next epoch."""
+        self.epoch += 1
+        self.step_in_epoch, self.epoch_seconds = 0, 0.0
+        for total in (self.loss_sum, self.correct, self.finite_steps):
+            total.zero_()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What torch.load(weights_only=True) reads back."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}

@@ -1,0 +1,29 @@
+"""Stopping a run from outside."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved its state; it can be continued."""
+
+
+@contextmanager
+def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Call `request_stop` with the name of the first SIGINT or SIGTERM; a second one ends the process at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for kind in _SIGNALS:
+            signal.signal(kind, signal.SIG_DFL)
+        request_stop(signal.Signals(number).name)
+
+    previous = {kind: signal.signal(kind, handle) for kind in _SIGNALS}
+    try:
+        yield
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
