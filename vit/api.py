@@ -78,7 +78,7 @@ def train(
     that is about to start, and whether it was resumed; with `dry_run` that and the picture of a batch are all.
 
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, and
-    `vit.training.loop.Stopped` after SIGINT or SIGTERM, with the state saved.
+    `vit.training.signals.Stopped` after SIGINT or SIGTERM, with the state saved.
     """
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")

@@ -23,7 +23,7 @@ def predict(
     output_format: Annotated[Format, typer.Option("--format", help="of standard output")] = Format.JSONL,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    precision: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
 ) -> None:
     """Predict the most probable classes of images, in the order given.
 
