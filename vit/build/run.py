@@ -20,7 +20,7 @@ from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
 from vit.data.open import load_source
-from vit.evaluation.metrics import compute_figures, score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -231,7 +231,7 @@ def build_evaluate(
             precision=precision,
         )
         logits = predictor.predict(read, count=len(store))
-        metrics = compute_figures(score_logits(logits, store.labels))
+        metrics = compute_metrics(score_logits(logits, store.labels))
         return metrics["loss"], metrics["top1"]
 
     return evaluate

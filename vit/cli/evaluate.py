@@ -41,8 +41,8 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="default: 256, or on a CPU the 64 that its caches hold")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bfloat16 or auto")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier evaluation")] = False,
 ) -> None:
     """Measure a model on images it has not seen, and give 95 % confidence intervals.

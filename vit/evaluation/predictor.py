@@ -36,13 +36,13 @@ class Predictor:
     def from_bundle(
         cls, bundle: Bundle, *, batch_size: int | None = None, precision: str = "auto", mirrored: bool = False
     ) -> Self:
-        """`bundle` on the device it is on; in batches of 256, or on a CPU the 64 that its caches hold."""
+        """`bundle` on the device it is on."""
         device = next(bundle.model.parameters()).device
         return cls(
             model=bundle.model,
             preprocess=bundle.preprocess,
             num_classes=len(bundle.class_names),
-            batch_size=batch_size or (64 if device.type == "cpu" else 256),
+            batch_size=batch_size or choose_batch_size(device),
             device=device,
             precision=choose_precision(precision, device),
             mirrored=mirrored,
@@ -88,3 +88,8 @@ class Predictor:
         if self.mirrored:
             logits = (logits + compute_logits(self.model, images.flip(-1))) / 2
         return logits
+
+
+def choose_batch_size(device: torch.device) -> int:
+    """Images a forward pass: on a CPU the 64 that its caches hold, else 256."""
+    return 64 if device.type == "cpu" else 256
