@@ -128,6 +128,13 @@ def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
     assert set(re.findall(r"`?make (\w+)`", text)) <= targets
 
 
+def test_the_walk_names_functions_where_they_are() -> None:
+    hops = re.findall(r"`(vit/[\w/]+\.py)` `(\w+)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(hops) > 20
+    for path, name in hops:
+        assert re.search(rf"^ *(def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+
+
 @pytest.mark.parametrize("page", GENERATED)
 def test_generated_pages_are_up_to_date(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
