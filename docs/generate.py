@@ -34,9 +34,9 @@ def render_configuration() -> str:
         "line, which take precedence. A key that isn't given keeps its default. An unknown key is an error "
         "that names the nearest known one.\n\n"
         "```sh\n"
-        "vit train configs/digits.yaml train.epochs=20 model.depth=6 --output runs/digits\n"
+        "vit train digits train.epochs=20 model.depth=6 --output runs/digits\n"
         "```\n\n"
-        "The recipes in `configs/` are examples. The resolved configuration of a run is written to "
+        "`digits` is the name of a packaged recipe, `configs/digits.yaml`; the path of a file works too. The resolved configuration of a run is written to "
         "`config.yaml` in its directory, and is stored in its model file.\n"
     )
     for section, of_section in config.Config.model_fields.items():

@@ -1,7 +1,7 @@
 """The documentation does what it says: its Python runs, its commands exist, its links lead somewhere.
 
 The Python blocks of a page run one after the other in one namespace, as in a notebook, in a directory that holds a
-trained model in runs/digits, some photographs and links to the repository's folders.
+trained model in runs/digits and a photograph.
 """
 
 import os
@@ -16,6 +16,7 @@ import pytest
 import typer
 from PIL import Image
 
+from vit.api import find_recipe
 from vit.cli.main import app
 from vit.config import RENAMED_KEYS, load_config
 
@@ -65,8 +66,6 @@ COMMANDS = [(page, command) for page in PAGES for command in read_commands(page)
 def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
     """The directory in which the documentation's examples run."""
     folder = tmp_path_factory.mktemp("docs")
-    for name in ("configs", "benchmarks"):
-        (folder / name).symlink_to(ROOT / name)
     with Image.open(ROOT / "docs" / "images" / "sports_car.png") as image:
         image.convert("RGB").crop((0, 0, 240, 240)).save(folder / "photo.png")
     before = Path.cwd()
@@ -102,8 +101,7 @@ def test_commands_are_parsed(page: Path, command: list[str]) -> None:
     if name == "train":
         config, overrides = context.params["config"], context.params["overrides"] or []
         if config is not None:
-            assert (ROOT / config).is_file(), f"{config} does not exist"
-            load_config(ROOT / config, overrides)
+            load_config(find_recipe(config), overrides)
 
 
 def test_commands_on_the_digits_run(place: Path, cli: Any) -> None:
