@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from vit.api import measure_faithfulness, train
     from vit.bundle import Bundle, load_bundle
-    from vit.explanation import explain_images
     from vit.explanation.capture.capture import capture_attention
+    from vit.explanation.explain import explain_images
     from vit.explanation.methods.rollout import attention_rollout
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
@@ -22,7 +22,7 @@ _MODULES = {
     "VisionTransformer": "vit.model.vision_transformer",
     "attention_rollout": "vit.explanation.methods.rollout",
     "capture_attention": "vit.explanation.capture.capture",
-    "explain_images": "vit.explanation",
+    "explain_images": "vit.explanation.explain",
     "load_bundle": "vit.bundle",
     "load_timm": "vit.model.timm_weights",
     "measure_faithfulness": "vit.api",

@@ -157,7 +157,7 @@ def measure_faithfulness(
     Measured are `count` images that the model predicts correctly, of the data that `vit.evaluate` would take; `seed`
     chooses them and the random maps. Raises ValueError for an unknown method and fewer than 8 correct predictions.
     """
-    names = [name for name in METHODS if name != "chunked"] if methods == "all" else list(methods)
+    names = list(METHODS) if methods == "all" else list(methods)
     find_methods(names)
     bundle = _load(model, device, random_weights=random_weights)
     source = find_source(

@@ -63,7 +63,7 @@ def test_images_of_every_kind_are_explained_and_the_broken_one_named(
 def test_without_images_it_takes_the_models_own_test_split(
     attention: Attention, model_file: Path, tmp_path: Path
 ) -> None:
-    attention(model_file, "--images", 3, "--output", tmp_path / "out", "--no-trust")
+    attention(model_file, "--images", 3, "--output", tmp_path / "out", "--no-checks")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert len(manifest["images"]) == 3
     assert all(entry["name"].startswith("digits-") for entry in manifest["images"])
@@ -82,7 +82,7 @@ def test_every_format_is_written(
 def test_an_output_is_kept_unless_told_otherwise(
     cli: Launcher, attention: Attention, model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
-    arguments = (model_file, photos / "grey.png", "--output", tmp_path / "out", "--no-trust")
+    arguments = (model_file, photos / "grey.png", "--output", tmp_path / "out", "--no-checks")
     attention(*arguments)
     assert "--overwrite" in cli.fail("attention", *arguments)
     attention(*arguments, "--overwrite")
@@ -92,9 +92,9 @@ def test_resume_explains_only_what_is_missing(
     attention: Attention, model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    attention(model_file, photos / "grey.png", "--output", output, "--no-trust")
+    attention(model_file, photos / "grey.png", "--output", output, "--no-checks")
     first = (output / "grey.rollout.png").stat().st_mtime_ns
-    attention(model_file, photos, "--output", output, "--no-trust", "--resume")
+    attention(model_file, photos, "--output", output, "--no-checks", "--resume")
     assert (output / "grey.rollout.png").stat().st_mtime_ns == first
     assert len(json.loads((output / "manifest.json").read_text())["images"]) == 5
     with np.load(output / "maps.npz") as arrays:
@@ -110,7 +110,6 @@ def test_resume_explains_only_what_is_missing(
         (["--scale", "log"], "unknown scale 'log'"),
         (["--start-layer", "7"], "start_layer 7 is outside 0 to 1"),
         (["--head", "first"], "--head 'first' is not a number or all or mean"),
-        (["--compat", "captum"], "unknown compat 'captum'"),
         (["--discard-ratio", "1"], r"discard_ratio 1.0 is outside \[0, 1\)"),
     ],
 )
@@ -136,7 +135,7 @@ def test_random_weights_give_another_map(
 ) -> None:
     maps = []
     for name, extra in (("trained", []), ("random", ["--random-weights"])):
-        attention(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-trust", *extra)
+        attention(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-checks", *extra)
         with np.load(tmp_path / name / "maps.npz") as arrays:
             maps.append(arrays["grey.rollout"])
     assert np.abs(maps[0] - maps[1]).max() > 1e-4

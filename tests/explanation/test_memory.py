@@ -1,4 +1,4 @@
-"""Chunked rollout never holds an N×N matrix: measured as the peak memory of a process of its own."""
+"""Rollout never holds an N×N matrix: measured as the peak memory of a process of its own."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ model = VisionTransformer(img_size=size, patch_size=16, embed_dim=width, depth=d
 with torch.no_grad():
     model.blocks[0](torch.randn(1, 16, width))  # what libraries set aside on first use
     before = peak()
-    compute_maps(model, torch.randn(1, 3, size, size), methods=["chunked"])
+    compute_maps(model, torch.randn(1, 3, size, size), methods=["rollout"])
 print(peak() - before)
 """
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.explain import Settings
+from vit.explanation.explain import iterate_explanations
 from vit.explanation.items import ImageItem, clean_name
 from vit.explanation.methods.table import MapOptions
-from vit.explanation.render.write import export_maps
+from vit.explanation.render.explained import Settings
+from vit.explanation.render.write import MapWriter
 from vit.model.vision_transformer import VisionTransformer
 from vit.pages.gallery import Gallery
 
@@ -23,16 +25,13 @@ NASTY = "<img src=x onerror=alert(1)>.png"
 CLASSES = ("cat", "</script><b>dog", "bird")
 
 
-class SmallBundle:
-    def __init__(self, *, size: int = 32, patch: int = 8, depth: int = 2, heads: int = 3) -> None:
-        torch.manual_seed(0)
-        self.model = VisionTransformer(
-            img_size=size, patch_size=patch, num_classes=3, embed_dim=24, depth=depth, num_heads=heads
-        ).eval()
-        for parameter in self.model.parameters():
-            parameter.data += 0.2 * torch.randn_like(parameter)
-        self.preprocess = Preprocess(image_size=(size, size))
-        self.class_names = CLASSES
+def make_bundle(*, size: int = 32, patch: int = 8, depth: int = 2, heads: int = 3) -> Bundle:
+    torch.manual_seed(0)
+    sizes = {"img_size": size, "patch_size": patch, "depth": depth, "num_heads": heads}
+    model = VisionTransformer(num_classes=3, embed_dim=24, **sizes).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return Bundle(model, Preprocess(image_size=(size, size)), CLASSES, name="small", sha256="0" * 64)
 
 
 def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[ImageItem]:
@@ -45,29 +44,31 @@ def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[Im
 
 
 def write_gallery(
-    folder: Path, bundle: SmallBundle, items: list[ImageItem], **settings: object
+    folder: Path, bundle: Bundle, items: list[ImageItem], **settings: object
 ) -> tuple[Path, dict, dict[str, np.ndarray]]:
     gallery = Gallery(bundle.class_names)
-    choices = {"methods": ("rollout", "gae", "cdam"), "classes": "top3", "trust": True} | settings
-    results = export_maps(
+    choices = {"methods": ("rollout", "gae", "cdam"), "target": "top3", "sanity_checks": True} | settings
+    explanations = iterate_explanations(
         bundle,
         items,
-        folder,
         Settings(**choices),
-        pictures=False,
-        row_budget=gallery.row_budget,
-        on_batch=gallery.add,
+        on_unreadable=lambda item, reason: None,
+        patch_attention_bytes=gallery.patch_attention_bytes,
     )
+    with MapWriter(folder, bundle, Settings(**choices), formats=("npz",)) as writer:
+        for batch in explanations:
+            writer.add(batch)
+            gallery.add(batch)
     gallery.write(folder / "gallery.html", title="Maps & <b>more</b>")
     text = (folder / "gallery.html").read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
-    return folder / "gallery.html", data, results.arrays
+    return folder / "gallery.html", data, writer.arrays
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict[str, np.ndarray]]:
     folder = tmp_path_factory.mktemp("gallery")
-    return write_gallery(folder, SmallBundle(), make_items(["a.png", NASTY]))
+    return write_gallery(folder, make_bundle(), make_items(["a.png", NASTY]))
 
 
 def decode(text: str) -> np.ndarray:
@@ -105,18 +106,18 @@ def test_values_equal_the_arrays_to_eight_bits(page: tuple) -> None:
 
 
 def test_sixteen_images_of_a_base_size_model_stay_below_five_megabytes(tmp_path: Path) -> None:
-    bundle = SmallBundle(size=224, patch=16, depth=12, heads=12)
+    bundle = make_bundle(size=224, patch=16, depth=12, heads=12)
     items = make_items([f"{number}.jpg" for number in range(16)], size=(640, 480))  # noise: the worst photo
-    path, data, _ = write_gallery(tmp_path, bundle, items, trust=False, methods=("rollout", "gae"))
+    path, data, _ = write_gallery(tmp_path, bundle, items, sanity_checks=False, methods=("rollout", "gae"))
     assert len(data["images"]) == 16
     assert path.stat().st_size <= 5_000_000
-    names = [row["name"] for row in data["images"][0]["rows"]]
-    assert names == ["rollout", *(f"layer {layer}" for layer in range(12))]
+    matrices = [(each["layer"], each["head"]) for each in data["images"][0]["patch_attention"]]
+    assert matrices == [(None, None), *((layer, None) for layer in range(12))]
 
 
 def test_more_images_than_a_page_bears_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit.pages.gallery.MOST_IMAGES", 3)
-    path, data, _ = write_gallery(tmp_path, SmallBundle(), make_items(list("abcde")), trust=False)
+    path, data, _ = write_gallery(tmp_path, make_bundle(), make_items(list("abcde")), sanity_checks=False)
     assert len(data["images"]) == 3
     assert "3 of 5 images" in path.read_text()
 
@@ -124,7 +125,12 @@ def test_more_images_than_a_page_bears_are_counted(tmp_path: Path, monkeypatch: 
 def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
     options = MapOptions(layer=None, head=None)
     _, data, _ = write_gallery(
-        tmp_path, SmallBundle(), make_items(["a"]), trust=False, methods=("raw", "rollout"), maps=options
+        tmp_path,
+        make_bundle(),
+        make_items(["a"]),
+        sanity_checks=False,
+        methods=("raw", "rollout"),
+        options=options,
     )
     assert [found["method"] for found in data["images"][0]["maps"]] == ["rollout"]
 
@@ -164,7 +170,7 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert browser.title == "Maps & <b>more</b>"
     assert browser.find_elements("tag name", "strong")[1].text == NASTY
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    assert about(browser) == "attention rollout, knows no class"
+    assert about(browser) == "attention rollout, does not depend on the class"
 
 
 @pytest.mark.browser
@@ -220,7 +226,7 @@ def test_full_opacity_draws_the_same_colours_as_the_pictures(browser, page: tupl
 
 
 @pytest.mark.browser
-def test_hovering_a_patch_shows_its_row(browser, page: tuple) -> None:
+def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
     from selenium.webdriver import ActionChains
 
     (first, _) = open_page(browser, page[0])
@@ -228,14 +234,14 @@ def test_hovering_a_patch_shows_its_row(browser, page: tuple) -> None:
     ActionChains(browser).move_to_element_with_offset(
         first, 3, 3
     ).perform()  # just right of and below the middle
-    assert about(browser) == "what patch (row 2, column 2) draws from: rollout"
+    assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
     row = browser.execute_script("return [...cards[0].view().cells]")
-    rollout = page[1]["images"][0]["rows"][0]
-    expected = decode(rollout["rows"]).reshape(16, 16)
+    rollout = page[1]["images"][0]["patch_attention"][0]
+    expected = decode(rollout["values"]).reshape(16, 16)
     assert row == expected[2 * 4 + 2].tolist()
     assert browser.execute_script(PIXELS, first) != before
     ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
-    assert about(browser) == "attention rollout, knows no class"
+    assert about(browser) == "attention rollout, does not depend on the class"
     assert browser.execute_script(PIXELS, first) == before
 
 
@@ -247,9 +253,9 @@ def test_layers_and_heads_can_be_asked(browser, page: tuple) -> None:
     choose(browser, "method", "attention of a layer")
     choose(browser, "layer", "1")
     choose(browser, "head", "2")
-    assert about(browser) == "what the patches draw from on average: layer 1 head 2"
+    assert about(browser) == "what the patches attend to on average: layer 1 head 2"
     ActionChains(browser).move_to_element_with_offset(first, 3, 3).perform()
-    assert about(browser) == "what patch (row 2, column 2) draws from: layer 1 head 2"
+    assert about(browser) == "what patch (row 2, column 2) attends to: layer 1 head 2"
 
 
 @pytest.mark.browser
@@ -270,11 +276,11 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
             break
     assert seen[-3:] == ["method", "opacity", "canvas"]  # selectors with a single choice are passed over
     press(Keys.ARROW_RIGHT)
-    assert about(browser) == "what patch (row 2, column 2) draws from: rollout"
+    assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
     press(Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    assert about(browser) == "what patch (row 1, column 0) draws from: rollout"
+    assert about(browser) == "what patch (row 1, column 0) attends to: rollout"
     press(Keys.ESCAPE)
-    assert about(browser) == "attention rollout, knows no class"
+    assert about(browser) == "attention rollout, does not depend on the class"
 
 
 @pytest.mark.browser

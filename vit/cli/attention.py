@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vit.bundle import Bundle
-    from vit.explanation.explain import ExplainedImage, Settings
     from vit.explanation.items import ImageItem
-    from vit.explanation.render.write import Results
+    from vit.explanation.render.explained import ExplainedImage
+    from vit.explanation.render.write import MapWriter
 
 FORMATS = ("png", "npz", "html", "tensorboard")
-_TRUST_UP_TO = 64  # images: a report costs about 25 forward passes an image
+_CHECKED_UP_TO = 64  # images: the checks cost about 25 forward passes an image
 
 
 def attention(
@@ -28,7 +28,7 @@ def attention(
     method: Annotated[
         str,
         typer.Option(
-            help="one or more, separated by commas: rollout, chunked, raw, gae, gae-scale-free, "
+            help="one or more, separated by commas: rollout, raw, gae, gae-scale-free, "
             "gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient"
         ),
     ] = "rollout",
@@ -39,21 +39,16 @@ def attention(
         str, typer.Option("--format", help="png, npz, html, tensorboard; separated by commas")
     ] = "png,npz",
     scale: Annotated[str, typer.Option(help="of the colours: image, batch or fixed")] = "image",
-    trust: Annotated[
-        bool | None,
-        typer.Option(
-            "--trust/--no-trust", help=f"report with every map; default: up to {_TRUST_UP_TO} images"
-        ),
+    checks: Annotated[
+        bool | None, typer.Option(help=f"sanity checks of every map; default: up to {_CHECKED_UP_TO} images")
     ] = None,
+    trust: Annotated[bool | None, typer.Option(hidden=True)] = None,  # the older name of --checks
     head_fusion: Annotated[str, typer.Option(help="rollout: mean, max or min")] = "mean",
     discard_ratio: Annotated[
         float, typer.Option(help="rollout: share of the weakest attention dropped")
     ] = 0.0,
     residual: Annotated[float, typer.Option(help="rollout: share of a token that stays itself")] = 0.5,
     start_layer: Annotated[int, typer.Option(help="leave out the layers before this one")] = 0,
-    compat: Annotated[
-        str | None, typer.Option(help="vit-explain: that program's numbers, bugs included, to compare")
-    ] = None,
     layer: Annotated[str, typer.Option(help="raw: a layer, or all for a sheet; -1 is the last")] = "-1",
     head: Annotated[str, typer.Option(help="raw: a head, mean, or all for a sheet")] = "mean",
     count: Annotated[int, typer.Option("--images", min=1, help="how many, where no IMAGES are named")] = 16,
@@ -76,15 +71,15 @@ def attention(
     from rich.console import Console
 
     from vit.bundle import load_bundle
-    from vit.explanation.capture.capture import find_attention_layers
-    from vit.explanation.explain import Settings, choose_batch_size
-    from vit.explanation.methods.table import MapOptions, check_options
-    from vit.explanation.methods.targets import build_target_chooser
-    from vit.explanation.render.write import Results, load_results
+    from vit.explanation.explain import check_settings, choose_batch_size
+    from vit.explanation.methods.table import MapOptions
+    from vit.explanation.render.explained import Settings
+    from vit.explanation.render.write import MapWriter
     from vit.runtime.device import choose_device, choose_precision
     from vit.runtime.memory import keep_freed_memory
     from vit.runtime.output_dir import prepare_output
 
+    checks = trust if checks is None else checks
     wanted = _split(formats, known=FORMATS)
     chosen_device = choose_device(device)
     keep_freed_memory()
@@ -93,73 +88,60 @@ def attention(
     number = len(paths) if paths is not None else count
     settings = Settings(
         methods=tuple(name.strip() for name in method.split(",")),
-        maps=MapOptions(
+        options=MapOptions(
             head_fusion=head_fusion,
             discard_ratio=discard_ratio,
             residual=residual,
             start_layer=start_layer,
-            compat=compat,
             layer=_index(layer, name="--layer", words={"all": None}),
             head=_index(head, name="--head", words={"all": None, "mean": -1}),
         ),
-        classes=classes,
+        target=classes,
         scale=scale,
-        trust=number <= _TRUST_UP_TO if trust is None else trust,
+        sanity_checks=number <= _CHECKED_UP_TO if checks is None else checks,
         batch_size=batch_size or choose_batch_size(bundle.preprocess.image_size),
         precision=choose_precision(precision, chosen_device),
     )
     # mistakes are said before anything is written
-    build_target_chooser(classes, bundle.class_names)
-    check_options(settings.maps, find_attention_layers(bundle.model))
-    done = load_results(output, bundle, settings) if resume else Results()
-    items = _find_items(bundle, paths, count=count, done=done)
+    check_settings(bundle, settings)
+    writer = MapWriter(output, bundle, settings, formats=wanted, resume=resume)
+    items = _find_items(bundle, paths, count=count, writer=writer)
     if not resume:
         prepare_output(output, overwrite=overwrite)
-    output.mkdir(parents=True, exist_ok=True)
-    results = _export(bundle, items, output, settings, wanted, done)
+    _export(items, writer, wanted)
     console = Console(highlight=False)
-    for bad in results.unreadable:
+    for bad in writer.unreadable:
         console.print(f"skipped {bad['path']}: {bad['reason']}", style="yellow", markup=False, soft_wrap=True)
-    if not results.entries:
+    if not writer.entries:
         raise ValueError(f"none of the {len(items)} images could be read")
-    _print_summary(console, results, output, wanted)
+    _print_summary(console, writer, wanted)
 
 
-def _export(
-    bundle: "Bundle",
-    items: "list[ImageItem]",
-    output: Path,
-    settings: "Settings",
-    wanted: tuple[str, ...],
-    done: "Results",
-) -> "Results":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from vit.explanation.render.write import export_maps
+def _export(items: "list[ImageItem]", writer: "MapWriter", wanted: tuple[str, ...]) -> None:
+    from vit.explanation.explain import iterate_explanations
     from vit.pages.gallery import Gallery
+    from vit.runtime.progress import show_progress
 
+    bundle = writer.bundle
     gallery = Gallery(bundle.class_names) if "html" in wanted else None
-    observers: list[Callable[[list[ExplainedImage]], None]] = [gallery.add] if gallery else []
-    if "tensorboard" in wanted:
-        observers.append(_write_tensorboard(output / "tensorboard", bundle.class_names))
-    columns = (TextColumn("attention"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("attention", total=len(items))
-        results = export_maps(
+    observers: list[Callable[[list[ExplainedImage]], None]] = [writer.add]
+    if gallery:
+        observers.append(gallery.add)
+    with writer, show_progress("attention", len(items)) as advance:
+        if "tensorboard" in wanted:
+            observers.append(_write_tensorboard(writer.output / "tensorboard", bundle.class_names))
+        for explained in iterate_explanations(
             bundle,
             items,
-            output,
-            settings,
-            pictures="png" in wanted,
-            arrays="npz" in wanted,
-            done=done,
-            row_budget=gallery.row_budget if gallery else 0,
-            on_batch=lambda explained: [observe(explained) for observe in observers],
-            on_progress=lambda number: progress.advance(task, number),
-        )
+            writer.settings,
+            on_unreadable=writer.add_unreadable,
+            patch_attention_bytes=gallery.patch_attention_bytes if gallery else 0,
+        ):
+            for observe in observers:
+                observe(explained)
+            advance(len(explained))
     if gallery:
-        gallery.write(output / "gallery.html", title=f"Attention maps of {bundle.name}")
-    return results
+        gallery.write(writer.output / "gallery.html", title=f"Attention maps of {bundle.name}")
 
 
 def _write_tensorboard(
@@ -190,16 +172,16 @@ def _find_files(names: list[str]) -> list[str]:
 
 
 def _find_items(
-    bundle: "Bundle", paths: list[str] | None, *, count: int, done: "Results"
+    bundle: "Bundle", paths: list[str] | None, *, count: int, writer: "MapWriter"
 ) -> "list[ImageItem]":
     """What is left to explain."""
     from vit.evaluation.images import find_source
     from vit.explanation.items import items_from_files, items_from_source
 
     if paths is not None:
-        return items_from_files([path for path in paths if path not in done.paths], taken=done.names)
+        return items_from_files([path for path in paths if path not in writer.paths], taken=writer.names)
     source = find_source(None, root=None, split="test", trained_on=bundle.config.get("data", {}))
-    return [item for item in items_from_source(source, count=count) if item.path not in done.paths]
+    return [item for item in items_from_source(source, count=count) if item.path not in writer.paths]
 
 
 def _split(text: str, *, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -218,14 +200,13 @@ def _index(text: str, *, name: str, words: dict[str, int | None]) -> int | None:
     return int(text)
 
 
-def _print_summary(console: "Console", results: "Results", output: Path, wanted: tuple[str, ...]) -> None:
-    reports = [found["trust"] for entry in results.entries for found in entry["maps"] if found["trust"]]
-    doubtful = sum(bool(report["warnings"]) for report in reports)
-    skipped = f", {len(results.unreadable)} skipped" if results.unreadable else ""
-    console.print(f"{len(results.entries)} images explained{skipped}: {output}", markup=False)
-    if doubtful:
-        console.print(
-            f"{doubtful} of {len(reports)} maps failed a check of trust; they say which", markup=False
-        )
+def _print_summary(console: "Console", writer: "MapWriter", wanted: tuple[str, ...]) -> None:
+    maps = [found for entry in writer.entries for found in entry["maps"]]
+    checks = [found["sanity_check"] for found in maps if found["sanity_check"]]
+    failed = sum(bool(check["warnings"]) for check in checks)
+    skipped = f", {len(writer.unreadable)} skipped" if writer.unreadable else ""
+    console.print(f"{len(writer.entries)} images explained{skipped}: {writer.output}", markup=False)
+    if failed:
+        console.print(f"{failed} of {len(checks)} maps failed a sanity check; each says which", markup=False)
     if "html" in wanted:
-        console.print(f"open {output / 'gallery.html'} in a browser", markup=False)
+        console.print(f"open {writer.output / 'gallery.html'} in a browser", markup=False)

@@ -1,51 +1,105 @@
 """Images in, explained images out, a batch at a time: threads decode ahead while the model works."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from vit.data.images import Geometry
-from vit.explanation.capture.readout import Forward
-from vit.explanation.faithfulness.sanity_checks import MapJudge, Trust
-from vit.explanation.items import ImageItem, clean_name
+from vit.bundle import Bundle
+from vit.data.inputs import ImageInputs
+from vit.explanation.capture.capture import find_attention_layers
+from vit.explanation.faithfulness.sanity_checks import SanityCheck, SanityChecker
+from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.table import (
-    Explainable,
     MapOptions,
     Maps,
-    Method,
+    check_options,
     explain_forward,
     find_methods,
     run_methods_forward,
 )
 from vit.explanation.methods.targets import build_target_chooser
-from vit.explanation.render.overlay import FIXED_SHARES, SCALES, ColourScale, find_range
-from vit.explanation.render.patch_attention import PatchRows, collect_rows
+from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
+from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
+from vit.explanation.render.patch_attention import collect_patch_attention
+from vit.explanation.result import Explanation, Explanations
+from vit.runtime.device import Precision, autocast
 
 Decoded = tuple[ImageItem, Image.Image, str]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How images are explained."""
+def explain(
+    bundle: Bundle,
+    images: ImageInputs,
+    *,
+    methods: str | Sequence[str] = ("rollout",),
+    target: int | str = "auto",
+    options: MapOptions | None = None,
+    scale: str = "image",
+    sanity_checks: bool = False,
+    batch_size: int | None = None,
+    precision: Precision = "float32",
+    patch_attention_bytes: int = 0,
+) -> Explanations:
+    """Explain images: paths, folders, PIL images, uint8 arrays, or one of them.
 
-    methods: tuple[str, ...] = ("rollout",)
-    maps: MapOptions = field(default_factory=MapOptions)
-    classes: str = "auto"  # see `build_target_chooser`
-    scale: str = "image"  # of the colours: image, batch or fixed
-    trust: bool = True  # report with every map
-    batch_size: int = 16
-    precision: str = "float32"
+    `target`: "auto" (the predicted class), a class's name or index, "all" or "top3". `scale` is of the overlays'
+    colours: image, batch or fixed. `patch_attention_bytes` an image are kept of what each patch attends to. Files that
+    cannot be read are left out, with a warning. Raises ValueError where none can, and for unknown names.
+    """
+    items = items_from_images(images)
+    if not items:
+        raise ValueError("there are no images to explain")
+    settings = Settings(
+        methods=(methods,) if isinstance(methods, str) else tuple(methods),
+        options=options or MapOptions(),
+        target=target,
+        scale=scale,
+        sanity_checks=sanity_checks,
+        batch_size=batch_size or choose_batch_size(bundle.preprocess.image_size),
+        precision=precision,
+    )
+    check_settings(bundle, settings)
+    unreadable: list[tuple[str, str]] = []
+    explained = []
+    for batch in iterate_explanations(
+        bundle,
+        items,
+        settings,
+        on_unreadable=lambda item, reason: unreadable.append((item.path, reason)),
+        patch_attention_bytes=patch_attention_bytes,
+    ):
+        for of_image in batch:
+            of_image.image = None  # many photos don't fit into memory; saving reads them again
+            explained.append(of_image)
+    if not explained:
+        reasons = f": {unreadable[0][1]}" if unreadable else ""
+        raise ValueError(
+            f"none of {len(items)} images could be read{reasons}"
+            if items
+            else "there are no images to explain"
+        )
+    if unreadable:
+        warnings.warn(f"{len(unreadable)} images are left out; the first: {unreadable[0][1]}", stacklevel=2)
+    return Explanations(bundle, settings, explained, unreadable)
 
-    def __post_init__(self) -> None:
-        find_methods(self.methods)
-        if self.scale not in SCALES:
-            raise ValueError(f"unknown scale {self.scale!r}; known: {', '.join(SCALES)}")
+
+def explain_images(
+    bundle: Bundle,
+    images: Sequence[Image.Image],
+    method: str = "rollout",
+    *,
+    target: int | str = "auto",
+    options: MapOptions | None = None,
+    batch_size: int = 32,
+) -> Explanation:
+    """Explain RGB images with one method and one class each: `explain`, with tensors as the result."""
+    found = explain(bundle, images, methods=method, target=target, options=options, batch_size=batch_size)
+    maps, mass, entropy = found.maps[method], found.prefix_mass[method], found.entropy[method]
+    return Explanation(method, maps, found.targets, found.probabilities, mass, entropy)
 
 
 def choose_batch_size(image_size: tuple[int, int]) -> int:
@@ -54,170 +108,124 @@ def choose_batch_size(image_size: tuple[int, int]) -> int:
     return 64 if max(image_size) <= 64 else 16
 
 
-@dataclass
-class ExplainedMap:
-    """One map of one image; `values` [rows, columns], or [layers, heads, rows, columns] of a sheet."""
-
-    method: Method
-    target: int | None  # the class it is about; None for a method that knows no class
-    logit: float | None  # of that class: some methods' maps grow with it
-    key: str  # its name in the arrays, and of its overlay without the suffix
-    values: Float[np.ndarray, "*shape"]
-    prefix_mass: float  # means, of a sheet
-    entropy: float
-    trust: Trust | None
-    scale: ColourScale | None = None
+def check_settings(bundle: Bundle, settings: Settings) -> None:
+    """Raise ValueError for a class or an option that this model does not have."""
+    build_target_chooser(settings.target, bundle.class_names)
+    check_options(settings.options, find_attention_layers(bundle.model))
 
 
-@dataclass
-class ExplainedImage:
-    """An image with all that was found about it."""
-
-    item: ImageItem
-    image: Image.Image
-    sha256: str
-    geometry: Geometry
-    grid: tuple[int, int]
-    probabilities: Float[np.ndarray, " C"]
-    maps: list[ExplainedMap]
-    rows: list[PatchRows]  # only where asked for
-
-    @property
-    def predicted(self) -> int:
-        return int(self.probabilities.argmax())
-
-
-def explain_items(
-    bundle: Explainable,
+def iterate_explanations(
+    bundle: Bundle,
     items: Sequence[ImageItem],
     settings: Settings,
     *,
-    pool: Executor,
-    on_unreadable: Callable[[ImageItem, str], None],
-    row_budget: int = 0,
+    on_unreadable: Callable[[ImageItem, str], object],
+    patch_attention_bytes: int = 0,
 ) -> Iterator[list[ExplainedImage]]:
-    """Explain `items` batch by batch. `row_budget`: bytes an image for what each patch attends to; 0 for
-    none."""
-    judge = MapJudge(bundle.model) if settings.trust else None
+    """Explain `items` batch by batch; a batch lacks the images that cannot be read.
+
+    `patch_attention_bytes`: bytes an image for what each patch attends to; 0 for none.
+    """
+    explainer = _Explainer(bundle, settings, patch_attention_bytes)
     size = settings.batch_size
     batches = [items[start : start + size] for start in range(0, len(items), size)]
-    coming = _submit_reads(pool, batches[0]) if batches else []
-    for number, batch in enumerate(batches):
-        decoded = list(_collect(batch, coming, on_unreadable))
-        coming = _submit_reads(pool, batches[number + 1]) if number + 1 < len(batches) else []
-        yield _explain_batch(bundle, decoded, settings, judge, row_budget) if decoded else []
+    with ThreadPoolExecutor() as pool:
+        coming: list[Future[tuple[Image.Image, str]]] = []
+        for number, batch in enumerate(batches):
+            reading = coming or [pool.submit(item.read) for item in batch]
+            decoded = list(_collect(batch, reading, on_unreadable))
+            coming = (
+                [pool.submit(item.read) for item in batches[number + 1]] if number + 1 < len(batches) else []
+            )
+            yield explainer(decoded) if decoded else []
 
 
-def _explain_batch(
-    bundle: Explainable,
-    decoded: Sequence[Decoded],
-    settings: Settings,
-    judge: MapJudge | None,
-    row_budget: int,
-) -> list[ExplainedImage]:
-    device = next(bundle.model.parameters()).device
-    images = bundle.preprocess([image for _, image, _ in decoded]).to(device)
-    methods = find_methods(settings.methods)
-    with torch.autocast(
-        device.type, getattr(torch, settings.precision), enabled=settings.precision != "float32"
-    ):
-        forward = run_methods_forward(bundle.model, images, methods)
-        choose = build_target_chooser(settings.classes, bundle.class_names)
-        targets, maps = explain_forward(forward, methods, choose_targets=choose, options=settings.maps)
-        logits = forward.logits.detach().float()
-        trust = _judge(judge, images, logits, targets, maps, settings)
-    explained = []
-    for row, (item, image, sha256) in enumerate(decoded):
-        explained.append(
+class _Explainer:
+    """From decoded images to explained ones."""
+
+    def __init__(self, bundle: Bundle, settings: Settings, patch_attention_bytes: int) -> None:
+        self.bundle, self.settings = bundle, settings
+        self.patch_attention_bytes = patch_attention_bytes
+        self.device = next(bundle.model.parameters()).device
+        self.methods = find_methods(settings.methods)
+        self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
+        self.checker = SanityChecker(bundle.model) if settings.sanity_checks else None
+
+    def __call__(self, decoded: Sequence[Decoded]) -> list[ExplainedImage]:
+        bundle, options = self.bundle, self.settings.options
+        images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
+        with autocast(self.device, self.settings.precision):
+            forward = run_methods_forward(bundle.model, images, self.methods)
+            targets, maps = explain_forward(
+                forward, self.methods, choose_targets=self.choose_targets, options=options
+            )
+            logits = forward.logits.detach().float()
+            checked = [of_method for of_method in maps if self.checker and not of_method.is_sheet]
+            checks = iter(
+                self.checker.check(images, logits, targets, checked, options)
+                if self.checker and checked
+                else []
+            )
+        probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
+        explained = [
             ExplainedImage(
                 item=item,
-                image=image,
+                size=image.size,
                 sha256=sha256,
                 geometry=bundle.preprocess.geometry(image.size),
                 grid=forward.grid,
-                probabilities=_probabilities(bundle, logits[row]),
-                maps=[
-                    found
-                    for of_method, reports in zip(maps, trust, strict=True)
-                    for found in _split_maps(
-                        of_method,
-                        row,
-                        item.name,
-                        forward,
-                        targets[row],
-                        logits[row],
-                        reports,
-                        bundle,
-                        settings,
-                    )
-                ],
-                rows=collect_rows(forward, row, budget=row_budget) if row_budget else [],
+                probabilities=probabilities[row],
+                targets=tuple(targets[row].tolist()),
+                maps=[],
+                patch_attention=collect_patch_attention(forward, row, budget=self.patch_attention_bytes),
+                image=image,
             )
-        )
-    _set_scales(explained, settings.scale)
-    return explained
+            for row, (item, image, sha256) in enumerate(decoded)
+        ]
+        layers, of_methods = len(forward.record.layers) if options.layer is None else 1, iter(checks)
+        for of_method in maps:
+            if of_method.is_sheet:
+                _add_sheets(explained, of_method, layers)
+            else:
+                self._add_maps(explained, of_method, logits, next(of_methods, None))
+        _set_scales(explained, self.settings.scale)
+        return explained
+
+    def _add_maps(
+        self,
+        explained: Sequence[ExplainedImage],
+        maps: Maps,
+        logits: Float[Tensor, "B C"],
+        checks: list[list[SanityCheck]] | None,
+    ) -> None:
+        """Give each image its map of each class."""
+        method = maps.method
+        for row, of_image in enumerate(explained):
+            for column, values in enumerate(maps.values[row].cpu().numpy()):
+                key = f"{of_image.item.name}.{method.name}"
+                target = of_image.targets[column] if method.class_specific else None
+                if target is not None and self.settings.target != "auto":
+                    key += f".{clean_name(self.bundle.class_names[target])}"
+                found = ExplainedMap(
+                    method=method,
+                    target=target,
+                    logit=None if target is None else float(logits[row, target]),
+                    key=key,
+                    values=values,
+                    prefix_mass=float(maps.prefix_mass[row, column]),
+                    entropy=float(maps.entropy[row, column]),
+                    sanity_check=None if checks is None else checks[row][column],
+                )
+                of_image.maps.append(found)
 
 
-def _probabilities(bundle: Explainable, logits: Float[Tensor, " C"]) -> Float[np.ndarray, " C"]:
-    temperature = getattr(bundle, "temperature", 1.0)
-    probabilities: np.ndarray = (logits / temperature).softmax(dim=0).cpu().numpy()
-    return probabilities
-
-
-def _judge(
-    judge: MapJudge | None,
-    images: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    maps: Sequence[Maps],
-    settings: Settings,
-) -> list[list[list[Trust]] | None]:
-    """Reports by method; None for a sheet, whose pictures are no explanation of a class."""
-    judged = [of_method for of_method in maps if not _is_sheet(of_method)]
-    if judge is None or not judged:
-        return [None] * len(maps)
-    reports = iter(judge.judge(images, logits, targets, judged, settings.maps))
-    return [None if _is_sheet(of_method) else next(reports) for of_method in maps]
-
-
-def _is_sheet(maps: Maps) -> bool:
-    return not maps.method.class_specific and maps.values.shape[1] > 1
-
-
-def _split_maps(
-    maps: Maps,
-    row: int,
-    name: str,
-    forward: Forward,
-    targets: Int[Tensor, " T"],
-    logits: Float[Tensor, " C"],
-    reports: list[list[Trust]] | None,
-    bundle: Explainable,
-    settings: Settings,
-) -> Iterator[ExplainedMap]:
-    """The maps of one image: one for each class, or a sheet as one."""
-    method, values = maps.method, maps.values[row].cpu().numpy()
-    key = f"{name}.{method.name}"
-    if _is_sheet(maps):
-        layers = len(forward.record.layers) if settings.maps.layer is None else 1
-        sheet = values.reshape(layers, -1, *forward.grid)
-        prefix_mass, entropy = float(maps.prefix_mass[row].mean()), float(maps.entropy[row].mean())
-        yield ExplainedMap(method, None, None, key, sheet, prefix_mass, entropy, None)
-        return
-    for column in range(len(values)):
-        target = int(targets[column]) if method.class_specific else None
-        if target is not None and settings.classes != "auto":
-            key = f"{name}.{method.name}.{clean_name(bundle.class_names[target])}"
-        yield ExplainedMap(
-            method=method,
-            target=target,
-            logit=None if target is None else float(logits[target]),
-            key=key,
-            values=values[column],
-            prefix_mass=float(maps.prefix_mass[row, column]),
-            entropy=float(maps.entropy[row, column]),
-            trust=None if reports is None else reports[row][column],
-        )
+def _add_sheets(explained: Sequence[ExplainedImage], maps: Maps, layers: int) -> None:
+    """Give each image all layers and heads as one map."""
+    for row, of_image in enumerate(explained):
+        values = maps.values[row].cpu().numpy().reshape(layers, -1, *of_image.grid)
+        key = f"{of_image.item.name}.{maps.method.name}"
+        mass, entropy = float(maps.prefix_mass[row].mean()), float(maps.entropy[row].mean())
+        of_image.maps.append(ExplainedMap(maps.method, None, None, key, values, mass, entropy, None))
 
 
 def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
@@ -226,8 +234,8 @@ def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
     for found in everything:
         signed = found.method.signed
         if scale == "fixed" and found.values.ndim == 2:
-            low = -FIXED_SHARES if signed else 0.0
-            found.scale = ColourScale(low, FIXED_SHARES, signed, "× even share, fixed scale")
+            low, label = -FIXED_END if signed else 0.0, "× uniform, fixed scale"
+            found.scale = ColourScale(low, FIXED_END, signed, label, relative=True)
             continue
         together = (
             [other for other in everything if other.method is found.method] if scale == "batch" else [found]
@@ -237,14 +245,10 @@ def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
         found.scale = ColourScale(low, high, signed, label)
 
 
-def _submit_reads(pool: Executor, batch: Sequence[ImageItem]) -> list[Future[tuple[Image.Image, str]]]:
-    return [pool.submit(item.read) for item in batch]
-
-
 def _collect(
     batch: Sequence[ImageItem],
     futures: Sequence[Future[tuple[Image.Image, str]]],
-    on_unreadable: Callable[[ImageItem, str], None],
+    on_unreadable: Callable[[ImageItem, str], object],
 ) -> Iterator[Decoded]:
     for item, future in zip(batch, futures, strict=True):
         try:

@@ -1,4 +1,4 @@
-"""What to explain: image files, or images of a data set, each with a name its files can have."""
+"""What to explain: images as a user gives them or of a data set, each with a name its files can have."""
 
 import hashlib
 import io
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.images import read_image
+from vit.data.inputs import ImageInputs, list_images
 from vit.data.sets.source import ImageSource
 
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
@@ -20,28 +21,39 @@ _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An image to explain: `path` names it for people, `name` starts its files' names."""
+    """An image to explain: `path` is shown to the user, `name` starts its files' names."""
 
     path: str
     name: str
     read: Callable[[], tuple[Image.Image, str]]  # the image and the SHA-256 of its file or pixels
 
 
-def items_from_files(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[ImageItem]:
-    """Image files in sorted order, without repeats. Their names avoid each other's and those `taken`."""
-    ordered = sorted(set(paths))
+def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> list[ImageItem]:
+    """Images of any kind (`vit.data.inputs`), in the order given; images in memory are called image-00000 and so on.
+
+    Their names avoid each other's and those `taken`.
+    """
+    given = list(list_images(images))
+    paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
     return [
-        ImageItem(path, name, partial(_read_file, path))
-        for path, name in zip(ordered, name_images(ordered, taken=taken), strict=True)
+        ImageItem(
+            path, name, partial(_read_file, image) if isinstance(image, str) else partial(_with_hash, image)
+        )
+        for path, name, image in zip(paths, name_images(paths, taken=taken), given, strict=True)
     ]
+
+
+def items_from_files(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[ImageItem]:
+    """Image files in sorted order, without repeats."""
+    return items_from_images(sorted(set(paths)), taken=taken)
 
 
 def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
     """`count` images spread evenly over a data set's split, named by their ids."""
-    chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)
+    chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist()
     names = [re.sub(r"\.\w+$", "", source.ids[index]).replace("/", "-") for index in chosen]
     return [
-        ImageItem(source.ids[index], clean_name(name), partial(_read_from, source, int(index)))
+        ImageItem(source.ids[index], clean_name(name), partial(_read_from, source, index))
         for index, name in zip(chosen, names, strict=True)
     ]
 
@@ -60,7 +72,7 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
 
 
 def clean_name(name: str) -> str:
-    """`name` without what file systems and shells trip over."""
+    """`name` without characters that file systems and shells don't allow."""
     name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
     return name[:_LONGEST_NAME] or "image"
 
@@ -68,10 +80,8 @@ def clean_name(name: str) -> str:
 def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]) -> list[str]:
     """Each name, or its alternative where another has the same one on a file system that ignores case."""
     counts = Counter(name.casefold() for name in (*names, *taken))
-    return [
-        name if counts[name.casefold()] == 1 else other
-        for name, other in zip(names, alternatives, strict=True)
-    ]
+    pairs = zip(names, alternatives, strict=True)
+    return [name if counts[name.casefold()] == 1 else other for name, other in pairs]
 
 
 def _hash_path(path: str) -> str:
@@ -80,11 +90,12 @@ def _hash_path(path: str) -> str:
 
 def _read_file(path: str) -> tuple[Image.Image, str]:
     content = Path(path).read_bytes()
-    file = io.BytesIO(content)
-    file.name = path  # named in the error of an image that cannot be read
-    return read_image(file), hashlib.sha256(content).hexdigest()
+    return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()
 
 
 def _read_from(source: ImageSource, index: int) -> tuple[Image.Image, str]:
-    image = source.read(index)
+    return _with_hash(source.read(index))
+
+
+def _with_hash(image: Image.Image) -> tuple[Image.Image, str]:
     return image, hashlib.sha256(image.tobytes()).hexdigest()

@@ -15,12 +15,12 @@ def compute_logits(model: nn.Module, images: Float[Tensor, "B C height width"]) 
     """
     if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
         output: Any = model(images)
-        return cast(Tensor, getattr(output, "logits", output)).float()
+        logits = cast(Tensor, getattr(output, "logits", output))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
     read = getattr(
         model, "num_read_tokens", None
     )  # of this project's models: the last block skips other tokens
     options = {} if read is None else {"read": read}
     features = cast(Any, model).forward_features(images, **options)
     with torch.autocast(images.device.type, enabled=False):
-        logits: Tensor = cast(Any, model).forward_head(features.float())
-    return logits
+        return cast(Tensor, cast(Any, model).forward_head(features.float()))

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
 from PIL import Image
 
-from vit.explanation.explain import ExplainedImage, ExplainedMap
-from vit.explanation.render.overlay import FIXED_SHARES, as_even_shares, palette
-from vit.explanation.render.patch_attention import PatchRows
+from vit.explanation.render.explained import ExplainedImage, ExplainedMap
+from vit.explanation.render.overlay import palette, quantise, relative_to_uniform
+from vit.explanation.render.patch_attention import PatchAttention
 from vit.pages.page import render_page
 from vit.runtime.files import write_text
 
 MOST_IMAGES = 64
 _BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
-_ROW_BYTES = 166_000  # of them, before base64: rollout and every layer of a 14×14 grid
+_PATCH_ATTENTION_BYTES = 166_000  # of them, before base64: rollout and every layer of a 14×14 grid
 _PHOTO_BYTES = 32_000
 _PHOTO_SIDE = 400  # pixels
 
@@ -26,7 +25,7 @@ _PHOTO_SIDE = 400  # pixels
 class Gallery:
     """Collects explained images and writes them as one page; after `MOST_IMAGES` it only counts."""
 
-    row_budget = _ROW_BYTES
+    patch_attention_bytes = _PATCH_ATTENTION_BYTES
 
     def __init__(self, class_names: Sequence[str]) -> None:
         self._class_names = class_names
@@ -55,8 +54,8 @@ class Gallery:
         left, top, right, bottom = explained.geometry.box
         described: dict[str, object] = {
             "path": explained.item.path.encode("utf-8", "replace").decode(),
-            "photo": _encode_photo(explained.image),
-            "size": _shown_size(explained.image.size),
+            "photo": _encode_photo(explained.open()),
+            "size": _shown_size(explained.size),
             "box": [left / width, top / height, right / width, bottom / height],
             "grid": list(explained.grid),
             "predicted": self._class(explained, explained.predicted),
@@ -64,21 +63,16 @@ class Gallery:
                 self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2
             ],
         }
-        rows = [_describe_rows(of_matrix) for of_matrix in explained.rows]
+        matrices = [_describe_attention(each) for each in explained.patch_attention]
         room = _BYTES_AN_IMAGE - len(json.dumps(described))
-        while rows and len(json.dumps(rows)) > room:
-            last = str(rows[-1]["name"])  # all heads go together, then all layers
-            rows = [
-                row
-                for row in rows
-                if ("head" in str(row["name"])) != ("head" in last) or row["name"] == "rollout"
-            ]
-        return described | {"rows": rows}
+        for left_out in ("head", "layer"):  # all heads go together, then all layers
+            if len(json.dumps(matrices)) > room:
+                matrices = [each for each in matrices if each[left_out] is None]
+        return described | {"patch_attention": matrices if len(json.dumps(matrices)) <= room else []}
 
     def _describe_map(self, explained: ExplainedImage, found: ExplainedMap) -> dict[str, object]:
         assert found.scale is not None
-        fixed = found.scale.high == FIXED_SHARES and "fixed" in found.scale.label
-        values = as_even_shares(found.values) if fixed else found.values
+        values = relative_to_uniform(found.values) if found.scale.relative else found.values
         return {
             "method": found.method.name,
             "title": found.method.title,
@@ -87,10 +81,10 @@ class Gallery:
             "low": found.scale.low,
             "high": found.scale.high,
             "scale": found.scale.label,
-            "values": _encode(_quantise(values, found.scale.low, found.scale.high)),
+            "values": _encode(quantise(values, low=found.scale.low, high=found.scale.high)),
             "prefix_mass": round(found.prefix_mass, 4),
             "entropy": round(found.entropy, 4),
-            "trust": None if found.trust is None else found.trust.to_dict(),
+            "sanity_check": None if found.sanity_check is None else found.sanity_check.to_dict(),
         }
 
     def _class(self, explained: ExplainedImage, index: int) -> dict[str, object]:
@@ -100,15 +94,14 @@ class Gallery:
         }
 
 
-def _quantise(values: Float[np.ndarray, "rows columns"], low: float, high: float) -> np.ndarray:
-    """Values as 0 (low) to 255 (high); a constant map is the middle."""
-    share = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
-    return (np.clip(share, 0, 1) * 255).round().astype(np.uint8)
-
-
-def _describe_rows(rows: PatchRows) -> dict[str, object]:
-    maxima = rows.maxima.astype("<f4")
-    return {"name": rows.name, "grid": list(rows.grid), "rows": _encode(rows.rows), "maxima": _encode(maxima)}
+def _describe_attention(attention: PatchAttention) -> dict[str, object]:
+    return {
+        "layer": attention.layer,
+        "head": attention.head,
+        "grid": list(attention.grid),
+        "values": _encode(attention.values),
+        "maxima": _encode(attention.maxima.astype("<f4")),
+    }
 
 
 def _shown_size(size: tuple[int, int]) -> tuple[int, int]:

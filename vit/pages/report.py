@@ -19,7 +19,7 @@ from vit.evaluation.images import Images
 from vit.evaluation.metrics import Ints, Scores, compute_confusion
 from vit.evaluation.predictor import Pixels
 from vit.evaluation.result import Evaluation, EvaluationResult, Example
-from vit.explanation import explain_images
+from vit.explanation.explain import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.page import render_page

@@ -5,11 +5,11 @@ import torch
 from scipy.stats import spearmanr
 
 from vit.explanation.faithfulness.sanity_checks import (
-    MapJudge,
     RandomDeletion,
-    _report,
+    SanityChecker,
+    _judge,
+    randomise_weights,
     rank_correlation,
-    scramble,
 )
 from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
 from vit.explanation.methods.table import MapOptions, compute_maps
@@ -41,23 +41,23 @@ def test_the_oracle_beats_random_orders_and_its_reverse_does_not(trained) -> Non
     assert reverse_beaten.mean() < 0.4
 
 
-def test_scrambling_keeps_every_parameters_numbers_and_loses_what_was_learned(trained) -> None:
-    scrambled = scramble(trained.model)
-    for before, after in zip(trained.model.parameters(), scrambled.parameters(), strict=True):
+def test_randomising_keeps_every_parameters_numbers_and_loses_what_was_learned(trained) -> None:
+    randomised = randomise_weights(trained.model)
+    for before, after in zip(trained.model.parameters(), randomised.parameters(), strict=True):
         assert torch.equal(before.flatten().sort().values, after.flatten().sort().values)
     with torch.no_grad():
-        accuracy = (scrambled(trained.images).argmax(dim=1) == trained.classes).float().mean()
+        accuracy = (randomised(trained.images).argmax(dim=1) == trained.classes).float().mean()
     assert accuracy < 0.4
 
 
-def test_the_cascade_scrambles_from_the_head_down(trained) -> None:
+def test_the_cascade_randomises_from_the_head_down(trained) -> None:
     changed = {}
     for share in (0.0, 0.34, 1.0):
-        scrambled = scramble(trained.model, share_of_blocks=share)
+        randomised = randomise_weights(trained.model, fraction_of_blocks=share)
         changed[share] = {
             name
             for (name, before), after in zip(
-                trained.model.named_parameters(), scrambled.parameters(), strict=True
+                trained.model.named_parameters(), randomised.parameters(), strict=True
             )
             if not torch.equal(before, after)
         }
@@ -67,36 +67,36 @@ def test_the_cascade_scrambles_from_the_head_down(trained) -> None:
     assert {"patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight"} <= changed[1.0]
 
 
-def test_reports_do_not_depend_on_the_batch(trained) -> None:
-    judge, options = MapJudge(trained.model), MapOptions()
+def test_judges_do_not_depend_on_the_batch(trained) -> None:
+    checker, options = SanityChecker(trained.model), MapOptions()
     images = trained.images[:6]
     logits, targets, maps = compute_maps(trained.model, images, methods=["rollout", "gae"])
-    together = judge.judge(images, logits, targets, maps, options)
+    together = checker.check(images, logits, targets, maps, options)
     one_logits, one_targets, one_maps = compute_maps(trained.model, images[4:5], methods=["rollout", "gae"])
-    alone = judge.judge(images[4:5], one_logits, one_targets, one_maps, options)
+    alone = checker.check(images[4:5], one_logits, one_targets, one_maps, options)
     for method in range(2):
         assert abs(together[method][4][0].deletion_gap - alone[method][0][0].deletion_gap) < 1e-5
-        assert together[method][4][0].beaten == alone[method][0][0].beaten
+        assert together[method][4][0].better_than_random == alone[method][0][0].better_than_random
 
 
 def test_each_threshold_that_fails_has_its_sentence() -> None:
     def report(**changes: float) -> tuple[str, ...]:
         good = {
             "deletion_gap": 0.2,
-            "beaten": 1.0,
-            "scrambled_correlation": 0.1,
+            "better_than_random": 1.0,
+            "randomised_correlation": 0.1,
             "prefix_mass": 0.2,
             "entropy": 3.0,
         }
-        return _report(**good | changes, patches=196).warnings
+        return _judge(**good | changes, patches=196).warnings
 
     assert report() == ()
-    assert report(beaten=0.8) == ("no better than random for this image",)
-    assert "scrambled weights (rank correlation -0.50)" in report(scrambled_correlation=-0.5)[0]
-    assert report(prefix_mass=0.75) == ("75 % of it is in prefix tokens, not in patches",)
+    assert report(better_than_random=0.8) == ("no better than random for this image",)
+    assert "randomised weights (rank correlation -0.50)" in report(randomised_correlation=-0.5)[0]
+    assert report(prefix_mass=0.75) == ("75 % of the relevance is in prefix tokens, not in patches",)
     assert report(entropy=float(np.log(196.0))) == ("nearly uniform",)
 
 
 def test_a_few_patches_need_a_stronger_correlation_to_be_told_from_chance() -> None:
-    assert not _report(0.2, 1.0, 0.5, 0.1, 1.0, patches=16).warnings
-    assert _report(0.2, 1.0, 0.5, 0.1, 1.0, patches=196).warnings
+    assert not _judge(0.2, 1.0, 0.5, 0.1, 1.0, patches=16).warnings
+    assert _judge(0.2, 1.0, 0.5, 0.1, 1.0, patches=196).warnings

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vit.explanation.capture.capture import capture_attention
-from vit.explanation.methods.compat import vit_explain_gradient_rollout, vit_explain_rollout
 from vit.explanation.methods.rollout import attention_rollout, discard_lowest, mixing_matrix, rollout_row
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
@@ -61,7 +59,7 @@ def test_a_batch_equals_its_images_one_by_one(head_fusion: str, discard_ratio: f
         assert (together[image] - alone[0]).abs().max() < 1e-6
 
 
-def test_residual_share_is_what_was_asked_for_under_max_fusion() -> None:
+def test_identity_has_the_weight_asked_for_under_max_fusion() -> None:
     (attention,) = random_attention(1)
     fused = attention.amax(dim=1)
     expected = 0.3 * torch.eye(10) + 0.7 * fused / fused.sum(dim=-1, keepdim=True)
@@ -109,7 +107,7 @@ def test_a_row_that_lost_everything_keeps_its_token() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_fusion": "median"}, "unknown head_fusion 'median'; known: mean, max, min"),
+        ({"head_fusion": "median"}, "unknown head_fusion 'median'; known: max, mean, min"),
         ({"discard_ratio": 1.0}, r"discard_ratio 1.0 is outside \[0, 1\)"),
         ({"residual": -0.1}, r"residual -0.1 is outside"),
         ({"start_layer": 4}, "start_layer 4 is outside 0 to 3"),
@@ -134,60 +132,3 @@ def test_row_form_equals_the_row_of_the_full_product(ours: Build, chunk_elements
     full = (readout[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1))[:, 0]
     row = rollout_row(readout, record.layers, residual=0.3, start_layer=1, chunk_elements=chunk_elements)
     assert (row - full).abs().max() < 1e-6
-
-
-# --- compat: another program's numbers, from its description, one image at a time, in numpy float64
-# ----------
-
-
-def their_rollout(matrices: list[np.ndarray], *, discard_ratio: float, spare_first: bool) -> np.ndarray:
-    result = np.eye(len(matrices[0]))
-    for matrix in matrices:
-        flat = matrix.ravel().copy()
-        lowest = np.argsort(flat, kind="stable")[: int(len(flat) * discard_ratio)]
-        if spare_first:
-            lowest = lowest[lowest != 0]
-        flat[lowest] = 0
-        mixed = (flat.reshape(matrix.shape) + np.eye(len(matrix))) / 2
-        result = (mixed / mixed.sum(axis=-1)) @ result  # no keepdims: divides columns
-    return result[0, 1:] / result[0, 1:].max()
-
-
-@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
-@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.9])
-def test_compat_equals_an_independent_rederivation(head_fusion: str, discard_ratio: float) -> None:
-    attentions = random_attention()
-    found = vit_explain_rollout(attentions, head_fusion=head_fusion, discard_ratio=discard_ratio)
-    for image in range(2):
-        fused = [
-            getattr(np, head_fusion)(attention[image].double().numpy(), axis=0) for attention in attentions
-        ]
-        expected = their_rollout(fused, discard_ratio=discard_ratio, spare_first=True)
-        assert np.abs(found[image].numpy() - expected).max() < 1e-6
-
-
-def test_compat_gradient_rollout_pairs_attention_with_the_mirrored_layers_score_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = [
-        torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator, requires_grad=True)
-        for _ in range(4)
-    ]
-    attentions = [score.softmax(dim=-1) for score in scores]
-    for attention in attentions:
-        attention.retain_grad()
-    sum((attention**2 * attention.cos()).sum() for attention in attentions).backward()
-    found = vit_explain_gradient_rollout(attentions, [a.grad for a in attentions], discard_ratio=0.5)
-    for image in range(2):
-        fused = [
-            np.maximum((a[image] * score.grad[image]).mean(dim=0).detach().numpy(), 0)
-            for a, score in zip(attentions, reversed(scores), strict=True)
-        ]
-        expected = their_rollout(fused, discard_ratio=0.5, spare_first=False)
-        assert np.abs(found[image].detach().numpy() - expected).max() < 1e-6
-
-
-def test_compat_differs_from_ours_where_its_bugs_bite() -> None:
-    attentions = random_attention()
-    ours = attention_rollout(attentions, head_fusion="max", discard_ratio=0.9)[:, 0, 1:]
-    theirs = vit_explain_rollout(attentions, head_fusion="max", discard_ratio=0.9)
-    assert (ours / ours.amax(dim=1, keepdim=True) - theirs).abs().max() > 0.05

@@ -7,7 +7,6 @@ from PIL import Image
 from vit.data.images import Geometry, Preprocess
 from vit.explanation.render.overlay import (
     ColourScale,
-    as_even_shares,
     blend,
     colour,
     draw_overlay,
@@ -15,6 +14,7 @@ from vit.explanation.render.overlay import (
     find_range,
     palette,
     place_map,
+    relative_to_uniform,
 )
 
 SCALE = ColourScale(0.0, 1.0, signed=False, label="scale of this image")
@@ -87,9 +87,9 @@ def test_signed_maps_have_zero_in_the_middle_and_red_above() -> None:
     assert colours[1].min() > 235  # nearly white
 
 
-def test_even_shares_are_one_for_a_uniform_map_and_leave_zeros() -> None:
-    assert np.allclose(as_even_shares(np.full((4, 4), 0.03, dtype=np.float32)), 1)
-    assert not as_even_shares(np.zeros((4, 4), dtype=np.float32)).any()
+def test_relative_values_are_one_for_a_uniform_map_and_leave_zeros() -> None:
+    assert np.allclose(relative_to_uniform(np.full((4, 4), 0.03, dtype=np.float32)), 1)
+    assert not relative_to_uniform(np.zeros((4, 4), dtype=np.float32)).any()
 
 
 @pytest.mark.parametrize("size", [(32, 32), (1000, 20), (20, 1000), (3000, 2000), (1, 1)])

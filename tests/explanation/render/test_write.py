@@ -1,44 +1,34 @@
 """Exports are exact, repeatable and survive interruptions and bad images."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
+from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation import explain_images
-from vit.explanation.explain import ExplainedImage, Settings
-from vit.explanation.items import items_from_files
+from vit.explanation.explain import explain, explain_images, iterate_explanations
+from vit.explanation.items import ImageItem, items_from_files
 from vit.explanation.methods.table import METHODS, MapOptions
-from vit.explanation.render.overlay import FIXED_SHARES
-from vit.explanation.render.write import Results, export_maps, load_results
+from vit.explanation.render.explained import ExplainedImage, Settings
+from vit.explanation.render.overlay import FIXED_END
+from vit.explanation.render.write import MapWriter
 from vit.model.vision_transformer import VisionTransformer
 
 NAMES = ("cat", "<img src=x onerror=alert(1)>", "dog/wolf", "3", "été")
 
 
-@dataclass
-class SmallBundle:
-    model: nn.Module
-    preprocess: Preprocess
-    class_names: tuple[str, ...] = NAMES
-    sha256: str = "0" * 64
-    name: str = "small"
-
-
 @pytest.fixture(scope="module")
-def bundle() -> SmallBundle:
+def bundle() -> Bundle:
     torch.manual_seed(0)
     model = VisionTransformer(img_size=16, patch_size=4, num_classes=5, embed_dim=24, depth=2, num_heads=3)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return SmallBundle(model.eval(), Preprocess(image_size=(16, 16)))
+    return Bundle(model.eval(), Preprocess(image_size=(16, 16)), NAMES, name="small", sha256="0" * 64)
 
 
 @pytest.fixture
@@ -58,9 +48,20 @@ def photos(tmp_path: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*.*")]
 
 
-def export(bundle: SmallBundle, photos: list[str], output: Path, **choices: object) -> dict:
-    output.mkdir()
-    export_maps(bundle, items_from_files(photos), output, Settings(**{"batch_size": 2} | choices))
+def write(bundle: Bundle, items: list[ImageItem], writer: MapWriter) -> list[ExplainedImage]:
+    seen: list[ExplainedImage] = []
+    with writer:
+        for batch in iterate_explanations(
+            bundle, items, writer.settings, on_unreadable=writer.add_unreadable
+        ):
+            writer.add(batch)
+            seen += batch
+    return seen
+
+
+def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -> dict:
+    settings = Settings(**{"batch_size": 2} | choices)
+    write(bundle, items_from_files(photos), MapWriter(output, bundle, settings))
     return json.loads((output / "manifest.json").read_text())
 
 
@@ -68,7 +69,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_same_input_gives_the_same_bytes(bundle: SmallBundle, photos: list[str], tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     for name in ("first", "second"):
         export(bundle, photos, tmp_path / name, methods=("rollout", "gae"))
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
@@ -76,7 +77,7 @@ def test_the_same_input_gives_the_same_bytes(bundle: SmallBundle, photos: list[s
     assert first == second
 
 
-def test_arrays_are_the_exact_maps(bundle: SmallBundle, photos: list[str], tmp_path: Path) -> None:
+def test_arrays_are_the_exact_maps(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     manifest = export(bundle, photos, tmp_path / "out", batch_size=16)
     readable = [entry["path"] for entry in manifest["images"]]
     expected = explain_images(bundle, [Image.open(path).convert("RGB") for path in readable])
@@ -86,11 +87,9 @@ def test_arrays_are_the_exact_maps(bundle: SmallBundle, photos: list[str], tmp_p
             assert np.array_equal(arrays[entry["map_key"]], values.numpy())
 
 
-def test_the_manifest_says_how_each_map_was_made(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
-) -> None:
+def test_the_manifest_says_how_each_map_was_made(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     manifest = export(bundle, photos, tmp_path / "out")
-    assert manifest["schema_version"] == 1
+    assert manifest["schema_version"] == 2
     assert manifest["method"] == "rollout"
     assert manifest["model_sha256"] == "0" * 64
     assert manifest["parameters"]["residual"] == 0.5
@@ -109,11 +108,13 @@ def test_the_manifest_says_how_each_map_was_made(
     assert found["class_specific"] is False
     assert found["target"] is None
     assert 0 < found["prefix_mass"] < 1
-    assert {"deletion_gap", "beaten", "scrambled_correlation", "warnings"} == found["trust"].keys()
+    assert {"deletion_gap", "better_than_random", "randomised_correlation", "warnings"} == found[
+        "sanity_check"
+    ].keys()
 
 
 def test_a_broken_image_is_named_and_the_rest_explained(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     manifest = export(bundle, photos, tmp_path / "out")
     assert len(manifest["images"]) == 4
@@ -123,9 +124,9 @@ def test_a_broken_image_is_named_and_the_rest_explained(
 
 
 def test_equal_stems_in_different_folders_do_not_collide(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
-    export(bundle, photos, tmp_path / "out", trust=False)
+    export(bundle, photos, tmp_path / "out", sanity_checks=False)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert names == ["a-one.rollout.png", "b-one.rollout.png", "two.rollout.png", "é.rollout.png"]
 
@@ -134,55 +135,50 @@ class Stop(Exception):
     """Ctrl-C, as far as the export is concerned."""
 
 
-def interrupt_after(batches: int) -> Iterator[None]:
-    for _ in range(batches):
-        yield
-    raise Stop
-
-
 def test_an_interrupted_export_continues_where_it_was(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
     settings, output, items = Settings(batch_size=1), tmp_path / "parts", items_from_files(photos)
-    output.mkdir()
-    countdown = interrupt_after(2)
-    with pytest.raises(Stop):
-        export_maps(bundle, items, output, settings, on_progress=lambda count: next(countdown))
-    done = load_results(output, bundle, settings)
-    assert 0 < len(done.entries) < 4
-    rest = [item for item in items if item.path not in done.paths]
-    seen: list[str] = []
-
-    def note(explained: list[ExplainedImage]) -> None:
-        seen.extend(of_image.item.path for of_image in explained)
-
-    export_maps(bundle, rest, output, settings, done=done, on_batch=note)
-    assert not set(seen) & {entry["path"] for entry in done.entries if entry["path"] not in seen}
+    batches = iterate_explanations(bundle, items, settings, on_unreadable=lambda item, reason: None)
+    with pytest.raises(Stop), MapWriter(output, bundle, settings) as writer:  # noqa: PT012
+        for batch, _ in zip(batches, range(2), strict=False):
+            writer.add(batch)
+        raise Stop
+    resumed = MapWriter(output, bundle, settings, resume=True)
+    done = resumed.paths
+    assert 0 < len(done) < 4
+    seen = write(bundle, [item for item in items if item.path not in done], resumed)
+    assert not {of_image.item.path for of_image in seen} & done
     assert contents(output) == contents(tmp_path / "whole")
 
 
 def test_continuing_with_other_settings_or_another_model_is_refused(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
-    export(bundle, photos, tmp_path / "out", trust=False)
-    settings = Settings(batch_size=2, trust=False)
-    assert len(load_results(tmp_path / "out", bundle, settings).entries) == 4
+    export(bundle, photos, tmp_path / "out", sanity_checks=False)
+    settings = Settings(batch_size=2, sanity_checks=False)
+    assert len(MapWriter(tmp_path / "out", bundle, settings, resume=True).entries) == 4
+    other = Settings(batch_size=2, sanity_checks=False, options=MapOptions(residual=0.4))
     with pytest.raises(ValueError, match="another choice of residual"):
-        load_results(
-            tmp_path / "out", bundle, Settings(batch_size=2, trust=False, maps=MapOptions(residual=0.4))
-        )
-    other = SmallBundle(bundle.model, bundle.preprocess, sha256="1" * 64)
+        MapWriter(tmp_path / "out", bundle, other, resume=True)
     with pytest.raises(ValueError, match="another choice of the model"):
-        load_results(tmp_path / "out", other, settings)
-    assert load_results(tmp_path / "nothing", bundle, settings) == Results()
+        MapWriter(tmp_path / "out", replace(bundle, sha256="1" * 64), settings, resume=True)
+    assert MapWriter(tmp_path / "nothing", bundle, settings, resume=True).entries == []
+
+
+def test_an_export_of_an_older_version_is_refused(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
+    manifest = export(bundle, photos, tmp_path / "out", sanity_checks=False)
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 1}))
+    with pytest.raises(ValueError, match=r"another version of vit .* cannot be continued; use --overwrite"):
+        MapWriter(tmp_path / "out", bundle, Settings(batch_size=2, sanity_checks=False), resume=True)
 
 
 def test_class_targets_have_a_map_each_and_safe_names(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     manifest = export(
-        bundle, photos, tmp_path / "out", methods=("gae", "rollout"), classes="all", trust=False
+        bundle, photos, tmp_path / "out", methods=("gae", "rollout"), target="all", sanity_checks=False
     )
     entry = manifest["images"][2]
     maps = entry["maps"]
@@ -196,11 +192,16 @@ def test_class_targets_have_a_map_each_and_safe_names(
 @pytest.mark.parametrize(
     ("classes", "count"), [("auto", 1), ("cat", 1), ("1", 1), ("3", 1), ("top3", 3), ("all", 5)]
 )
-def test_classes_are_named_as_people_do(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path, classes: str, count: int
+def test_classes_are_given_by_name_index_or_number(
+    bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
 ) -> None:
     manifest = export(
-        bundle, photos[:1] + photos[2:3], tmp_path / "out", methods=("gae",), classes=classes, trust=False
+        bundle,
+        photos[:1] + photos[2:3],
+        tmp_path / "out",
+        methods=("gae",),
+        target=classes,
+        sanity_checks=False,
     )
     for entry in manifest["images"]:
         assert len(entry["maps"]) == count
@@ -209,19 +210,15 @@ def test_classes_are_named_as_people_do(
 
 
 @pytest.mark.parametrize("target", ["wolf", "5", "top0", "top9", "-1"])
-def test_an_unknown_class_lists_the_known_ones(bundle: SmallBundle, target: str) -> None:
+def test_an_unknown_class_lists_the_known_ones(bundle: Bundle, target: str) -> None:
     with pytest.raises(ValueError, match=r"unknown class|asks for"):
         explain_images(bundle, [Image.new("RGB", (16, 16))], "gae", target=target)
 
 
 @pytest.mark.parametrize("scale", ["image", "batch", "fixed"])
-def test_scales_are_of_what_they_say(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path, scale: str
-) -> None:
-    seen: list[ExplainedImage] = []
-    (tmp_path / "out").mkdir()
-    settings = Settings(scale=scale, trust=False, methods=("rollout", "cdam"))
-    export_maps(bundle, items_from_files(photos), tmp_path / "out", settings, on_batch=seen.extend)
+def test_scales_are_of_what_they_say(bundle: Bundle, photos: list[str], tmp_path: Path, scale: str) -> None:
+    settings = Settings(scale=scale, sanity_checks=False, methods=("rollout", "cdam"))
+    seen = write(bundle, items_from_files(photos), MapWriter(tmp_path / "out", bundle, settings))
     for number, name in enumerate(settings.methods):
         signed = METHODS[name].signed
         found = [of_image.maps[number] for of_image in seen]
@@ -229,19 +226,19 @@ def test_scales_are_of_what_they_say(
             assert one.scale is not None
             values = np.stack([other.values for other in found]) if scale == "batch" else one.values
             high = np.abs(values).max() if signed else values.max()
-            assert np.isclose(one.scale.high, FIXED_SHARES if scale == "fixed" else high)
+            assert np.isclose(one.scale.high, FIXED_END if scale == "fixed" else high)
             assert np.isclose(
                 one.scale.low, -one.scale.high if signed else 0 if scale == "fixed" else values.min()
             )
 
 
-def test_all_layers_and_heads_are_one_sheet(bundle: SmallBundle, photos: list[str], tmp_path: Path) -> None:
+def test_all_layers_and_heads_are_one_sheet(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     manifest = export(
-        bundle, photos, tmp_path / "out", methods=("raw",), maps=MapOptions(layer=None, head=None)
+        bundle, photos, tmp_path / "out", methods=("raw",), options=MapOptions(layer=None, head=None)
     )
     with np.load(tmp_path / "out" / "maps.npz") as arrays:
         assert arrays[manifest["images"][0]["map_key"]].shape == (2, 3, 4, 4)
-    assert manifest["images"][0]["maps"][0]["trust"] is None
+    assert manifest["images"][0]["maps"][0]["sanity_check"] is None
 
 
 def test_an_unknown_scale_or_method_is_said_before_any_work() -> None:
@@ -251,7 +248,7 @@ def test_an_unknown_scale_or_method_is_said_before_any_work() -> None:
         Settings(methods=("lrp",))
 
 
-def test_explaining_in_parts_gives_the_same_maps(bundle: SmallBundle) -> None:
+def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
     random = np.random.default_rng(0)
     images = [Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(5)]
     whole, parts = explain_images(bundle, images, "gae"), explain_images(bundle, images, "gae", batch_size=2)
@@ -263,12 +260,35 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: SmallBundle) -> None:
 
 
 def test_half_precision_is_of_the_forward_pass_alone(
-    bundle: SmallBundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
-    seen: list[ExplainedImage] = []
-    (tmp_path / "out").mkdir()
-    settings = Settings(precision="bfloat16", trust=False, methods=("rollout", "gae"))
-    export_maps(bundle, items_from_files(photos), tmp_path / "out", settings, on_batch=seen.extend)
+    settings = Settings(precision="bfloat16", sanity_checks=False, methods=("rollout", "gae"))
+    seen = write(bundle, items_from_files(photos), MapWriter(tmp_path / "out", bundle, settings))
     for of_image in seen:
         rollout = of_image.maps[0]
         assert abs(rollout.values.sum() / (1 - rollout.prefix_mass) - 1) < 1e-5  # bfloat16 would give 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:1 images are left out")
+def test_a_result_saves_what_the_batches_write(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
+    export(bundle, photos, tmp_path / "streamed", methods=("rollout", "gae"))
+    found = explain(bundle, sorted(photos), methods=("rollout", "gae"), sanity_checks=True, batch_size=2)
+    found.save(tmp_path / "saved")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "streamed")
+    assert found.maps["gae"].shape == (4, 4, 4)
+    assert found.targets.tolist() == found.probabilities.argmax(dim=1).tolist()
+    assert [path.endswith("one.png") for path in found.paths] == [True, True, False, False]
+    assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
+    with pytest.raises(ValueError, match="unknown format 'gif'; known: png, npz"):
+        found.save(tmp_path / "saved", formats=["gif"])
+
+
+def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
+    found = explain(bundle, pixels, methods=("gae", "rollout"), target="top3")
+    assert found.maps["gae"].shape == (3, 3, 4, 4)
+    assert found.maps["rollout"].shape == (3, 4, 4)
+    assert found.targets.shape == (3, 3)
+    assert found.paths == ["image-00000", "image-00001", "image-00002"]
+    sheets = explain(bundle, pixels[0], methods="raw", options=MapOptions(layer=None, head=None))
+    assert sheets.maps["raw"].shape == (1, 2, 3, 4, 4)

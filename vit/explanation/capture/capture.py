@@ -8,10 +8,11 @@ The gradient of a score f with respect to a layer's attention A follows from the
 ∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers, and no N×N tensor enters
 the autograd graph.
 
-Each capture proves itself: where A·V of its first image is not what the layer computed (an unknown mask, a
+Each capture is verified: where A·V of its first image is not what the layer computed (an unknown mask, a
 position bias, a gate …), it raises instead of returning something plausible.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,21 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from vit.explanation.capture.layers import LAYER_KINDS, SUPPORTED, AttentionLayer
 
-_HIERARCHICAL = [
-    "swin",
-    "hiera",
-    "mvit",
-    "multiscalevit",
-    "maxvit",
-    "maxxvit",
-    "pyramidvision",
-    "twins",
-    "davit",
-    "focalnet",
-    "levit",
-    "metaformer",
-    "nextvit",
-]
+_HIERARCHICAL = re.compile(
+    "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
+)
+# bytes of queries and keys of all layers; above it the tokens they are made of are kept, half as many
+QUERY_KEY_LIMIT = 2**28
 
 
 class AttentionRecord:
@@ -86,11 +77,12 @@ class AttentionRecord:
 
 @contextmanager
 def capture_attention(
-    model: nn.Module, *, gradients: bool = False, lean: bool = False
+    model: nn.Module, *, gradients: bool = False, query_key_limit: int = QUERY_KEY_LIMIT
 ) -> Iterator[AttentionRecord]:
     """Record every layer's attention in forward passes inside the `with`; the last one stays in the record.
 
-    `gradients` keeps the autograd graph for `record.gradients`. `lean` takes half the memory for more time.
+    `gradients` keeps the autograd graph for `record.gradients`. Where queries and keys of all layers would take more
+    than `query_key_limit` bytes, they are computed again when asked for: half the memory, more time.
     Raises ValueError for a model whose attention is not understood (hierarchical models, unknown layers).
     """
     layers = find_attention_layers(model)
@@ -103,7 +95,7 @@ def capture_attention(
     try:
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
-            handles += layer.attach(gradients=gradients, lean=lean)
+            handles += layer.attach(gradients=gradients, token_limit=query_key_limit // (2 * len(layers)))
         yield AttentionRecord(layers)
     finally:
         for handle in handles:
@@ -113,7 +105,7 @@ def capture_attention(
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The model's self-attention layers in order, or ValueError with why they cannot be read."""
     family = type(model).__name__
-    if any(word in family.lower() for word in _HIERARCHICAL):
+    if _HIERARCHICAL.search(family.lower()):
         raise ValueError(
             f"{family} is hierarchical: it attends within windows or merges patches between stages, so no "
             f"attention between all of its input patches exists to be explained; known: {SUPPORTED}"

@@ -3,6 +3,7 @@
 Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 EVERY_IMAGE = slice(None)
 SUPPORTED = "this project's models, timm's VisionTransformer and Eva, torchvision's and Hugging Face's ViT"
-_PROVED_ROWS = 64  # queries whose result is compared; all of them would form the N×N matrix
+_VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would form the N×N matrix
 
 
 class AttentionLayer:
@@ -23,19 +24,24 @@ class AttentionLayer:
     subclasses read the other families.
     """
 
+    # names in the module: number of heads, scale, and the submodules that give queries and keys
+    names: tuple[str, str, tuple[str, ...]] = ("num_heads", "scale", ("q_norm", "k_norm"))
+
     def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
         self.name, self.block = name, block
         self.module: Any = module
+        self.num_heads = int(getattr(module, self.names[0]))
         self.captured = False
         self.batch, self.num_tokens = 0, 0
-        self.query: Tensor | None = None  # [B, H, N, K], as the module's own code made it
+        # [B, H, N, K], as the module's own code made them; None where they are projected from the tokens again
+        self.query: Tensor | None = None
         self.key: Tensor | None = None
         self.options: dict[str, Any] = {}  # what the module was called with, besides the tokens
         self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module; not always kept
         # with gradients only, still in the autograd graph:
         self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
         self.block_tokens: Tensor | None = None  # [B, N, D], what left the block
-        self._proved = False
+        self._gradients, self._verified = False, False
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
@@ -45,12 +51,8 @@ class AttentionLayer:
         return not isinstance(block, nn.Sequential) and all(hasattr(module, name) for name in names)
 
     @property
-    def num_heads(self) -> int:
-        return int(self.module.num_heads)
-
-    @property
     def scale(self) -> float:
-        return float(self.module.scale)
+        return float(getattr(self.module, self.names[1]))
 
     def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
         """What attention multiplies, [b, H, N, K] each, before scaling."""
@@ -87,61 +89,54 @@ class AttentionLayer:
         separate = getattr(self.module, "v_bias", None)  # Eva adds its biases to a qkv without any
         return F.linear(tokens, qkv.weight[-size:], separate if qkv.bias is None else qkv.bias[-size:])
 
-    def attach(self, *, gradients: bool, lean: bool) -> list[RemovableHandle]:
+    def attach(self, *, gradients: bool, token_limit: int) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph.
 
-        `lean` keeps the tokens instead of queries and keys, half the memory, and projects them again later.
+        Tokens of more than `token_limit` bytes are kept instead of queries and keys, half the memory, and projected
+        again when those are asked for.
         """
+        self._gradients = gradients
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # (query, key, value) where a layer is called so: the last is what is attended to
             tokens = args[2] if len(args) == 3 else args[0]
             self.tokens, self.options, self.captured = tokens, options, False
+            self.query = self.key = None
             self.batch, self.num_tokens = tokens.shape[:2]
+
+        def on_projection(kind: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if self.tokens is not None and self.tokens.nbytes <= token_limit:
+                setattr(self, kind, self._as_heads(output.detach()))
 
         def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.block_tokens = _first(result)
 
-        handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True)]
-        handles.append(self._attach_heads(gradients, keeps_tokens=gradients or lean))
-        if not lean:
-            handles += self._attach_query_and_key()
+        handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True), self._attach_heads()]
+        for kind, name in zip(("query", "key"), self.names[2], strict=False):
+            handles.append(getattr(self.module, name).register_forward_hook(partial(on_projection, kind)))
         if gradients:
             handles.append(self.block.register_forward_hook(on_block))
         return handles
 
-    def _attach_query_and_key(self) -> list[RemovableHandle]:
-        def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            # a copy where the output is a view, which would keep the whole qkv output alive
-            self.query = output.detach().contiguous()
+    def _as_heads(self, projection: Tensor) -> Float[Tensor, "B H N K"]:
+        # a copy where the output is a view, which would keep the whole qkv output alive
+        return projection.contiguous()
 
-        def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            self.key = output.detach().contiguous()
-
-        return [
-            self.module.q_norm.register_forward_hook(on_query),
-            self.module.k_norm.register_forward_hook(on_key),
-        ]
-
-    def _attach_heads(self, gradients: bool, *, keeps_tokens: bool) -> RemovableHandle:
-        def on_heads(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._keep(args[0], gradients, keeps_tokens=keeps_tokens)
-
-        handle: RemovableHandle = self._heads_receiver().register_forward_pre_hook(on_heads)
+    def _attach_heads(self) -> RemovableHandle:
+        """Hook the submodule that O goes into."""
+        receiver = next(
+            getattr(self.module, name) for name in ("norm", "o_proj", "proj") if hasattr(self.module, name)
+        )
+        handle: RemovableHandle = receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
         return handle
 
-    def _heads_receiver(self) -> nn.Module:
-        """The submodule that O goes into."""
-        receiver: nn.Module = self.module.norm if hasattr(self.module, "norm") else self.module.proj
-        return receiver
-
-    def _keep(self, heads: Tensor, gradients: bool, *, keeps_tokens: bool) -> None:
+    def _keep(self, heads: Tensor) -> None:
         """The last thing captured of a layer. Raises ValueError unless attention · value reproduces it."""
-        if not self._proved and not self.module.training:  # attention dropout would make them differ
-            self._prove(heads)
+        if not self._verified and not self.module.training:  # attention dropout would make them differ
+            self._verify(heads)
         self.captured = True
-        self.heads = heads if gradients else None
-        if not keeps_tokens:
+        self.heads = heads if self._gradients else None
+        if self.query is not None and not self._gradients:
             self.tokens = None
 
     def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
@@ -154,13 +149,13 @@ class AttentionLayer:
         return self.module.q_norm(query), self.module.k_norm(key)
 
     @torch.no_grad()
-    def _prove(self, heads: Tensor) -> None:
+    def _verify(self, heads: Tensor) -> None:
         assert self.tokens is not None
         query, key = self.scaled_query_and_key(slice(1))
-        attention = (query[:, :, :_PROVED_ROWS] @ key.transpose(-2, -1)).softmax(dim=-1)
+        attention = (query[:, :, :_VERIFIED_QUERIES] @ key.transpose(-2, -1)).softmax(dim=-1)
         expected = attention @ at_least_float32(self._split(self.value(self.tokens[:1])))
         expected = self._project_heads(expected.transpose(1, 2).flatten(2))  # [1, rows, H·K]
-        actual = at_least_float32(heads[:1, :_PROVED_ROWS])
+        actual = at_least_float32(heads[:1, :_VERIFIED_QUERIES])
         tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
         if expected.shape != actual.shape or (expected - actual).abs().max() > tolerance * actual.abs().max():
             raise ValueError(
@@ -168,7 +163,7 @@ class AttentionLayer:
                 "perhaps with a mask or a position bias, so its attention cannot be recomputed; "
                 f"known: {SUPPORTED}"
             )
-        self._proved = True
+        self._verified = True
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         """What `heads` keeps, from A·V."""
@@ -216,18 +211,12 @@ class RotaryLayer(AttentionLayer):
 class HuggingFaceLayer(AttentionLayer):
     """Hugging Face's ViT: separate `q_proj`, `k_proj`, `v_proj` and `o_proj`."""
 
+    names = ("num_attention_heads", "scaling", ("q_proj", "k_proj"))
+
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "num_attention_heads", "scaling")
         return all(hasattr(module, name) for name in names)
-
-    @property
-    def num_heads(self) -> int:
-        return int(self.module.num_attention_heads)
-
-    @property
-    def scale(self) -> float:
-        return float(self.module.scaling)
 
     def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
         value: Tensor = self.module.v_proj(tokens)
@@ -236,21 +225,8 @@ class HuggingFaceLayer(AttentionLayer):
     def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
         return self._split(self.module.q_proj(tokens)), self._split(self.module.k_proj(tokens))
 
-    def _attach_query_and_key(self) -> list[RemovableHandle]:
-        def on_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            self.query = self._split(output.detach())
-
-        def on_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            self.key = self._split(output.detach())
-
-        return [
-            self.module.q_proj.register_forward_hook(on_query),
-            self.module.k_proj.register_forward_hook(on_key),
-        ]
-
-    def _heads_receiver(self) -> nn.Module:
-        receiver: nn.Module = self.module.o_proj
-        return receiver
+    def _as_heads(self, projection: Tensor) -> Float[Tensor, "B H N K"]:
+        return self._split(projection)
 
 
 class TorchvisionLayer(AttentionLayer):
@@ -259,6 +235,8 @@ class TorchvisionLayer(AttentionLayer):
     Queries and keys are projected again from its input. Its result is kept instead of O; the output
     projection is linear, so ∂f/∂O is ∂f/∂result · W.
     """
+
+    names = ("num_heads", "", ())
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
@@ -279,14 +257,10 @@ class TorchvisionLayer(AttentionLayer):
     def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
         return self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
 
-    def _attach_query_and_key(self) -> list[RemovableHandle]:
-        return []  # they come from the tokens
-
-    def _attach_heads(self, gradients: bool, *, keeps_tokens: bool) -> RemovableHandle:
-        def on_result(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self._keep(_first(result), gradients, keeps_tokens=True)
-
-        handle: RemovableHandle = self.module.register_forward_hook(on_result)
+    def _attach_heads(self) -> RemovableHandle:
+        handle: RemovableHandle = self.module.register_forward_hook(
+            lambda module, args, result: self._keep(_first(result))
+        )
         return handle
 
     def _project_heads(self, heads: Tensor) -> Tensor:

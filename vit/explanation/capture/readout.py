@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,31 +37,25 @@ class Forward:
 
 
 def run_forward(
-    model: nn.Module,
-    images: Float[Tensor, "B 3 height width"],
-    *,
-    gradients: bool = False,
-    lean: bool = False,
+    model: nn.Module, images: Float[Tensor, "B 3 height width"], *, gradients: bool = False
 ) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards.
 
-    With `gradients` the autograd graph is kept from the images on, without the parameters. `lean` takes half
-    the memory for more time.
+    With `gradients` the autograd graph is kept from the images on, without the parameters.
     """
     if gradients:
         images = images.detach().clone().requires_grad_()
     with (
-        _at_rest(model),
+        _evaluation_mode(model),
         torch.set_grad_enabled(gradients),
-        capture_attention(model, gradients=gradients, lean=lean) as record,
-        _PoolingWeights(model) as pooling,
+        capture_attention(model, gradients=gradients) as record,
+        _capture_pooling(model) as pooling,
     ):
         tokens, logits = _run(model, images)
         num_tokens, num_prefix = record.layers[0].num_tokens, count_prefix_tokens(model)
         with torch.no_grad():
-            readout = _compute_readout(
-                model, logits.new_zeros(len(images), num_tokens), tokens, pooling.weights
-            )
+            empty = logits.new_zeros(len(images), num_tokens)
+            readout = _compute_readout(model, empty, tokens, _pooling_weights(pooling))
     grid = find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
     return Forward(model, images, logits, record, readout, num_prefix, grid)
 
@@ -74,7 +69,7 @@ def _run(model: Any, images: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 @contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no parameter that asks for a gradient, for as long as this lasts."""
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -105,9 +100,7 @@ def classify_token(model: Any, token: Float[Tensor, "B D"]) -> Float[Tensor, "B 
 def count_prefix_tokens(model: nn.Module) -> int:
     """Tokens in front of the patches: class, distillation, registers."""
     prefix = getattr(model, "num_prefix_tokens", None)
-    return (
-        int(prefix) if isinstance(prefix, int) else 1
-    )  # torchvision's and Hugging Face's ViT: the class token
+    return prefix if isinstance(prefix, int) else 1  # torchvision's and Hugging Face's ViT: the class token
 
 
 def find_grid(model: nn.Module, size: tuple[int, int], num_patches: int) -> tuple[int, int]:
@@ -125,8 +118,7 @@ def find_grid(model: nn.Module, size: tuple[int, int], num_patches: int) -> tupl
 def split_prefix(
     mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: tuple[int, int]
 ) -> tuple[Float[Tensor, "*batch rows columns"], Float[Tensor, "*batch"]]:
-    """The patches' mass on their grid, and the share (0 to 1, of absolute values) that lies in prefix
-    tokens."""
+    """The patches' mass on their grid, and the fraction (0 to 1, of absolute values) that lies in prefix tokens."""
     patches = torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)
     total = mass.abs().sum(dim=-1)
     prefix = mass[..., :num_prefix_tokens].abs().sum(dim=-1)
@@ -136,8 +128,8 @@ def split_prefix(
 def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch"]:
     """Entropy in nats of the maps' absolute values taken as a distribution: 0 (one patch) to log(patches)."""
     mass = maps.flatten(-2).abs()
-    share = mass / mass.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-    entropy: Tensor = torch.special.entr(share).sum(dim=-1)
+    distribution = mass / mass.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
+    entropy: Tensor = torch.special.entr(distribution).sum(dim=-1)
     return entropy
 
 
@@ -169,45 +161,35 @@ def _compute_readout(
 
 
 def _count_maxima(tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N"]:
-    """The share of channels whose maximum is at each token: what max pooling reads."""
+    """The fraction of channels whose maximum is at each token: what max pooling reads."""
     winners = F.one_hot(tokens.argmax(dim=1), tokens.shape[1])  # [B, D, N]
     return winners.float().mean(dim=1)
 
 
-class _PoolingWeights:
-    """The weights of timm's attention pooling (`global_pool="map"`), mean over its heads; None for other
-    models."""
+@contextmanager
+def _capture_pooling(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Query and key of timm's attention pooling (`global_pool="map"`); nothing for other models."""
+    pool: Any = getattr(model, "attn_pool", None)
+    captured: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        pool: Any = getattr(model, "attn_pool", None)
-        self.pool = pool if isinstance(pool, nn.Module) and hasattr(pool, "latent") else None
-        self.query: Tensor | None = None
-        self.key: Tensor | None = None
+    def keep(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        captured[name] = output.detach()
 
-    def __enter__(self) -> "_PoolingWeights":
-        def keep_query(module: nn.Module, args: Any, output: Tensor) -> None:
-            self.query = output.detach()
-
-        def keep_key(module: nn.Module, args: Any, output: Tensor) -> None:
-            self.key = output.detach()
-
-        pool: Any = self.pool
-        self.handles = (
-            []
-            if pool is None
-            else [pool.q_norm.register_forward_hook(keep_query), pool.k_norm.register_forward_hook(keep_key)]
-        )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
+    names = ("q_norm", "k_norm") if isinstance(pool, nn.Module) and hasattr(pool, "latent") else ()
+    handles = [getattr(pool, name).register_forward_hook(partial(keep, name)) for name in names]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
             handle.remove()
 
-    @property
-    def weights(self) -> Float[Tensor, "B N"] | None:
-        if self.query is None or self.key is None:
-            return None
-        scale = self.query.shape[-1] ** -0.5
-        attention = (self.query * scale @ self.key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
-        weights: Tensor = attention.mean(dim=(1, 2))
-        return weights
+
+def _pooling_weights(captured: dict[str, Tensor]) -> Float[Tensor, "B N"] | None:
+    """The mean over heads and latents of the pooling's attention."""
+    if not captured:
+        return None
+    query, key = captured["q_norm"], captured["k_norm"]
+    scale = query.shape[-1] ** -0.5
+    attention = (query * scale @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
+    weights: Tensor = attention.mean(dim=(1, 2))
+    return weights

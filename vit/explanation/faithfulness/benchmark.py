@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit.explanation.faithfulness.baselines import RANDOM_DRAWS, centre_maps, edge_maps, random_maps
 from vit.explanation.faithfulness.metrics import LEFT, TAKEN_AWAY, compute_pointing, compute_saco, find_order
-from vit.explanation.faithfulness.sanity_checks import rank_correlation, scramble
+from vit.explanation.faithfulness.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.faithfulness.token_ablation import (
     area_under,
     build_predictor,
@@ -219,7 +219,7 @@ def _measure_scrambled(
     on_progress: Callable[[str], None],
 ) -> None:
     """Rank correlation with maps of the model scrambled from its head down (Adebayo et al. 2018)."""
-    scrambled = [scramble(model, share_of_blocks=share) for share in CASCADE]
+    scrambled = [randomise_weights(model, fraction_of_blocks=share) for share in CASCADE]
     for method in plan.methods:
         on_progress(f"scrambled weights: {method}")
         whole = maps[method][: len(images)]

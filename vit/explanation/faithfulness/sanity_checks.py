@@ -1,8 +1,8 @@
-"""A short report with every map: how far may it be believed for this image?
+"""Sanity checks of every map: how far may it be believed for this image?
 
-Three questions, each with a threshold: does taking away what the map calls important hurt the prediction more
-than taking patches away at random? Does the map change when the weights are scrambled? Is it about the
-patches at all? It costs about 25 forward passes an image and one more explanation.
+Three questions, each with a threshold: does deleting the patches that the map ranks highest lower the class's
+probability more than deleting patches in a random order? Does the map change when the model's weights are
+randomised? Is the relevance in the patches at all? They cost about 25 forward passes an image and one more map.
 """
 
 import copy
@@ -19,22 +19,20 @@ from vit.explanation.faithfulness.token_ablation import area_under, build_predic
 from vit.explanation.methods.table import MapOptions, Maps, compute_maps
 
 RANDOM_ORDERS = 10
-BEATEN_SHARE = 0.9  # of the random orders; a map drawn at random reaches it for about one image in six
-FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the patches, taken away
-CORRELATION_LIMIT = 0.3  # with the map of scrambled weights, or three standard errors where that is more
+LEAST_BETTER = 0.9  # than random orders; a random map reaches it for about one image in six
+FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the patches, deleted
+CORRELATION_LIMIT = 0.3  # with the map of randomised weights, or three standard errors where that is more
 PREFIX_LIMIT = 0.5
 UNIFORM_LIMIT = 0.98  # exp(entropy) / patches
 
 
 @dataclass(frozen=True)
-class Trust:
-    """The report of one map. `deletion_gap`: how much lower the class's mean probability is when patches go
-    in the map's order than in a random one; `beaten`: share of random orders that do less harm;
-    `scrambled_correlation`: Spearman's, with the same method's map from scrambled weights."""
+class SanityCheck:
+    """The checks of one map."""
 
-    deletion_gap: float
-    beaten: float
-    scrambled_correlation: float
+    deletion_gap: float  # mean probability of the class under random deletion minus that in the map's order
+    better_than_random: float  # fraction of the random orders that lower the probability less
+    randomised_correlation: float  # Spearman's, with the same method's map of randomised weights
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -42,61 +40,52 @@ class Trust:
         return {**asdict(self), "warnings": list(self.warnings)}
 
 
-class MapJudge:
-    """Reports on the maps of one model."""
+class SanityChecker:
+    """Checks the maps of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.scrambled = scramble(model)
+        self.randomised = randomise_weights(model)
 
-    def judge(
+    def check(
         self,
         images: Float[Tensor, "B 3 height width"],
         logits: Float[Tensor, "B C"],
         targets: Int[Tensor, "B T"],
         maps: Sequence[Maps],
         options: MapOptions,
-    ) -> list[list[list[Trust]]]:
-        """A report for each method, image and class. Maps that know no class answer for the predicted one."""
-        _, _, scrambled = compute_maps(
-            self.scrambled,
-            images,
-            methods=[of_method.method.name for of_method in maps],
-            choose_targets=lambda _: targets,
-            options=options,
+    ) -> list[list[list[SanityCheck]]]:
+        """By method, image and class. Maps that don't depend on the class are checked for the predicted one."""
+        names = [of_method.method.name for of_method in maps]
+        _, _, randomised = compute_maps(
+            self.randomised, images, methods=names, choose_targets=lambda _: targets, options=options
         )
-        grid = maps[0].values.shape[-2:]
-        predicted, deletions = logits.argmax(dim=1), {}
-        reports = []
-        for found, control in zip(maps, scrambled, strict=True):
-            columns = []
+        rows, columns = maps[0].values.shape[-2:]
+        predicted = logits.argmax(dim=1)
+        deletions: dict[int, RandomDeletion] = {}
+        checks = []
+        for found, control in zip(maps, randomised, strict=True):
+            by_class = []
             for column in range(found.values.shape[1]):
-                classes = targets[:, column] if found.method.class_specific else predicted
                 key = column if found.method.class_specific else -1
                 if key not in deletions:
-                    deletions[key] = RandomDeletion(self.model, images, classes, grid=(grid[0], grid[1]))
+                    classes = predicted if key < 0 else targets[:, column]
+                    deletions[key] = RandomDeletion(self.model, images, classes, grid=(rows, columns))
                 values = found.values[:, column]
-                gap, beaten = deletions[key].compare(values)
-                correlation = rank_correlation(values, control.values[:, column])
-                columns.append(
-                    [
-                        _report(*numbers, patches=grid[0] * grid[1])
-                        for numbers in zip(
-                            gap.tolist(),
-                            beaten.tolist(),
-                            correlation.tolist(),
-                            found.prefix_mass[:, column].tolist(),
-                            found.entropy[:, column].tolist(),
-                            strict=True,
-                        )
-                    ]
-                )
-            reports.append([list(of_image) for of_image in zip(*columns, strict=True)])
-        return reports
+                numbers = [
+                    *deletions[key].compare(values),
+                    rank_correlation(values, control.values[:, column]),
+                    found.prefix_mass[:, column],
+                    found.entropy[:, column],
+                ]
+                of_images = zip(*(of_all.tolist() for of_all in numbers), strict=True)
+                by_class.append([_judge(*of_image, patches=rows * columns) for of_image in of_images])
+            checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
+        return checks
 
 
 class RandomDeletion:
-    """Deletion of random patches from a batch of images, to hold maps against."""
+    """Deletion of patches in random orders from a batch of images, to compare maps with."""
 
     def __init__(
         self,
@@ -115,9 +104,9 @@ class RandomDeletion:
     def compare(
         self, maps: Float[Tensor, "B rows columns"]
     ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """(gap to the mean random order, share of random orders that do less harm) of each map.
+        """(gap to the mean random order, fraction of random orders that lower the probability less) of each map.
 
-        The share is float64: 9 of 10 in float32 is below `BEATEN_SHARE`.
+        The fraction is float64: 9 of 10 in float32 is below `LEAST_BETTER`.
         """
         area = self._area(maps.flatten(1).argsort(dim=1, descending=True, stable=True))
         return self.areas.mean(dim=1) - area, (self.areas > area[:, None]).double().mean(dim=1)
@@ -126,28 +115,28 @@ class RandomDeletion:
         return area_under(deletion_curve(self._predict, order, fractions=FRACTIONS), fractions=FRACTIONS)
 
 
-def scramble(model: nn.Module, *, share_of_blocks: float = 1.0, seed: int = 0) -> nn.Module:
+def randomise_weights(model: nn.Module, *, fraction_of_blocks: float = 1.0, seed: int = 0) -> nn.Module:
     """A copy whose parameters each have their numbers shuffled: nothing learned is left, but every scale is.
 
-    The head and the last `share_of_blocks` are; with 1 the embedding too. The control of Adebayo et al. 2018;
-    shuffled trained weights are harder than fresh ones, whose small numbers make attention uniform and any
-    map look different.
+    The head and the last `fraction_of_blocks` of the blocks are shuffled; with 1 the embedding too (Adebayo et al.
+    2018). Shuffled trained weights are a harder check than fresh ones, whose small numbers make attention uniform and
+    any map different.
     """
-    scrambled = copy.deepcopy(model)
-    blocks = [layer.block for layer in find_attention_layers(scrambled)]
+    randomised = copy.deepcopy(model)
+    blocks = [layer.block for layer in find_attention_layers(randomised)]
     of_block = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
-    keep_below = round(len(blocks) * (1 - share_of_blocks))
+    keep_below = round(len(blocks) * (1 - fraction_of_blocks))
     generator = torch.Generator().manual_seed(seed)
-    before = True  # parameters are registered in the order of the walk: embedding, blocks, head
+    before = True  # parameters() goes from the front of the model to its back: embedding, blocks, head
     with torch.no_grad():
-        for parameter in scrambled.parameters():
+        for parameter in randomised.parameters():
             number = of_block.get(id(parameter))
             before = before and number is None
-            kept = share_of_blocks < 1 if before else number is not None and number < keep_below
+            kept = fraction_of_blocks < 1 if before else number is not None and number < keep_below
             if not kept:
                 order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
                 parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
-    return scrambled
+    return randomised
 
 
 def rank_correlation(
@@ -167,23 +156,23 @@ def _centred_ranks(values: Float[Tensor, "B P"]) -> Float[Tensor, "B P"]:
     return ranks - ranks.mean(dim=1, keepdim=True)
 
 
-def _report(
+def _judge(
     deletion_gap: float,
-    beaten: float,
-    scrambled_correlation: float,
+    better_than_random: float,
+    randomised_correlation: float,
     prefix_mass: float,
     entropy: float,
     *,
     patches: int,
-) -> Trust:
-    """A report with a sentence for each threshold that the map fails."""
+) -> SanityCheck:
+    """The numbers with a sentence for each threshold that the map fails."""
     warnings = []
-    if beaten < BEATEN_SHARE:
+    if better_than_random < LEAST_BETTER:
         warnings.append("no better than random for this image")
-    if abs(scrambled_correlation) > max(CORRELATION_LIMIT, 3 / math.sqrt(max(patches - 1, 1))):
-        warnings.append(f"predictable from scrambled weights (rank correlation {scrambled_correlation:.2f})")
+    if abs(randomised_correlation) > max(CORRELATION_LIMIT, 3 / math.sqrt(max(patches - 1, 1))):
+        warnings.append(f"similar with randomised weights (rank correlation {randomised_correlation:.2f})")
     if prefix_mass > PREFIX_LIMIT:
-        warnings.append(f"{100 * prefix_mass:.0f} % of it is in prefix tokens, not in patches")
+        warnings.append(f"{100 * prefix_mass:.0f} % of the relevance is in prefix tokens, not in patches")
     if math.exp(entropy) > UNIFORM_LIMIT * patches:
         warnings.append("nearly uniform")
-    return Trust(deletion_gap, beaten, scrambled_correlation, tuple(warnings))
+    return SanityCheck(deletion_gap, better_than_random, randomised_correlation, tuple(warnings))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
 from vit.explanation.capture.readout import Forward, classify_token
-from vit.explanation.methods.rollout import chunks, normalise_rows, rollout_row_from
+from vit.explanation.methods.rollout import chunks, normalise_rows, propagate, through_matrices
 
 
 def compute_gae(
@@ -31,26 +31,18 @@ def compute_gae(
         mixing = mixings(layer, images)
         return normalise_rows(mixing) if scale_free else mixing
 
-    row = at_least_float32(forward.readout)
-    for layer in reversed(forward.record.layers[start_layer:]):
-        row = row + torch.cat(
-            [torch.bmm(row[images, None], mix(layer, images))[:, 0] for images in chunks(layer)]
-        )
-    return row
+    layers = forward.record.layers[start_layer:]
+    return propagate(forward.readout, layers, through_matrices(mix), residual=1.0, attention_weight=1.0)
 
 
 def compute_gradient_rollout(
     forward: Forward, score: Float[Tensor, " B"], *, residual: float = 0.5, start_layer: int = 0
 ) -> Float[Tensor, "B N"]:
     """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its pairing of
-    gradients and layers, normalised axis and residual share put right."""
+    gradients and layers, normalised axis and residual weight put right."""
     mixings = _weighted_attention(forward, score, fuse=lambda weighted: weighted.mean(dim=1).clamp_min(0))
-    return rollout_row_from(
-        forward.readout,
-        forward.record.layers[start_layer:],
-        lambda layer, images: normalise_rows(mixings(layer, images)),
-        residual=residual,
-    )
+    mix = through_matrices(lambda layer, images: normalise_rows(mixings(layer, images)))
+    return propagate(forward.readout, forward.record.layers[start_layer:], mix, residual=residual)
 
 
 def compute_attention_gradcam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:

@@ -6,17 +6,21 @@ the whole encoder is the product Ã_L … Ã_1. Row i of that product says how m
 output token i.
 
 Here A's rows sum to one whatever the fusion and the discarding (they are renormalised *before* the residual
-is mixed in), so the residual share is what was asked for and rows of the product sum to one.
+is mixed in), so the identity has the weight that was asked for and rows of the product sum to one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
+from vit.runtime.arguments import check_choice
 
+Layer = TypeVar("Layer")
 HEAD_FUSIONS = ("mean", "max", "min")
 CHUNK_ELEMENTS = 2**21  # attention weights held at once, 8 MiB: about the cache, and enough work a call
 
@@ -25,11 +29,7 @@ def fuse_heads(attention: Float[Tensor, "B H N N"], *, head_fusion: str = "mean"
     """One matrix from the heads' by mean, max or min. Max and min leave rows that don't sum to one."""
     if head_fusion == "mean":
         return attention.mean(dim=1)
-    if head_fusion == "max":
-        return attention.amax(dim=1)
-    if head_fusion == "min":
-        return attention.amin(dim=1)
-    raise ValueError(f"unknown head_fusion {head_fusion!r}; known: {', '.join(HEAD_FUSIONS)}")
+    return attention.amax(dim=1) if head_fusion == "max" else attention.amin(dim=1)
 
 
 def discard_lowest(
@@ -87,41 +87,54 @@ def attention_rollout(
 ) -> Float[Tensor, "B N N"] | Float[Tensor, "B N"]:
     """Roll the layers' attention up into one matrix [B, N, N] whose rows sum to one.
 
-    `attentions`: post-softmax attention, first layer first. `residual`: share of a token that stays itself, 0
-    to 1. `discard_ratio`: share of the smallest patch-to-patch entries that is dropped, 0 to below 1.
-    `start_layer`: layers before it are left out. `num_prefix_tokens`: tokens in front that discarding spares.
-    With `readout`, the result is readout · rollout, [B, N], from vector-matrix products alone.
+    `attentions`: post-softmax attention, first layer first. `residual`: weight of the identity, 0 to 1.
+    `discard_ratio`: fraction of the smallest patch-to-patch entries that is dropped, 0 to below 1. `start_layer`:
+    layers before it are left out. `num_prefix_tokens`: tokens in front that discarding spares. With `readout`, the
+    result is readout · rollout, [B, N], from vector-matrix products alone.
     """
     check_rollout_options(len(attentions), head_fusion, discard_ratio, residual, start_layer)
+    fuse = partial(
+        mixing_matrix,
+        head_fusion=head_fusion,
+        discard_ratio=discard_ratio,
+        num_prefix_tokens=num_prefix_tokens,
+    )
 
-    def mix(attention: Float[Tensor, "B H N N"]) -> Float[Tensor, "B N N"]:
-        return mixing_matrix(
-            attention,
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            num_prefix_tokens=num_prefix_tokens,
-        )
+    def mix(attention: Float[Tensor, "B H N N"], row: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        if head_fusion != "mean" or discard_ratio:
+            return torch.bmm(row[:, None], fuse(attention))[:, 0]
+        # the heads' matrices on top of one another: one pass over the weights, no fused matrix
+        stacked = at_least_float32(attention).flatten(1, 2)  # [B, H·N, N]
+        every_head = row.repeat(1, attention.shape[1]) / attention.shape[1]
+        return torch.bmm(every_head[:, None].to(stacked.dtype), stacked)[:, 0]
+
+    def blend(attention: Float[Tensor, "B H N N"]) -> Float[Tensor, "B N N"]:
+        mixing = fuse(attention)
+        identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
+        return residual * identity + (1 - residual) * mixing
 
     if readout is not None:
-        row = at_least_float32(readout)
-        for attention in reversed(attentions[start_layer:]):
-            if head_fusion == "mean" and discard_ratio == 0:
-                # the heads' matrices on top of one another: one pass over the weights, no fused matrix
-                stacked = at_least_float32(attention).flatten(1, 2)  # [B, H·N, N]
-                every_head = row.repeat(1, attention.shape[1]) / attention.shape[1]
-                mixed = torch.bmm(every_head[:, None].to(stacked.dtype), stacked)[:, 0]
-            else:
-                mixed = torch.bmm(row[:, None], mix(attention))[:, 0]
-            row = residual * row + (1 - residual) * mixed
-        return row
-    rollout: Tensor | None = None
-    for attention in attentions[start_layer:]:
-        mixing = mix(attention)
-        identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
-        mixing = residual * identity + (1 - residual) * mixing
-        rollout = mixing if rollout is None else mixing @ rollout
-    assert rollout is not None
-    return rollout
+        return propagate(readout, attentions[start_layer:], mix, residual=residual)
+    return reduce(lambda rollout, mixing: mixing @ rollout, map(blend, attentions[start_layer:]))
+
+
+def propagate(
+    readout: Float[Tensor, "B N"],
+    layers: Sequence[Layer],
+    mix: Callable[[Layer, Float[Tensor, "B N"]], Float[Tensor, "B N"]],
+    *,
+    residual: float = 0.5,
+    attention_weight: float | None = None,
+) -> Float[Tensor, "B N"]:
+    """The recurrence of all rollouts: r ← residual · r + (1 - residual) · r·A from the last layer to the first.
+
+    `mix(layer, r)` is r·A for the layer's mixing matrix A. `attention_weight` stands for 1 - residual where given.
+    """
+    weight = 1 - residual if attention_weight is None else attention_weight
+    row = at_least_float32(readout)
+    for layer in reversed(layers):
+        row = residual * row + weight * mix(layer, row)
+    return row
 
 
 def rollout_row(
@@ -138,27 +151,17 @@ def rollout_row(
     `chunk_elements` numbers at a time, which also keeps it in the processor's cache.
     """
     check_rollout_options(len(layers), "mean", 0.0, residual, start_layer)
-    row = at_least_float32(readout)
-    for layer in reversed(layers[start_layer:]):
-        row = residual * row + (1 - residual) * _through_attention(row, layer, chunk_elements=chunk_elements)
-    return row
+    mix = partial(_through_attention, chunk_elements=chunk_elements)
+    return propagate(readout, layers[start_layer:], mix, residual=residual)
 
 
-def rollout_row_from(
-    readout: Float[Tensor, "B N"],
-    layers: Sequence[AttentionLayer],
-    mix: Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]],
-    *,
-    residual: float = 0.5,
-) -> Float[Tensor, "B N"]:
-    """`readout` · the product of residual·I + (1 - residual)·mix(layer, images), a few images at a time."""
-    row = at_least_float32(readout)
-    for layer in reversed(layers):
-        mixed = torch.cat(
-            [torch.bmm(row[images, None], mix(layer, images).to(row.dtype))[:, 0] for images in chunks(layer)]
-        )
-        row = residual * row + (1 - residual) * mixed
-    return row
+def through_matrices(
+    mixing: Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]],
+) -> Callable[[AttentionLayer, Float[Tensor, "B N"]], Float[Tensor, "B N"]]:
+    """r·A for `propagate`, where `mixing(layer, images)` is A of a few images at a time."""
+    return lambda layer, row: torch.cat(
+        [torch.bmm(row[images, None], mixing(layer, images).to(row.dtype))[:, 0] for images in chunks(layer)]
+    )
 
 
 def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
@@ -170,7 +173,7 @@ def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> It
 
 @torch.no_grad()
 def _through_attention(
-    row: Float[Tensor, "B N"], layer: AttentionLayer, *, chunk_elements: int
+    layer: AttentionLayer, row: Float[Tensor, "B N"], *, chunk_elements: int
 ) -> Float[Tensor, "B N"]:
     """row · mean over heads of softmax(q kᵀ), a few images or a few query rows at a time."""
     tokens, heads = row.shape[1], layer.num_heads
@@ -192,8 +195,7 @@ def check_rollout_options(
     """Raise ValueError for an option outside its range."""
     if num_layers == 0:
         raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
-    if head_fusion not in HEAD_FUSIONS:
-        raise ValueError(f"unknown head_fusion {head_fusion!r}; known: {', '.join(HEAD_FUSIONS)}")
+    check_choice(head_fusion, HEAD_FUSIONS, name="head_fusion")
     if not 0 <= discard_ratio < 1:
         raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1); 0.9 drops the lowest nine tenths")
     if not 0 <= residual <= 1:

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vit.data.images import Preprocess
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.readout import Forward, compute_entropy, run_forward, split_prefix
-from vit.explanation.methods.compat import vit_explain_gradient_rollout, vit_explain_rollout
 from vit.explanation.methods.gradients import (
     compute_attention_gradcam,
     compute_cdam,
@@ -24,35 +22,23 @@ from vit.explanation.methods.rollout import (
     check_rollout_options,
     chunks,
     mixing_matrix,
+    propagate,
     rollout_row,
-    rollout_row_from,
+    through_matrices,
 )
 from vit.explanation.methods.targets import ChooseTargets
 
-COMPATIBLE = ("vit-explain",)
-
-
-@runtime_checkable
-class Explainable(Protocol):
-    """What explanation needs of a bundle."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def preprocess(self) -> Preprocess: ...
-    @property
-    def class_names(self) -> tuple[str, ...]: ...
+Compute = Callable[[Forward, Int[Tensor, " B"], "MapOptions"], Tensor]
 
 
 @dataclass(frozen=True)
 class MapOptions:
-    """What the methods can be told; each uses what concerns it, and the manifest records all of it."""
+    """Options of the methods; each uses those that concern it, and the manifest records all of them."""
 
     head_fusion: str = "mean"  # rollout
     discard_ratio: float = 0.0  # rollout
     residual: float = 0.5  # rollout, gradient-rollout
     start_layer: int = 0  # rollout, gradient-rollout, gae, legrad: layers before it are left out
-    compat: str | None = None  # rollout, gradient-rollout: another program whose numbers to reproduce
     layer: int | None = -1  # raw: which layer, counted from the end when negative; None is every one
     head: int | None = -1  # raw: which head; -1 is their mean, None every one
 
@@ -62,25 +48,30 @@ class Method:
     """A way from a recorded forward pass to each token's relevance.
 
     `compute(forward, classes, options)` takes the class to explain of each image [B] and returns [B, N]
-    (prefix tokens included), or [B, K, N] for the K pictures of a sheet.
+    (prefix tokens included), or [B, K, N] for the K maps of a contact sheet.
     """
 
     name: str
     title: str
-    compute: Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
-    class_specific: bool
+    compute: Compute
+    class_specific: bool = False
     signed: bool = False
 
 
 @dataclass
 class Maps:
-    """Maps of one method: T classes, or T pictures of a sheet, of each image; T is 1 for one that knows no
-    class."""
+    """Maps of one method: T classes, or T maps of a contact sheet, of each image; T is 1 for a method that does not
+    depend on the class."""
 
     method: Method
     values: Float[Tensor, "B T rows columns"]  # float32
-    prefix_mass: Float[Tensor, "B T"]  # share of the relevance in prefix tokens, 0 to 1
+    prefix_mass: Float[Tensor, "B T"]  # fraction of the relevance in prefix tokens, 0 to 1
     entropy: Float[Tensor, "B T"]  # nats, 0 to log(patches)
+
+    @property
+    def is_sheet(self) -> bool:
+        """Whether these are layers and heads, not explanations of classes."""
+        return not self.method.class_specific and self.values.shape[1] > 1
 
 
 def compute_maps(
@@ -105,12 +96,7 @@ def run_methods_forward(
     model: nn.Module, images: Float[Tensor, "B 3 height width"], methods: Sequence[Method]
 ) -> Forward:
     """A forward pass that records what these methods need."""
-    return run_forward(
-        model,
-        images,
-        gradients=any(method.class_specific for method in methods),
-        lean=all(method.name == "chunked" for method in methods),
-    )
+    return run_forward(model, images, gradients=any(method.class_specific for method in methods))
 
 
 def explain_forward(
@@ -137,8 +123,6 @@ def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None
     check_rollout_options(
         len(layers), options.head_fusion, options.discard_ratio, options.residual, options.start_layer
     )
-    if options.compat is not None and options.compat not in COMPATIBLE:
-        raise ValueError(f"unknown compat {options.compat!r}; known: {', '.join(COMPATIBLE)}")
     if options.layer is not None and not -len(layers) <= options.layer < len(layers):
         raise ValueError(f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers")
     heads = layers[0].num_heads
@@ -163,46 +147,18 @@ def find_methods(names: Sequence[str]) -> list[Method]:
 
 
 def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    layers = forward.record.layers
-    if options.compat is not None:
-        patches = vit_explain_rollout(
-            forward.record.attentions, head_fusion=options.head_fusion, discard_ratio=options.discard_ratio
-        )
-        return torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
+    layers, residual = forward.record.layers[options.start_layer :], options.residual
     if options.head_fusion == "mean" and options.discard_ratio == 0:
-        return rollout_row(
-            forward.readout, layers, residual=options.residual, start_layer=options.start_layer
-        )
-    return rollout_row_from(
-        forward.readout,
-        layers[options.start_layer :],
+        return rollout_row(forward.readout, layers, residual=residual)
+    mix = through_matrices(
         lambda layer, images: mixing_matrix(
             layer.attention(images),
             head_fusion=options.head_fusion,
             discard_ratio=options.discard_ratio,
             num_prefix_tokens=forward.num_prefix_tokens,
-        ),
-        residual=options.residual,
-    )
-
-
-def _chunked(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    if options.head_fusion != "mean" or options.discard_ratio or options.compat:
-        raise ValueError("chunked rollout is of the mean over heads; use method rollout for other options")
-    return _rollout(forward, classes, options)
-
-
-def _gradient_rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    score = _logit(forward, classes)
-    if options.compat is not None:
-        gradients = forward.record.gradients(score, retain_graph=True)
-        patches = vit_explain_gradient_rollout(
-            forward.record.attentions, gradients, discard_ratio=options.discard_ratio
         )
-        return torch.cat([torch.zeros_like(patches[:, :1]), patches], dim=1)
-    return compute_gradient_rollout(
-        forward, score, residual=options.residual, start_layer=options.start_layer
     )
+    return propagate(forward.readout, layers, mix, residual=residual)
 
 
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
@@ -228,60 +184,43 @@ def _read_layer(forward: Forward, layer: AttentionLayer) -> Float[Tensor, "B H N
     )
 
 
-def _logit(forward: Forward, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    return forward.logits.gather(1, classes[:, None])[:, 0]
+def _of_logit(compute: Callable[..., Tensor], *option_names: str) -> Compute:
+    """A method's `compute` from one that takes the class's logit and options by name."""
+
+    def compute_map(forward: Forward, classes: Int[Tensor, " B"], options: MapOptions) -> Tensor:
+        logit = forward.logits.gather(1, classes[:, None])[:, 0]
+        return compute(forward, logit, **{name: getattr(options, name) for name in option_names})
+
+    return compute_map
 
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method("rollout", "attention rollout", _rollout, class_specific=False),
-        Method("chunked", "attention rollout", _chunked, class_specific=False),
-        Method("raw", "attention of a layer", _raw, class_specific=False),
-        Method(
-            "gae",
-            "generic attention explanation",
-            lambda forward, classes, options: compute_gae(
-                forward, _logit(forward, classes), start_layer=options.start_layer
-            ),
-            class_specific=True,
-        ),
-        Method(
-            "gae-scale-free",
-            "generic attention explanation, rows normalised",
-            lambda forward, classes, options: compute_gae(
-                forward, _logit(forward, classes), start_layer=options.start_layer, scale_free=True
-            ),
-            class_specific=True,
-        ),
-        Method("gradient-rollout", "gradient-weighted rollout", _gradient_rollout, class_specific=True),
-        Method(
-            "attn-gradcam",
-            "Grad-CAM of the last attention",
-            lambda forward, classes, options: compute_attention_gradcam(forward, _logit(forward, classes)),
-            class_specific=True,
-        ),
-        Method(
-            "legrad",
-            "LeGrad",
-            lambda forward, classes, options: compute_legrad(
-                forward, classes, start_layer=options.start_layer
-            ),
-            class_specific=True,
-        ),
-        Method(
-            "cdam",
-            "class-discriminative attention map",
-            lambda forward, classes, options: compute_cdam(forward, _logit(forward, classes)),
-            class_specific=True,
-            signed=True,
-        ),
-        Method(
-            "input-x-gradient",
-            "input times gradient",
-            lambda forward, classes, options: compute_input_x_gradient(forward, _logit(forward, classes)),
-            class_specific=True,
-            signed=True,
-        ),
-    )
-}
+def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    return compute_legrad(forward, classes, start_layer=options.start_layer)
+
+
+_GAE = _of_logit(compute_gae, "start_layer")
+_GAE_SCALE_FREE = _of_logit(partial(compute_gae, scale_free=True), "start_layer")
+_GRADIENT_ROLLOUT = _of_logit(compute_gradient_rollout, "residual", "start_layer")
+_CDAM, _INPUT_X_GRADIENT = _of_logit(compute_cdam), _of_logit(compute_input_x_gradient)
+_ALL = (
+    Method("rollout", "attention rollout", _rollout),
+    Method("raw", "attention of a layer", _raw),
+    Method("gae", "generic attention explanation", _GAE, class_specific=True),
+    Method(
+        "gae-scale-free",
+        "generic attention explanation, rows normalised",
+        _GAE_SCALE_FREE,
+        class_specific=True,
+    ),
+    Method("gradient-rollout", "gradient-weighted rollout", _GRADIENT_ROLLOUT, class_specific=True),
+    Method(
+        "attn-gradcam",
+        "Grad-CAM of the last attention",
+        _of_logit(compute_attention_gradcam),
+        class_specific=True,
+    ),
+    Method("legrad", "LeGrad", _legrad, class_specific=True),
+    Method("cdam", "class-discriminative attention map", _CDAM, class_specific=True, signed=True),
+    Method("input-x-gradient", "input times gradient", _INPUT_X_GRADIENT, class_specific=True, signed=True),
+)
+METHODS = {method.name: method for method in _ALL}

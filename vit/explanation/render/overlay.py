@@ -1,24 +1,28 @@
 """From a map on the patch grid to a picture: the photo beside its heat map, with caption and legend.
 
 A map is laid on the pixels it came from: `Preprocess.geometry` says which box of the upright original the
-model saw. What it did not see is shown in grey.
+model saw. What the model did not see is shown in grey.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
+import torch
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
-from vit.data.images import Geometry
+from vit.data.images import Geometry, Preprocess, read_image
+from vit.data.inputs import ImageInput, list_images
 
 # perceptually even, and told apart with any colour vision; blue is negative, red positive
 SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
 OPACITY = 0.6
 SCALES = ("image", "batch", "fixed")
-FIXED_SHARES = 4.0  # the fixed scale ends at this many times an even share of the map
+FIXED_END = 4.0  # the fixed scale ends at this multiple of a uniform map
 _MIN_SIDE, _MAX_SIDE = 224, 640  # of a panel, in pixels
 _MARGIN, _FONT_SIZE, _LINE = 8, 14, 19
 _BAR_WIDTH, _BAR_HEIGHT = 96, 12
@@ -27,12 +31,16 @@ _TILE, _LABEL_WIDTH = 96, 64  # of a contact sheet
 
 @dataclass(frozen=True)
 class ColourScale:
-    """What the ends of the colour map stand for, and the words that say so in the legend."""
+    """What the ends of the colour map stand for, and the words that say so in the legend.
+
+    `relative`: the values are drawn as multiples of a uniform map.
+    """
 
     low: float
     high: float
     signed: bool
     label: str
+    relative: bool = False
 
 
 def place_map(
@@ -82,18 +90,49 @@ def find_range(maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool) -> tup
     return low, high
 
 
-def as_even_shares(values: Float[np.ndarray, "rows columns"]) -> Float[np.ndarray, "rows columns"]:
-    """A map in multiples of an even share of it: 1 is what each patch would have if all had the same."""
+def relative_to_uniform(values: Float[np.ndarray, "rows columns"]) -> Float[np.ndarray, "rows columns"]:
+    """A map in multiples of a uniform one: 1 is what each patch would have if all had the same."""
     total = float(np.abs(values).sum())
     return values * np.float32(values.size / total) if total > 0 else values
+
+
+def quantise(values: Float[np.ndarray, "*shape"], *, low: float, high: float) -> UInt8[np.ndarray, "*shape"]:
+    """Values as 0 (low) to 255 (high); a constant map is the middle."""
+    fraction = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
+    cells: np.ndarray = (np.clip(fraction, 0, 1) * 255).round().astype(np.uint8)
+    return cells
 
 
 def colour(
     values: Float[np.ndarray, "height width"], *, low: float, high: float, signed: bool
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Values as colours; a constant map is the middle one."""
-    share = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
-    return palette(signed=signed)[(np.clip(share, 0, 1) * 255).round().astype(np.uint8)]
+    colours: np.ndarray = palette(signed=signed)[quantise(values, low=low, high=high)]
+    return colours
+
+
+def save_overlay(
+    path: str | Path,
+    image: ImageInput,
+    values: Float[Tensor, "rows columns"] | Float[np.ndarray, "rows columns"],
+    *,
+    preprocess: Preprocess | None = None,
+    signed: bool | None = None,
+    caption: str = "",
+) -> None:
+    """Draw one map over one image and write the picture: the image, its heat map beside it, and the legend.
+
+    `values` lie on the part of the image that `preprocess` (a bundle's) cuts out for the model; without it, on the
+    whole image. `signed` maps have zero in the middle of the colours; by default those with a negative value are.
+    """
+    photo = next(list_images(image))
+    photo = read_image(Path(photo)) if isinstance(photo, str) else photo
+    whole = Geometry(original_size=photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    geometry = whole if preprocess is None else preprocess.geometry(photo.size)
+    array = torch.as_tensor(values).detach().float().cpu().numpy()
+    signed = bool((array < 0).any()) if signed is None else signed
+    scale = ColourScale(*find_range([array], signed=signed), signed, "scale of this image")
+    draw_overlay(photo, array, geometry, scale=scale, caption=[caption] if caption else []).save(path)
 
 
 def draw_overlay(

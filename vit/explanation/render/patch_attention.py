@@ -1,8 +1,8 @@
-"""What every patch attends to, in few bytes: the rows a page shows when a patch is pointed at.
+"""What every patch attends to, in few bytes: what a page shows of the patch under the pointer.
 
-A row is stored as 8-bit shares of its own maximum. Where they don't fit the given bytes, the cells that a
-row is about become coarser than patches, and what does not fit even so is left out: single heads first, then
-layers.
+A row of attention is stored as 8-bit fractions of its own maximum. Where the rows don't fit the given bytes, the
+cells that they are about become coarser than patches, and what does not fit even so is left out: single heads
+first, then layers.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,19 @@ from vit.explanation.methods.rollout import attention_rollout
 
 
 @dataclass(frozen=True)
-class PatchRows:
-    """Rows of one attention matrix from patch to patch: entry [i, j] · maxima[i] / 255 is what patch i draws
-    from cell j of a `grid` that may be coarser than the patches'."""
+class PatchAttention:
+    """Attention from patch to patch: entry [i, j] · maxima[i] / 255 is what patch i takes from cell j of a `grid`
+    that may be coarser than the patches'. `layer` None is rollout; `head` None is the mean over heads."""
 
-    name: str
+    layer: int | None
+    head: int | None
     grid: tuple[int, int]
-    rows: UInt8[np.ndarray, "P cells"]
+    values: UInt8[np.ndarray, "P cells"]
     maxima: Float[np.ndarray, " P"]
 
 
-def collect_rows(forward: Forward, image: int, *, budget: int) -> list[PatchRows]:
-    """Rollout's rows of one image of the batch, and each layer's and head's as far as `budget` bytes go."""
+def collect_patch_attention(forward: Forward, image: int, *, budget: int) -> list[PatchAttention]:
+    """Rollout of one image of the batch, and each layer's and head's attention as far as `budget` bytes go."""
     one = slice(image, image + 1)
     patches = slice(forward.num_prefix_tokens, None)
     layers, grid = forward.record.layers, forward.grid
@@ -37,36 +38,39 @@ def collect_rows(forward: Forward, image: int, *, budget: int) -> list[PatchRows
     rollout_grid = _fit(grid, budget // count)
     if rollout_grid is None:
         return []
-    left = budget // count - rollout_grid[0] * rollout_grid[1]  # cells that each patch's rows may still have
+    left = budget // count - rollout_grid[0] * rollout_grid[1]  # cells that each patch may still have
     layer_grid = _fit(grid, left // len(layers)) if rollout_grid == grid else None
     rollout = attention_rollout([layer.attention(one) for layer in layers])[0, patches, patches]
-    kept = [quantise_rows("rollout", rollout, grid, rollout_grid)]
+    kept = [_quantise(rollout, grid, rollout_grid)]
     if layer_grid is None:
         return kept
     with_heads = left >= count * len(layers) * (1 + layers[0].num_heads)
     heads_kept = []
     for number, layer in enumerate(layers):
         attention = layer.attention(one)[0, :, patches, patches]  # [H, P, P]
-        kept.append(quantise_rows(f"layer {number}", attention.mean(dim=0), grid, layer_grid))
+        kept.append(_quantise(attention.mean(dim=0), grid, layer_grid, layer=number))
         if with_heads:
             heads_kept += [
-                quantise_rows(f"layer {number} head {head}", rows, grid, grid)
-                for head, rows in enumerate(attention)
+                _quantise(a, grid, grid, layer=number, head=head) for head, a in enumerate(attention)
             ]
     return kept + heads_kept
 
 
-def quantise_rows(
-    name: str, rows: Float[Tensor, "P P"], grid: tuple[int, int], cells: tuple[int, int]
-) -> PatchRows:
-    """Rows as 8-bit shares of their maxima, each the mean over the patches of a cell."""
+def _quantise(
+    rows: Float[Tensor, "P P"],
+    grid: tuple[int, int],
+    cells: tuple[int, int],
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+) -> PatchAttention:
+    """Rows as 8-bit fractions of their maxima, each the mean over the patches of a cell."""
     if cells != grid:
         rows = F.adaptive_avg_pool2d(torch.unflatten(rows, -1, grid), cells).flatten(1)
     maxima = rows.amax(dim=1)
-    shares = rows / maxima.clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
-    return PatchRows(
-        name, cells, (shares * 255).round().to(torch.uint8).cpu().numpy(), maxima.float().cpu().numpy()
-    )
+    fractions = rows / maxima.clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
+    values = (fractions * 255).round().to(torch.uint8).cpu().numpy()
+    return PatchAttention(layer, head, cells, values, maxima.float().cpu().numpy())
 
 
 def _fit(grid: tuple[int, int], most: int) -> tuple[int, int] | None:

@@ -1,15 +1,14 @@
 """Explained images to files: overlays, exact arrays and a manifest that says how each was made.
 
-Overlays are drawn and written by the threads that also decode, beside the model's work. Equal input and
-settings give equal bytes: no times, no random numbers, sorted order.
+Overlays are drawn and written by threads, beside the model's work. Equal input and settings give equal bytes: no
+times, no random numbers, sorted order.
 """
 
 import io
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -18,200 +17,185 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.explanation.explain import ExplainedImage, ExplainedMap, Settings, explain_items
+from vit.bundle import Bundle
 from vit.explanation.items import ImageItem
-from vit.explanation.methods.table import Explainable
-from vit.explanation.render.overlay import as_even_shares, draw_overlay, draw_sheet
+from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
+from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
 from vit.runtime.files import write_atomically, write_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 _SAVE_EVERY_SECONDS = 60.0
-_BATCHES_IN_WRITING = 2  # more would pile photos up in memory where drawing is the slower part
+_MOST_WAITING_BATCHES = 2  # more would keep many photos in memory where drawing is slower than the model
 
 
-@dataclass
-class Results:
-    """What is known so far: manifest entries, arrays by key, and what could not be read."""
+class MapWriter:
+    """Writes explained images into the directory `output`, batch by batch: `NAME.METHOD.png` for the format png,
+    maps.npz for npz, and always manifest.json.
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    unreadable: list[dict[str, str]] = field(default_factory=list)
+    A context manager. An interruption leaves a manifest of what was finished; with `resume` the next writer starts
+    from it, or raises ValueError where it was made by another model, with other settings or by an older version.
+    """
+
+    def __init__(
+        self,
+        output: str | Path,
+        bundle: Bundle,
+        settings: Settings,
+        *,
+        formats: Collection[str] = ("png", "npz"),
+        resume: bool = False,
+    ) -> None:
+        self.output, self.bundle, self.settings, self.formats = Path(output), bundle, settings, formats
+        self.entries: list[dict[str, Any]] = []  # of the manifest
+        self.arrays: dict[str, np.ndarray] = {}
+        self.unreadable: list[dict[str, str]] = []
+        self._pool = ThreadPoolExecutor()
+        self._writing: list[list[Future[None]]] = []
+        self._last_saved = monotonic()
+        if resume and (self.output / MANIFEST_FILE).is_file():
+            self._load()
 
     @property
     def paths(self) -> set[str]:
+        """The images that are written."""
         return {entry["path"] for entry in self.entries}
 
     @property
     def names(self) -> set[str]:
+        """The names that are taken."""
         return {entry["name"] for entry in self.entries}
 
+    def __enter__(self) -> "MapWriter":
+        self.output.mkdir(parents=True, exist_ok=True)
+        return self
 
-def export_maps(
-    bundle: Explainable,
-    items: Sequence[ImageItem],
-    output: Path,
-    settings: Settings,
-    *,
-    pictures: bool = True,
-    arrays: bool = True,
-    done: Results | None = None,
-    row_budget: int = 0,
-    on_batch: Callable[[list[ExplainedImage]], object] = lambda explained: None,
-    on_progress: Callable[[int], None] = lambda count: None,
-) -> Results:
-    """Explain `items` and write `NAME.METHOD.png`, maps.npz and manifest.json into `output`, which exists.
+    def __exit__(self, *error: object) -> None:
+        with self._pool:
+            if self.entries or self.unreadable:
+                self._save()
 
-    `done` is what an interrupted export left (`load_results`), to be continued. `on_batch` sees every batch
-    of explained images, for other formats. An interruption leaves a manifest of what was finished.
-    """
-    results, last_saved = done or Results(), monotonic()
-    size = settings.batch_size
+    def add(self, explained: Sequence[ExplainedImage]) -> None:
+        """Take a batch. Its overlays are written soon, the rest once a minute and at the end."""
+        if "png" in self.formats:
+            pairs = [(of_image, found) for of_image in explained for found in of_image.maps]
+            self._writing.append([self._pool.submit(self._write_overlay, *pair) for pair in pairs])
+        for of_image in explained:
+            self.entries.append(self._describe(of_image))
+            self.arrays.update({found.key: found.values for found in of_image.maps})
+        self._wait(_MOST_WAITING_BATCHES)
+        if monotonic() - self._last_saved > _SAVE_EVERY_SECONDS:
+            self._save()
 
-    def save() -> None:
-        for future in [future for of_batch in writing for future in of_batch]:
-            future.result()
-        writing.clear()
-        _save(output, bundle, settings, results, arrays=arrays)
+    def add_unreadable(self, item: ImageItem, reason: str) -> None:
+        """Note an image that could not be read."""
+        self.unreadable.append({"path": item.path, "reason": reason})
 
-    def note_unreadable(item: ImageItem, reason: str) -> None:
-        results.unreadable.append({"path": item.path, "reason": reason})
-
-    with ThreadPoolExecutor() as pool:
-        writing: list[list[Future[None]]] = []
-        try:
-            batches = explain_items(
-                bundle, items, settings, pool=pool, on_unreadable=note_unreadable, row_budget=row_budget
+    def _load(self) -> None:
+        manifest = json.loads((self.output / MANIFEST_FILE).read_text(encoding="utf-8"))
+        if manifest.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"{self.output} was written by another version of vit (schema {manifest.get('schema_version')}, not "
+                f"{SCHEMA_VERSION}) and cannot be continued; use --overwrite or another --output"
             )
-            for number, explained in enumerate(batches):
-                on_batch(explained)
-                writing.append(
-                    [pool.submit(_write_overlay, output, of_image, found, bundle.class_names)
-                     for of_image in explained for found in of_image.maps if pictures]
-                )  # fmt: skip
-                for of_image in explained:
-                    results.entries.append(_describe(of_image, bundle.class_names, pictures=pictures))
-                    results.arrays.update({found.key: found.values for found in of_image.maps})
-                on_progress(min(size, len(items) - number * size))
-                while len(writing) > _BATCHES_IN_WRITING:
-                    for future in writing.pop(0):
-                        future.result()
-                if monotonic() - last_saved > _SAVE_EVERY_SECONDS:
-                    save()
-                    last_saved = monotonic()
-        finally:
-            if results.entries or results.unreadable:
-                save()
-    return results
+        ours, theirs = self.settings.to_dict(), manifest["parameters"]
+        changed = [key for key in ours if ours[key] != theirs.get(key)]
+        if manifest["model_sha256"] != self.bundle.sha256:
+            changed.append("the model")
+        if changed:
+            raise ValueError(
+                f"{self.output} was made with another choice of {', '.join(changed)}; "
+                "give the same, or another --output"
+            )
+        self.entries = manifest["images"]
+        if (self.output / ARRAYS_FILE).is_file():
+            with np.load(self.output / ARRAYS_FILE, allow_pickle=False) as stored:
+                self.arrays = {key: stored[key] for key in stored.files}
 
+    def _wait(self, most: int) -> None:
+        """Until at most so many batches are still being written."""
+        while len(self._writing) > most:
+            for future in self._writing.pop(0):
+                future.result()
 
-def load_results(output: Path, bundle: Explainable, settings: Settings) -> Results:
-    """What an interrupted export left in `output`; nothing where there is no manifest.
+    def _save(self) -> None:
+        """Write what is known, in the order of the paths."""
+        self._wait(0)
+        self.entries.sort(key=lambda entry: entry["path"])
+        if "npz" in self.formats:
+            content = io.BytesIO()
+            np.savez(content, allow_pickle=False, **{key: self.arrays[key] for key in sorted(self.arrays)})
+            write_atomically(self.output / ARRAYS_FILE, lambda path: _write_bytes(path, content.getvalue()))
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "method": ",".join(self.settings.methods),
+            "parameters": self.settings.to_dict(),
+            "model": self.bundle.name,
+            "model_sha256": self.bundle.sha256,
+            "preprocess": self.bundle.preprocess.to_dict(),
+            "versions": {name: version(name) for name in _LIBRARIES},
+            "images": self.entries,
+            "unreadable": self.unreadable,
+        }
+        write_text(self.output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        self._last_saved = monotonic()
 
-    Raises ValueError where it was made by another model or with other settings.
-    """
-    path = output / MANIFEST_FILE
-    if not path.is_file():
-        return Results()
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    parameters, theirs = _parameters(settings), manifest.get("parameters", {})
-    changed = [key for key in parameters if parameters[key] != theirs.get(key)]
-    if manifest.get("model_sha256") != getattr(bundle, "sha256", None):
-        changed.append("the model")
-    if changed:
-        raise ValueError(
-            f"{output} was made with another choice of {', '.join(changed)}; "
-            "give the same, or another --output"
-        )
-    arrays: dict[str, np.ndarray] = {}
-    if (output / ARRAYS_FILE).is_file():
-        with np.load(output / ARRAYS_FILE, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
-    return Results(entries=manifest["images"], arrays=arrays)
+    def _describe(self, explained: ExplainedImage) -> dict[str, Any]:
+        """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
 
+        def describe_class(index: int) -> dict[str, Any]:
+            probability = float(explained.probabilities[index])
+            return {"index": index, "name": self.bundle.class_names[index], "probability": probability}
 
-def _save(output: Path, bundle: Explainable, settings: Settings, results: Results, *, arrays: bool) -> None:
-    """Write what is known, in the order of the paths."""
-    results.entries.sort(key=lambda entry: entry["path"])
-    if arrays:
-        ordered = {key: results.arrays[key] for key in sorted(results.arrays)}
-        content = io.BytesIO()
-        np.savez(content, allow_pickle=False, **ordered)
-        write_atomically(output / ARRAYS_FILE, lambda temporary: _write_bytes(temporary, content.getvalue()))
-    manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "method": ",".join(settings.methods),
-        "parameters": _parameters(settings),
-        "model": getattr(bundle, "name", type(bundle.model).__name__),
-        "model_sha256": getattr(bundle, "sha256", None),
-        "preprocess": bundle.preprocess.to_dict(),
-        "versions": {name: version(name) for name in _LIBRARIES},
-        "images": results.entries,
-        "unreadable": results.unreadable,
-    }
-    write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        maps = [
+            {
+                "method": found.method.name,
+                "class_specific": found.method.class_specific,
+                "target": None if found.target is None else describe_class(found.target),
+                "logit": found.logit,
+                "map_key": found.key,
+                "overlay": f"{found.key}.png" if "png" in self.formats else None,
+                "prefix_mass": found.prefix_mass,
+                "entropy": found.entropy,
+                "sanity_check": None if found.sanity_check is None else found.sanity_check.to_dict(),
+            }
+            for found in explained.maps
+        ]
+        return {
+            "path": explained.item.path,
+            "name": explained.item.name,
+            "sha256": explained.sha256,
+            "size": list(explained.size),
+            "box": list(explained.geometry.box),
+            "predicted": describe_class(explained.predicted),
+            "grid": list(explained.grid),
+            "map_key": maps[0]["map_key"],
+            "overlay": maps[0]["overlay"],
+            "maps": maps,
+        }
+
+    def _write_overlay(self, explained: ExplainedImage, found: ExplainedMap) -> None:
+        """Draw and write one picture; it is whole or absent."""
+        picture = draw_map(explained, found, self.bundle.class_names)
+        temporary = self.output / f".{found.key}.png.tmp"
+        # run lengths alone: a third of the time of the default, and photos hardly compress any further
+        picture.save(temporary, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
+        temporary.replace(self.output / f"{found.key}.png")
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _parameters(settings: Settings) -> dict[str, Any]:
-    values = asdict(settings)
-    return {**values.pop("maps"), **values, "methods": list(settings.methods)}
-
-
-def _describe(explained: ExplainedImage, class_names: Sequence[str], *, pictures: bool) -> dict[str, Any]:
-    """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
-    maps = [
-        {
-            "method": found.method.name,
-            "class_specific": found.method.class_specific,
-            "target": None if found.target is None else _class(found.target, class_names, explained),
-            "logit": found.logit,
-            "map_key": found.key,
-            "overlay": f"{found.key}.png" if pictures else None,
-            "prefix_mass": found.prefix_mass,
-            "entropy": found.entropy,
-            "trust": None if found.trust is None else found.trust.to_dict(),
-        }
-        for found in explained.maps
-    ]
-    return {
-        "path": explained.item.path,
-        "name": explained.item.name,
-        "sha256": explained.sha256,
-        "size": list(explained.image.size),
-        "box": list(explained.geometry.box),
-        "predicted": _class(explained.predicted, class_names, explained),
-        "grid": list(explained.grid),
-        "map_key": maps[0]["map_key"],
-        "overlay": maps[0]["overlay"],
-        "maps": maps,
-    }
-
-
-def _class(index: int, class_names: Sequence[str], explained: ExplainedImage) -> dict[str, Any]:
-    return {"index": index, "name": class_names[index], "probability": float(explained.probabilities[index])}
-
-
-def _write_overlay(
-    output: Path, explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]
-) -> None:
-    """Draw and write one picture; it is whole or absent."""
-    picture = draw_map(explained, found, class_names)
-    temporary = output / f".{found.key}.png.tmp"
-    # run lengths alone: a third of the time of the default, and photos hardly compress any further
-    picture.save(temporary, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
-    temporary.replace(output / f"{found.key}.png")
-
-
 def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]) -> Image.Image:
     """The picture of one map, or the contact sheet of several."""
     assert found.scale is not None
-    shares = 100 * explained.probabilities
-    caption = [f"predicted: {class_names[explained.predicted]}  {shares[explained.predicted]:.1f} %"]
+
+    def describe_class(index: int) -> str:
+        return f"{class_names[index]}  {100 * explained.probabilities[index]:.1f} %"
+
+    caption = [f"predicted: {describe_class(explained.predicted)}"]
     if found.values.ndim == 4:
         layers, heads = found.values.shape[:2]
         return draw_sheet(
@@ -221,15 +205,12 @@ def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequen
             scale=found.scale,
             caption=[*caption, found.method.title],
         )
-    about = "knows no class"
-    if found.target is not None:
-        about = f"for {class_names[found.target]}  {shares[found.target]:.1f} %"
-    fixed = found.scale.label.endswith("fixed scale")
+    about = "does not depend on the class" if found.target is None else f"for {describe_class(found.target)}"
     return draw_overlay(
-        explained.image,
-        as_even_shares(found.values) if fixed else found.values,
+        explained.open(),
+        relative_to_uniform(found.values) if found.scale.relative else found.values,
         explained.geometry,
         scale=found.scale,
         caption=[*caption, f"{found.method.title}, {about}"],
-        warnings=() if found.trust is None else found.trust.warnings,
+        warnings=() if found.sanity_check is None else found.sanity_check.warnings,
     )

@@ -1,0 +1,123 @@
+"""What explaining images gives: maps as tensors, and the files that `vit attention` writes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vit.bundle import Bundle
+from vit.explanation.faithfulness.sanity_checks import SanityCheck
+from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
+from vit.explanation.render.write import MapWriter
+
+FORMATS = ("png", "npz")
+
+
+@dataclass
+class Explanation:
+    """Maps of a batch on the patch grid, and what the model answered."""
+
+    method: str
+    maps: Float[Tensor, "B rows columns"]
+    targets: Int[
+        Tensor, " B"
+    ]  # the class each map is about; the predicted one where a method depends on none
+    probabilities: Float[Tensor, "B C"]
+    prefix_mass: Float[Tensor, " B"]  # fraction of the relevance in class, distillation and register tokens
+    entropy: Float[Tensor, " B"]  # nats, 0 to log(patches)
+
+
+@dataclass
+class Explanations:
+    """Maps of images, first to last as they were given, and what the model answered."""
+
+    bundle: Bundle
+    settings: Settings
+    images: list[ExplainedImage]
+    unreadable: list[tuple[str, str]]  # path and reason of images that are left out
+    # formats of `save` beside FORMATS, by name: called with the explanations and the directory
+    extra_formats: Mapping[str, Callable[["Explanations", Path], None]] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[str]:
+        """The n images' paths; `image-00000` and so on of images given in memory."""
+        return [of_image.item.path for of_image in self.images]
+
+    @property
+    def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
+        """Each method's maps, float32 on the patch grid: [n, rows, columns]; [n, T, rows, columns] of T classes an
+        image; [n, layers, heads, rows, columns] of the method raw with every layer or head."""
+        return {
+            name: self._stack(name, lambda found: torch.from_numpy(found.values))
+            for name in self.settings.methods
+        }
+
+    @property
+    def prefix_mass(self) -> dict[str, Float[Tensor, "n ..."]]:
+        """Fraction of each map's relevance in class, distillation and register tokens, 0 to 1."""
+        return {
+            name: self._stack(name, lambda found: torch.tensor(found.prefix_mass))
+            for name in self.settings.methods
+        }
+
+    @property
+    def entropy(self) -> dict[str, Float[Tensor, "n ..."]]:
+        """Of each map, in nats: 0 (one patch) to log(patches)."""
+        return {
+            name: self._stack(name, lambda found: torch.tensor(found.entropy))
+            for name in self.settings.methods
+        }
+
+    @property
+    def targets(self) -> Int[Tensor, "n ..."]:
+        """The class that each image's map is about, [n], or [n, T]."""
+        targets = torch.tensor([of_image.targets for of_image in self.images])
+        return targets[:, 0] if targets.shape[1] == 1 else targets
+
+    @property
+    def probabilities(self) -> Float[Tensor, "n C"]:
+        """What the model answered, at the temperature of its model file."""
+        return torch.stack([torch.from_numpy(of_image.probabilities) for of_image in self.images])
+
+    @property
+    def sanity_checks(self) -> dict[str, list[list[SanityCheck]]]:
+        """By method, image and class; no classes where none were asked for."""
+        return {
+            name: [
+                [
+                    m.sanity_check
+                    for m in of_image.maps
+                    if m.method.name == name and m.sanity_check is not None
+                ]
+                for of_image in self.images
+            ]
+            for name in self.settings.methods
+        }
+
+    def save(self, directory: str | Path, *, formats: Sequence[str] = FORMATS) -> None:
+        """Write overlays (png), maps.npz (npz) and manifest.json, as `vit attention` does.
+
+        Raises ValueError for an unknown format.
+        """
+        known = (*FORMATS, *self.extra_formats)
+        for name in formats:
+            if name not in known:
+                raise ValueError(f"unknown format {name!r}; known: {', '.join(known)}")
+        with MapWriter(directory, self.bundle, self.settings, formats=formats) as writer:
+            writer.unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
+            for of_image in self.images:
+                writer.add([of_image])
+        for name in formats:
+            if name in self.extra_formats:
+                self.extra_formats[name](self, Path(directory))
+
+    def _stack(self, name: str, read: Callable[[ExplainedMap], Tensor]) -> Tensor:
+        by_image = [
+            torch.stack([read(found) for found in of_image.maps if found.method.name == name])
+            for of_image in self.images
+        ]
+        stacked = torch.stack(by_image)  # [n, T, …]
+        return stacked[:, 0] if stacked.shape[1] == 1 else stacked
