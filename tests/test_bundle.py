@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vit
-from vit.bundle import load_bundle, save_bundle, update_metadata
+from vit.bundle import Bundle, load_bundle, load_model, save_bundle, update_metadata
 from vit.data.images import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
@@ -129,8 +130,6 @@ def test_nan_in_the_weights_is_refused(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_their_architecture_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", make_model())
     tensors = load_file(path)
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["vit"])
     metadata["architecture"]["embed_dim"] = 32
@@ -142,3 +141,74 @@ def test_weights_that_do_not_fit_their_architecture_are_refused(tmp_path: Path) 
 def test_class_names_must_match_the_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 class names for a model of 3 classes"):
         save(tmp_path / "model.safetensors", make_model(), class_names=("a", "b"))
+
+
+def test_a_file_of_the_first_schema_is_read_under_the_present_names(tmp_path: Path) -> None:
+    """The file as 87603b9 wrote it: pool, crop_fraction and the configuration's first keys."""
+    path = save(tmp_path / "model.safetensors", make_model())
+    expected = load_bundle(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["vit"])
+    metadata["schema_version"] = 1
+    metadata["architecture"]["pool"] = metadata["architecture"].pop("global_pool")
+    metadata["preprocess"]["crop_fraction"] = metadata["preprocess"].pop("crop_pct")
+    metadata["config"] = {"model": {"pool": "avg"}, "train": {"accumulate": 2}}
+    save_file(load_file(path), path, metadata={"vit": json.dumps(metadata)})
+    bundle = load_bundle(path)
+    images = torch.randn(2, 3, 8, 16)
+    assert torch.equal(bundle.model(images), expected.model(images))
+    assert bundle.preprocess == expected.preprocess
+    assert bundle.config == {"model": {"global_pool": "avg"}, "train": {"grad_accum_steps": 2}}
+    update_metadata(path, temperature=1.5)
+    assert load_bundle(path).temperature == 1.5
+
+
+def test_a_newer_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", make_model())
+    save_file(load_file(path), path, metadata={"vit": json.dumps({"schema_version": 99})})
+    with pytest.raises(ValueError, match=r"has schema version 99, .* upgrade vit-pipeline"):
+        load_bundle(path)
+
+
+class TestModules:
+    """A raw module becomes a bundle."""
+
+    def test_own_model_has_numbered_classes_and_its_own_size(self) -> None:
+        model = make_model().train()
+        bundle = Bundle.from_model(model)
+        assert bundle.model is model
+        assert not model.training
+        assert bundle.class_names == ("class 0", "class 1", "class 2")
+        assert bundle.preprocess == Preprocess(image_size=(8, 16))
+        assert bundle.metadata["architecture"] == model.architecture
+        assert bundle.name == "VisionTransformer"
+        assert bundle.sha256 == Bundle.from_model(make_model()).sha256
+
+    def test_what_is_given_is_taken(self) -> None:
+        preprocess = Preprocess(image_size=(8, 16), mean=(0.1, 0.2, 0.3))
+        bundle = Bundle.from_model(make_model(), class_names=["a", "b", "c"], preprocess=preprocess)
+        assert bundle.class_names == ("a", "b", "c")
+        assert bundle.preprocess == preprocess
+
+    def test_another_number_of_class_names_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="2 class names for a model of 3 classes"):
+            Bundle.from_model(make_model(), class_names=["a", "b"])
+
+    def test_a_module_that_tells_nothing_needs_both(self) -> None:
+        module = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="Linear doesn't tell its number of classes; give class_names"):
+            Bundle.from_model(module)
+        with pytest.raises(ValueError, match="Linear doesn't tell its image size; give preprocess"):
+            Bundle.from_model(module, class_names=["a", "b"])
+        assert Bundle.from_model(
+            module, class_names=["a", "b"], preprocess=Preprocess((1, 2))
+        ).class_names == ("a", "b")
+
+    def test_load_model_takes_paths_bundles_and_modules(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "model.safetensors", make_model())
+        bundle = load_model(path)
+        assert bundle.sha256 == load_model(str(tmp_path)).sha256
+        assert load_model(bundle) is bundle
+        assert load_model(make_model()).class_names[0] == "class 0"
+        with pytest.raises(ValueError, match="random_weights needs a model file"):
+            load_model(bundle, random_weights=True)

@@ -6,7 +6,7 @@ Importing this package loads nothing heavy: torch comes in with the first name t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
     from vit.api import measure_faithfulness, train

@@ -1,44 +1,33 @@
-"""The self-sufficient model file: one safetensors file that needs nothing else.
-
-It holds the weights and, as JSON in its metadata, the architecture, class names, preprocessing, the resolved
-configuration, the fingerprint of the data and the library versions. Nothing in it is ever unpickled.
-"""
+"""A model with all that is needed to use it, from one self-sufficient file, timm, or a module of another library."""
 
 import dataclasses
 import hashlib
-import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import vit
-from vit.config import rename_old_keys
 from vit.data.images import Preprocess
+from vit.model.families import count_classes, find_class_names, find_preprocess
+from vit.model.model_file import MODEL_FILE as MODEL_FILE
+from vit.model.model_file import Hashes, ModelFile, read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import check_finite, load_state, rename_arguments
-from vit.runtime.files import compute_sha256, write_atomically
+from vit.model.weights import load_weights
+from vit.runtime.files import compute_sha256
+from vit.runtime.version import __version__
 
-SCHEMA_VERSION = 1
-MODEL_FILE = "model.safetensors"
-_METADATA_KEY = "vit"  # a single key: with several, safetensors writes them in random order
-_HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 _LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors")
-
-Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model in evaluation mode with all that is needed to use it."""
+    """A model in evaluation mode with its preprocessing and class names, and what its file records of its training:
+    configuration, data, versions and the hashes of the training images."""
 
     model: nn.Module
     preprocess: Preprocess
@@ -50,19 +39,88 @@ class Bundle:
     metadata: dict[str, Any] = field(default_factory=dict)
     training_hashes: Hashes | None = None
 
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        class_names: Sequence[str] | None = None,
+        preprocess: Preprocess | None = None,
+    ) -> Self:
+        """Wrap a model of this project, timm, torchvision or Hugging Face. It is not copied, and put into evaluation
+        mode.
+
+        What is not given is found as `vit.model.families` describes: class names are "class 0", "class 1", … and the
+        normalisation is ImageNet's where the model knows no other. Raises ValueError where the number of class names
+        is not the number of logits, and where the model tells neither image size nor number of classes.
+        """
+        names = find_class_names(model) if class_names is None else tuple(class_names)
+        _check_class_names(names, count_classes(model))
+        preprocess = preprocess or Preprocess.from_dict(find_preprocess(model))
+        metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
+        if isinstance(model, VisionTransformer):
+            metadata["architecture"] = model.architecture
+        return cls(
+            model.eval(), preprocess, names, type(model).__name__, _hash_weights(model), metadata=metadata
+        )
+
     @property
     def temperature(self) -> float:
         """What the logits are divided by before the softmax; 1 unless it was fitted on validation images."""
         return float(self.metadata.get("temperature", 1.0))
 
 
-def collect_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that a figure depends on."""
-    return {
-        "vit": vit.__version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in _LIBRARIES},
-    }
+def load_model(
+    model: str | Path | Bundle | nn.Module,
+    *,
+    device: str | torch.device = "cpu",
+    random_weights: bool = False,
+) -> Bundle:
+    """A bundle on `device` of whatever names or is a model: a bundle, a module (`Bundle.from_model`), or what
+    `load_bundle` reads. Bundles and modules are moved, not copied."""
+    if isinstance(model, str | Path):
+        return load_bundle(model, device=device, random_weights=random_weights)
+    if random_weights:
+        raise ValueError("random_weights needs a model file, a training directory or timm:NAME")
+    bundle = model if isinstance(model, Bundle) else Bundle.from_model(model)
+    bundle.model.to(device)
+    return bundle
+
+
+def load_bundle(
+    source: str | Path, *, device: str | torch.device = "cpu", random_weights: bool = False
+) -> Bundle:
+    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`.
+
+    `random_weights` keeps the architecture and draws new weights (seed 0), for sanity checks.
+    Raises FileNotFoundError or ValueError with what is wrong with the file.
+    """
+    if str(source).startswith("timm:"):
+        return _load_timm_bundle(str(source), device=device, random_weights=random_weights)
+    path = _find_model_file(Path(source))
+    content = read_model_file(path)
+    metadata = content.metadata
+    if not metadata:
+        raise ValueError(
+            f"{path} holds weights without our metadata; weights of timm load with vit.load_timm({str(path)!r})"
+        )
+    # construction draws random weights: keep that from moving the caller's random numbers
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = VisionTransformer(**metadata["architecture"])
+    if not random_weights:
+        load_weights(model, content.weights, origin=str(path))
+    return Bundle(
+        model=model.eval().to(device),
+        preprocess=Preprocess.from_dict(metadata["preprocess"]),
+        class_names=tuple(metadata["class_names"]),
+        name=str(source),
+        sha256=compute_sha256(path),
+        config=metadata["config"],
+        data=metadata["data"],
+        metadata=metadata,
+        training_hashes=content.training_hashes,
+    )
 
 
 def save_bundle(
@@ -79,12 +137,10 @@ def save_bundle(
 ) -> None:
     """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes.
 
-    `weights` stand for the model's own where those are spread over processes.
+    `weights` replace the model's own where those are sharded over processes.
     """
-    if len(class_names) != model.num_classes:
-        raise ValueError(f"{len(class_names)} class names for a model of {model.num_classes} classes")
+    _check_class_names(class_names, model.num_classes)
     metadata = {
-        "schema_version": SCHEMA_VERSION,
         "architecture": model.architecture,
         "class_names": list(class_names),
         "preprocess": preprocess.to_dict(),
@@ -93,54 +149,31 @@ def save_bundle(
         "versions": collect_versions(),
         **(extra or {}),
     }
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()
-    }
-    if training_hashes is not None:
-        tensors |= {
-            name: torch.from_numpy(hashes.view(np.int64))
-            for name, hashes in zip(_HASHES, training_hashes, strict=True)
-        }
-    _write(path, tensors, metadata)
+    write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 
 def update_metadata(path: Path, **values: Any) -> None:
     """Set metadata values (a fitted temperature, say) in the model file at `path`, atomically."""
-    tensors, metadata = _read(path)
-    _write(path, tensors, metadata | values)
+    content = read_model_file(path)
+    write_model_file(path, dataclasses.replace(content, metadata=content.metadata | values))
 
 
-def load_bundle(
-    source: str | Path, *, device: str | torch.device = "cpu", random_weights: bool = False
-) -> Bundle:
-    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`.
+def collect_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that a result depends on."""
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return {"vit": __version__, "python": platform.python_version(), **libraries}
 
-    `random_weights` keeps the architecture and draws fresh weights (seed 0): the control of a sanity check.
-    Raises FileNotFoundError or ValueError with what is wrong with the file.
-    """
-    if str(source).startswith("timm:"):
-        return _load_timm_bundle(str(source), device=device, random_weights=random_weights)
-    path = _find_model_file(Path(source))
-    tensors, metadata = _read(path)
-    hashes = [tensors.pop(name).numpy().view(np.uint64) for name in _HASHES if name in tensors]
-    check_finite(tensors, origin=str(path))
-    # construction draws random weights: keep that from moving the caller's random numbers
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = VisionTransformer(**metadata["architecture"])
-    if not random_weights:
-        load_state(model, tensors, origin=str(path))
-    return Bundle(
-        model=model.eval().to(device),
-        preprocess=Preprocess.from_dict(metadata["preprocess"]),
-        class_names=tuple(metadata["class_names"]),
-        name=str(source),
-        sha256=compute_sha256(path),
-        config=rename_old_keys(metadata["config"]),
-        data=metadata["data"],
-        metadata=metadata,
-        training_hashes=(hashes[0], hashes[1]) if len(hashes) == 2 else None,
-    )
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The facts `vit info MODEL` shows."""
+    return {
+        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
+        "classes": list(bundle.class_names),
+        "preprocess": dataclasses.asdict(bundle.preprocess),
+        "data": bundle.data,
+        "sha256": bundle.sha256,
+        **{key: bundle.metadata.get(key) for key in ("architecture", "versions")},
+    }
 
 
 def _find_model_file(path: Path) -> Path:
@@ -157,67 +190,25 @@ def _find_model_file(path: Path) -> Path:
     return path
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata of a model file, or a ValueError that says why it is none."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            raw = (file.metadata() or {}).get(_METADATA_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole model file ({error}); copy or train it again") from error
-    if raw is None:
-        raise ValueError(
-            f"{path} holds weights without our metadata; weights of timm load with vit.load_timm({str(path)!r})"
-        )
-    metadata = json.loads(raw)
-    rename_arguments(metadata["architecture"])
-    if metadata["schema_version"] > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {metadata['schema_version']}, this program reads up to {SCHEMA_VERSION}; "
-            "upgrade vit-pipeline"
-        )
-    return tensors, metadata
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    text = {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=text))
-
-
 def _load_timm_bundle(source: str, *, device: str | torch.device, random_weights: bool) -> Bundle:
-    """A timm model, unmodified, with timm's preprocessing and ImageNet's class names."""
     from vit.model.timm_weights import create_timm
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, preprocess, class_names = create_timm(
-            source.removeprefix("timm:"), pretrained=not random_weights
-        )
-    return Bundle(
-        model=model.eval().to(device),
-        preprocess=Preprocess.from_dict(preprocess),
-        class_names=tuple(class_names),
-        name=source,
-        sha256=_hash_weights(model),
-        metadata={"preprocess": preprocess, "versions": collect_versions()},
-    )
+        model = create_timm(source.removeprefix("timm:"), pretrained=not random_weights)
+    bundle = dataclasses.replace(Bundle.from_model(model), name=source)
+    bundle.model.to(device)
+    return bundle
+
+
+def _check_class_names(names: Sequence[str], count: int | None) -> None:
+    if count is not None and len(names) != count:
+        raise ValueError(f"{len(names)} class names for a model of {count} classes")
 
 
 def _hash_weights(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def describe(bundle: Bundle) -> dict[str, Any]:
-    """The facts `vit info MODEL` shows."""
-    return {
-        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
-        "classes": list(bundle.class_names),
-        "preprocess": dataclasses.asdict(bundle.preprocess),
-        "data": bundle.data,
-        "sha256": bundle.sha256,
-        **{key: bundle.metadata.get(key) for key in ("architecture", "versions")},
-    }

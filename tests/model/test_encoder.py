@@ -67,7 +67,7 @@ class TestDropPath:
 
     @pytest.mark.parametrize("rate", [-0.1, 1.0])
     def test_impossible_rates_are_refused(self, rate):
-        with pytest.raises(ValueError, match=f"drop_path_rate {rate} is not a share"):
+        with pytest.raises(ValueError, match=f"drop_path_rate {rate} is not a fraction"):
             DropPath(rate)
 
 

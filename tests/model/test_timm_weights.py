@@ -175,7 +175,8 @@ class TestSources:
 
         monkeypatch.setattr(timm, "create_model", refuse)
         with pytest.raises(
-            OSError, match=r"'vit_tiny_patch16_224' can't be had \(no route to host\); fetch its file"
+            OSError,
+            match=r"'vit_tiny_patch16_224' cannot be downloaded \(no route to host\); download their file",
         ):
             create_timm("vit_tiny_patch16_224", pretrained=True)
 
@@ -224,28 +225,6 @@ class TestSources:
         torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=0)
 
 
-class TestClassNamesAndPreprocess:
-    def test_imagenet_names_and_values(self):
-        module, preprocess, names = create_timm("vit_tiny_patch16_224", pretrained=False)
-        assert isinstance(module, timm.models.VisionTransformer)
-        assert names[0].startswith("tench")
-        assert len(names) == 1000
-        assert preprocess == {
-            "image_size": [224, 224],
-            "crop_pct": 0.9,
-            "mean": [0.5] * 3,
-            "std": [0.5] * 3,
-            "interpolation": "bicubic",
-        }
-
-    def test_other_class_counts_are_numbered_and_none_is_empty(self):
-        assert create_timm("vit_tiny_patch16_224", pretrained=False, num_classes=2)[2] == (
-            "class 0",
-            "class 1",
-        )
-        assert create_timm("vit_small_patch14_dinov2", pretrained=False)[2] == ()
-
-
 class TestFineTuning:
     @pytest.fixture
     def source(self, tmp_path, randomise):
@@ -271,6 +250,19 @@ class TestFineTuning:
     def test_head_is_kept_where_the_classes_are_as_many(self, source):
         model, _ = load_pretrained(source, img_size=64, num_classes=1000)
         assert torch.equal(model.head.weight, load_timm(source).head.weight)
+
+    def test_preprocessing_comes_whole_from_a_timm_folder(self, tmp_path):
+        arguments = {"img_size": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
+        module = timm.create_model("vit_tiny_patch16_224", **arguments)
+        save_file(module.state_dict(), tmp_path / "model.safetensors")
+        pretrained = {"input_size": [3, 32, 32], "crop_pct": 0.8, "interpolation": "bilinear"}
+        config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": pretrained}))
+        for source in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
+            _, preprocess = load_pretrained(source, img_size=64, num_classes=7)
+            assert preprocess["interpolation"] == "bilinear"
+            assert preprocess["crop_pct"] == 0.8
+            assert preprocess["image_size"] == [32, 32]
 
     def test_weights_that_are_not_there(self, tmp_path):
         with pytest.raises(

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import weakref
 
 import jaxtyping
 import pytest
@@ -109,7 +108,7 @@ class TestGeometry:
             ({"reg_tokens": 9}, "reg_tokens 9 is not from 0 to 8"),
             ({"depth": 0}, "depth 0 and num_classes 5 must be at least 1 and 0"),
             ({"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"}, "embed_dim in fours, not 30; try 32"),
-            ({"drop_path_rate": 1.0}, "drop_path_rate 1.0 is not a share"),
+            ({"drop_path_rate": 1.0}, "drop_path_rate 1.0 is not a fraction"),
         ],
     )
     def test_impossible_models_are_refused_with_the_value_and_the_cure(self, changes, message):
@@ -232,17 +231,6 @@ class TestPooling:
 
 
 class TestCapture:
-    def test_layers_are_handed_out_in_order_and_not_kept(self):
-        model, alive, most = tiny(depth=4).eval(), weakref.WeakSet(), []
-
-        def look(layer: int, weights: torch.Tensor) -> None:
-            alive.add(weights.untyped_storage())
-            most.append((layer, len(alive)))
-
-        with torch.no_grad():
-            model(torch.randn(1, 3, 8, 16), look)
-        assert most == [(0, 1), (1, 1), (2, 1), (3, 1)]
-
     def test_capture_works_while_checkpointing_and_keeps_the_graph(self):
         model = tiny()
         model.grad_checkpointing = True

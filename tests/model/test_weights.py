@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vit.model.model_file import check_finite
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import check_finite, infer_architecture, load_state, read_weights
+from vit.model.weights import infer_architecture, load_weights, read_weights
 
 
 def build(name="vit_tiny_patch16_224", **changes):
@@ -41,7 +42,7 @@ class TestRefusal:
     def test_another_architecture_lists_differences_and_what_would_fit(self):
         model = build()
         with pytest.raises(ValueError, match=r"small.pth does not fit this model") as error:
-            load_state(model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth")
+            load_weights(model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth")
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
         assert "more differ" in message
@@ -56,14 +57,14 @@ class TestRefusal:
         state = build().state_dict()
         del state["norm.bias"]
         with pytest.raises(ValueError, match=r"norm.bias is absent there and \[192\] in the model"):
-            load_state(model, state, origin="it")
+            load_weights(model, state, origin="it")
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     def test_surplus_tensors_are_a_difference(self):
         with pytest.raises(
             ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
         ):
-            load_state(build(), build(depth=3).state_dict(), origin="it")
+            load_weights(build(), build(depth=3).state_dict(), origin="it")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
@@ -95,15 +96,21 @@ class TestFiles:
             with pytest.raises(FileNotFoundError):
                 read_weights(tmp_path / name)
 
-    @pytest.mark.parametrize("name", ["half.safetensors", "half.pth"])
-    def test_half_a_file(self, tmp_path, name):
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("half.safetensors", "is not a whole model file"),
+            ("half.pth", "holds no weights that can be read"),
+        ],
+    )
+    def test_half_a_file(self, tmp_path, name, message):
         path = tmp_path / name
         if name.endswith("pth"):
             torch.save(build().state_dict(), path)
         else:
             save_file(build().state_dict(), path)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(ValueError, match=f"{name} holds no weights that can be read"):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
             read_weights(path)
 
     @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02\x95"])

@@ -1,7 +1,5 @@
 """The encoder block: pre-norm attention and MLP, each added to the tokens it read."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -14,11 +12,8 @@ MLPS = ("gelu", "relu2", "swiglu")
 
 
 class Mlp(nn.Module):
-    """Two linear maps around a non-linearity, for each token on its own.
-
-    "gelu" (exact), "relu2" = max(x, 0)² (So et al. 2021), or "swiglu" = silu(a)·b (Shazeer 2020), whose `fc1`
-    makes a and b: `hidden_dim` counts the two together, as timm's packed SwiGLU does.
-    """
+    """Two linear maps around an activation, for each token independently: "gelu" (exact), "relu2" = max(x, 0)² (So et
+    al. 2021) or "swiglu" = silu(a)·b (Shazeer 2020), where `hidden_dim` counts a and b, as timm's packed SwiGLU."""
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
         super().__init__()
@@ -43,7 +38,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor a channel on a residual branch (Touvron et al. 2021, CaiT)."""
+    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT)."""
 
     def __init__(self, embed_dim: int, init_values: float) -> None:
         super().__init__()
@@ -54,13 +49,12 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Skips a residual branch for a random share of the samples (Huang et al. 2016); the rest is scaled
-    up."""
+    """Stochastic depth (Huang et al. 2016): drops a residual branch for a random fraction of the samples."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0 <= rate < 1:
-            raise ValueError(f"drop_path_rate {rate} is not a share from 0 to below 1")
+            raise ValueError(f"drop_path_rate {rate} is not a fraction from 0 to below 1")
         self.rate = rate
 
     def forward(self, branch: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
@@ -98,23 +92,21 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(
-        self,
-        tokens: Float[Tensor, "B N D"],
-        on_attention: Callable[[Float[Tensor, "B H N N"]], None] | None = None,
-        *,
-        read: int | None = None,
-    ) -> Float[Tensor, "B M D"]:
-        """`on_attention`, when given, receives the weights; they are computed explicitly then. With `read` only
-        that many leading tokens go on, M of them, having attended to all; otherwise M = N."""
+    def forward(self, tokens: Float[Tensor, "B N D"], *, read: int | None = None) -> Float[Tensor, "B M D"]:
+        """With `read` only that many leading tokens go on, M of them, having attended to all; otherwise M = N."""
         normed = self.norm1(tokens)
-        if read is not None:
-            attended, tokens = self.attn(normed[:, :read], normed, normed), tokens[:, :read]
-        elif on_attention is None:
-            attended = self.attn(normed)
-        else:
-            attended, weights = self.attn.forward_with_weights(normed)
-            on_attention(weights)
+        if read is None:
+            return self._add(tokens, self.attn(normed))
+        return self._add(tokens[:, :read], self.attn(normed[:, :read], normed, normed))
+
+    def forward_with_weights(
+        self, tokens: Float[Tensor, "B N D"]
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B H N N"]]:
+        """The tokens and the attention weights, computed explicitly."""
+        attended, weights = self.attn.forward_with_weights(self.norm1(tokens))
+        return self._add(tokens, attended), weights
+
+    def _add(self, tokens: Tensor, attended: Tensor) -> Tensor:
         tokens = tokens + self.drop_path1(self.ls1(attended))
         output: Tensor = tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
         return output

@@ -1,6 +1,7 @@
-"""Models and weights of timm, and what training starts from. The only import of timm."""
+"""Models and weights of timm, and the weights that training starts from. The only import of timm."""
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,88 +16,103 @@ from timm.models.vision_transformer import Block as TimmBlock
 from torch import nn
 
 from vit.model.attention import NORM_EPS
+from vit.model.model_file import MODEL_FILE, State, check_finite
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import (
-    State,
-    check_finite,
-    convert_torchvision,
-    infer_architecture,
-    load_state,
-    read_weights,
-)
+from vit.model.weights import convert_torchvision, infer_architecture, load_weights, read_weights
 
 _LOCAL = "local-dir:"
 
 
-def create_timm(
-    name: str, *, pretrained: bool, num_classes: int | None = None
-) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
-    """timm's own module in evaluation mode, the values of its `Preprocess`, and the names of its classes.
+def create_timm(name: str, *, pretrained: bool) -> nn.Module:
+    """timm's own module in evaluation mode. `name` is timm's, or `local-dir:FOLDER` with its config.json and weights.
 
-    `name` is timm's, or `local-dir:FOLDER` with timm's config.json and weights.
     Raises ValueError for what timm doesn't know or can't load, OSError where weights can't be downloaded.
     """
     if not name.startswith(_LOCAL) and not timm.is_model(name):
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
-        raise ValueError(
-            f"timm has no model {name!r}; {f'near it: {near}' if near else 'see timm.list_models()'}"
-        )
+        hint = f"near it: {near}" if near else "see timm.list_models()"
+        raise ValueError(f"timm has no model {name!r}; {hint}")
     try:
-        module = timm.create_model(name, pretrained=pretrained, num_classes=num_classes).eval()
+        module: nn.Module = timm.create_model(name, pretrained=pretrained)
+        return module.eval()
     except OSError as error:
         raise OSError(
-            f"the weights of {name!r} can't be had ({_first_line(error)}); "
-            "fetch its file elsewhere and give the file's path"
+            f"the weights of {name!r} cannot be downloaded ({_first_line(error)}); "
+            "download their file on another machine and give its path"
         ) from error
     except (RuntimeError, SafetensorError, KeyError) as error:
         raise ValueError(f"timm can't load {name!r} ({_first_line(error)})") from error
-    return module, _preprocess(module), _class_names(module)
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
     """Our VisionTransformer with the weights of a timm module, of a timm name, or of a path.
 
-    A path is a folder with timm's config.json, or a file of weights (safetensors or torch; timm's or
-    torchvision's names). A file doesn't tell the number of heads: they are taken to be 64 wide, as in every
-    preset. Without `pretrained`, a name gives the architecture with timm's random weights.
+    A path is a folder with timm's config.json, or a file of weights (safetensors or torch; timm's or torchvision's
+    names). A file doesn't tell the number of heads: 64 channels each are assumed, as in every preset. Without
+    `pretrained`, a name gives the architecture with timm's random weights.
     """
     if isinstance(source, nn.Module):
-        architecture, state = describe_timm(source), source.state_dict()
-        check_finite(state, origin="the timm model")
-        return _build(architecture, state, origin=type(source).__name__)
+        architecture, weights = describe_timm(source), source.state_dict()
+        check_finite(weights, origin="the timm model")
+        return _build(architecture, weights, origin=type(source).__name__)
     path = Path(source)
     if path.is_dir():
-        return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)[0])
+        return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True))
     if isinstance(source, Path) or path.is_file():
-        state, metadata = read_weights(path)
-        state = convert_torchvision(state)
-        architecture = metadata.get("architecture") or infer_architecture(state, origin=str(path))
-        return _build(architecture, state, origin=str(path))
-    return load_timm(create_timm(source, pretrained=pretrained)[0])
+        return _load_file(path)[0]
+    return load_timm(create_timm(source, pretrained=pretrained))
 
 
 def load_pretrained(
-    source: str | Path,
-    *,
-    img_size: int | Sequence[int],
-    num_classes: int,
-    drop_path_rate: float = 0.0,
+    source: str | Path, *, img_size: int | Sequence[int], num_classes: int, drop_path_rate: float = 0.0
 ) -> tuple[VisionTransformer, dict[str, Any] | None]:
-    """A model to go on training from: `timm:NAME`, a model file or training directory of ours, or what
-    `load_timm` reads. The architecture is the source's. The head is new where the number of classes differs,
-    learned positions are resampled to `img_size`, and `drop_path_rate` is set.
+    """A model to go on training from: `timm:NAME`, a model file or training directory of ours, or what `load_timm`
+    reads. The architecture is the source's. The head is new where the number of classes differs, learned positions
+    are resampled to `img_size`, and `drop_path_rate` is set.
 
-    Returns the model and the values of the `Preprocess` its weights were trained with, None where nobody
-    knows.
+    Returns the model and the values of the `Preprocess` its weights were trained with, None where the file doesn't
+    tell them.
     """
     model, preprocess = _open(str(source))
-    architecture = model.architecture | {"drop_path_rate": drop_path_rate}
-    state = model.state_dict()
-    model = _build(architecture, state, origin=str(source))
+    model = _build(
+        model.architecture | {"drop_path_rate": drop_path_rate}, model.state_dict(), origin=str(source)
+    )
     if model.num_classes != num_classes:
         model.reset_classifier(num_classes)
     model.set_input_size(img_size)
     return model, preprocess
+
+
+def find_preprocess(module: nn.Module) -> dict[str, Any]:
+    """The values of a timm model's `Preprocess`, from its pretrained_cfg and its own image size."""
+    config = resolve_model_data_config(module)
+    if config["crop_mode"] != "center":
+        warnings.warn(
+            f"these weights were trained with crop_mode {config['crop_mode']!r}; "
+            "here images keep their aspect ratio and are cropped at the centre",
+            stacklevel=2,
+        )
+    own_size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    return {
+        "image_size": list(own_size or config["input_size"][1:]),
+        "crop_pct": config["crop_pct"],
+        "mean": list(config["mean"]),
+        "std": list(config["std"]),
+        "interpolation": config["interpolation"],
+    }
+
+
+def find_class_names(module: nn.Module) -> tuple[str, ...] | None:
+    """The names in a timm model's pretrained_cfg, ImageNet's descriptions, or None for other classes."""
+    config: Any = getattr(module, "pretrained_cfg", None)
+    count = int(module.num_classes)  # type: ignore[arg-type]
+    if not config or not count:
+        return None
+    if len(config.get("label_names") or ()) == count:
+        return tuple(config["label_names"])
+    subset = infer_imagenet_subset(module)
+    info = ImageNetInfo(subset) if subset else None
+    return tuple(info.index_to_description(index) for index in range(count)) if info else None
 
 
 def describe_timm(module: nn.Module) -> dict[str, Any]:
@@ -163,49 +179,32 @@ def _list_differences(module: TimmVisionTransformer) -> dict[str, bool]:
     }
 
 
-def _build(architecture: dict[str, Any], state: State, *, origin: str) -> VisionTransformer:
+def _build(architecture: dict[str, Any], weights: State, *, origin: str) -> VisionTransformer:
     model = VisionTransformer(**architecture)
-    load_state(model, state, origin=origin)
+    load_weights(model, weights, origin=origin)
     return model.eval()
+
+
+def _load_file(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
+    """The model of a file of weights, and its metadata where the file is ours."""
+    content = read_weights(path)
+    weights = convert_torchvision(content.weights)
+    architecture = content.metadata.get("architecture") or infer_architecture(weights, origin=str(path))
+    return _build(architecture, weights, origin=str(path)), content.metadata
 
 
 def _open(source: str) -> tuple[VisionTransformer, dict[str, Any] | None]:
     """The model that `source` names, and its preprocessing where it says so."""
-    if source.startswith("timm:"):
-        module, preprocess, _ = create_timm(source.removeprefix("timm:"), pretrained=True)
-        return load_timm(module), preprocess
     path = Path(source)
-    if (path / "config.json").is_file():
-        module, preprocess, _ = create_timm(f"{_LOCAL}{path}", pretrained=True)
-        return load_timm(module), preprocess
-    path = path / "model.safetensors" if path.is_dir() else path
+    if source.startswith("timm:") or (path / "config.json").is_file():
+        name = source.removeprefix("timm:") if source.startswith("timm:") else f"{_LOCAL}{path}"
+        module = create_timm(name, pretrained=True)
+        return load_timm(module), find_preprocess(module)
+    path = path / MODEL_FILE if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{source} is no file of weights, no training directory and no timm:NAME")
-    return load_timm(path), read_weights(path)[1].get("preprocess")
-
-
-def _preprocess(module: nn.Module) -> dict[str, Any]:
-    config = resolve_model_data_config(module)
-    return {
-        "image_size": list(config["input_size"][1:]),
-        "crop_pct": config["crop_pct"],
-        "mean": list(config["mean"]),
-        "std": list(config["std"]),
-        "interpolation": "bilinear" if config["interpolation"] == "bilinear" else "bicubic",
-    }
-
-
-def _class_names(module: nn.Module) -> tuple[str, ...]:
-    """ImageNet's descriptions, the names in the model's own config, or plain numbers."""
-    config: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
-    count = int(module.num_classes)  # type: ignore[arg-type]
-    if len(config.get("label_names") or ()) == count:
-        return tuple(config.get("label_names") or ())
-    subset = infer_imagenet_subset(module)
-    if subset is None:
-        return tuple(f"class {index}" for index in range(count))
-    info = ImageNetInfo(subset)
-    return tuple(info.index_to_description(index) for index in range(info.num_classes()))
+    model, metadata = _load_file(path)
+    return model, metadata.get("preprocess")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,11 +1,10 @@
 """The vision transformer on one page: image → patch tokens → encoder blocks → pooled features → logits.
 
-Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are timm's, so
-that its weights load as they are.
+Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are timm's, so that its
+weights load as they are.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,23 +18,24 @@ from vit.model.initialise import initialise
 from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
 from vit.runtime.arguments import as_pair, check_choice
 
-POOLS = ("attention", "avg", "max", "token")
+GLOBAL_POOLS = ("attention", "avg", "max", "token")
 POSITIONS = ("learned", "none", "sincos")
-OnAttention = Callable[[int, Float[Tensor, "B H N N"]], None]
 
 
 class VisionTransformer(nn.Module):
     """img_size and patch_size: one number or (height, width); the patch must divide the image.
     num_classes: 0 gives the pooled features instead of logits.
     global_pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
-    with learned weights (CCT's sequence pooling). class_token: None has one exactly when it is read.
-    fc_norm: the last norm comes after the pooling, not before; None: with "avg" and "max", as timm.
-    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class keeps it off the prefix tokens.
-    reg_tokens: 0–8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged.
-    init_values: LayerScale's start; None: without. drop_path_rate: the last block's, from 0 at the first.
+    with learned weights (CCT's sequence pooling). class_token: None adds one exactly when it is read.
+    fc_norm: the last norm comes after the pooling, not before; None: with "avg" and "max", as in timm.
+    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class: none for the prefix tokens.
+    reg_tokens: 0-8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged.
+    init_values: LayerScale's initial value; None: no LayerScale. drop_path_rate: the last block's, from 0 at the first.
 
     `architecture` holds the arguments: VisionTransformer(**model.architecture) is the same model, untrained.
     """
+
+    pos_embed: Tensor | None
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class VisionTransformer(nn.Module):
         in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: int = 192,
+        *,
         depth: int = 12,
         num_heads: int = 3,
-        *,
         mlp_ratio: float = 4.0,
         mlp: str = "gelu",
         qkv_bias: bool = True,
@@ -65,58 +65,22 @@ class VisionTransformer(nn.Module):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        class_token = global_pool == "token" if class_token is None else class_token
-        fc_norm = global_pool in ("avg", "max") if fc_norm is None else fc_norm
-        no_embed_class = no_embed_class or pos_embed == "sincos"
-        check_choice(global_pool, POOLS, name="global_pool")
-        check_choice(pos_embed, POSITIONS, name="pos_embed")
-        if (global_pool == "token" or distilled) and not class_token:
-            raise ValueError(
-                "global_pool='token' reads the class token; leave class_token out or take global_pool='avg'"
-            )
-        if distilled and global_pool != "token":
-            raise ValueError(
-                f"a distilled model reads its two tokens: global_pool must be 'token', not {global_pool!r}"
-            )
-        if not 0 <= reg_tokens <= 8:
-            raise ValueError(f"reg_tokens {reg_tokens} is not from 0 to 8")
-        if depth < 1 or num_classes < 0:
-            raise ValueError(f"depth {depth} and num_classes {num_classes} must be at least 1 and 0")
-        self.architecture: dict[str, Any] = arguments | {
-            "img_size": as_pair(img_size, name="img_size"),
-            "patch_size": as_pair(patch_size, name="patch_size"),
-            "class_token": class_token,
-            "fc_norm": fc_norm,
-            "no_embed_class": no_embed_class,
-        }
+        self.architecture = _resolve(arguments)
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
-        self.num_prefix_tokens = class_token + distilled + reg_tokens
-        self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.grad_checkpointing = False
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
+        has_class_token, fc_norm = self.architecture["class_token"], self.architecture["fc_norm"]
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if has_class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if distilled else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
-        self.pos_embed: Tensor | None
-        if pos_embed == "learned":
-            length = self.num_embedded_prefix_tokens + self.patch_embed.num_patches
-            self.pos_embed = nn.Parameter(torch.empty(1, length, embed_dim))
-        else:
-            fixed = build_sincos_positions(self.grid_size, embed_dim) if pos_embed == "sincos" else None
-            self.register_buffer("pos_embed", fixed, persistent=False)
+        self.num_prefix_tokens: int = has_class_token + distilled + reg_tokens
+        self.num_embedded_prefix_tokens = 0 if self.architecture["no_embed_class"] else self.num_prefix_tokens
+        self._add_positions(pos_embed)
+        options: dict[str, Any] = {"mlp_ratio": mlp_ratio, "mlp": mlp, "qkv_bias": qkv_bias}
+        options |= {"qk_norm": qk_norm, "init_values": init_values, "attention_backend": attention_backend}
+        drop_paths = [drop_path_rate * layer / max(depth - 1, 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(
-                embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                mlp=mlp,
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
-                init_values=init_values,
-                drop_path=drop_path_rate * layer / max(depth - 1, 1),
-                attention_backend=attention_backend,
-            )
-            for layer in range(depth)
+            Block(embed_dim, num_heads, drop_path=rate, **options) for rate in drop_paths
         )
         self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.seq_pool = nn.Linear(embed_dim, 1) if global_pool == "attention" else None
@@ -132,42 +96,37 @@ class VisionTransformer(nn.Module):
 
     @property
     def num_read_tokens(self) -> int | None:
-        """Leading tokens that the head reads, where those are fewer than all: the last block may skip the rest."""
+        """Leading tokens that the head reads; None: it reads them all. The last block may skip the others."""
         return None if self.global_pool != "token" else 1 + (self.head_dist is not None)
 
-    def forward(
-        self, images: Float[Tensor, "B C height width"], on_attention: OnAttention | None = None
-    ) -> Float[Tensor, "B classes"]:
-        """Logits. `on_attention(layer, weights [B, H, N, N])` is called as each layer's attention is
-        computed, and nothing here keeps the weights, so that large images need only one layer's at a time."""
+    def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B classes"]:
+        """Logits."""
         # same logits, same gradients, one block's work less; hooks of an evaluated model may want every token
-        read = self.num_read_tokens if self.training and on_attention is None else None
-        return self.forward_head(self.forward_features(images, on_attention, read=read))
+        read = self.num_read_tokens if self.training else None
+        return self.forward_head(self.forward_features(images, read=read))
 
     def forward_with_attention(
         self, images: Float[Tensor, "B C height width"]
     ) -> tuple[Float[Tensor, "B classes"], list[Float[Tensor, "B H N N"]]]:
         """Logits and every layer's attention, first layer first."""
-        attentions: list[Tensor] = []
-        logits = self(images, lambda _, weights: attentions.append(weights))
-        return logits, attentions
+        tokens, attentions = self._embed(images), []
+        block: Any
+        for block in self.blocks:
+            tokens, weights = block.forward_with_weights(tokens)
+            attentions.append(weights)
+        return self.forward_head(self.norm(tokens)), attentions
 
     def forward_features(
-        self,
-        images: Float[Tensor, "B C height width"],
-        on_attention: OnAttention | None = None,
-        *,
-        read: int | None = None,
+        self, images: Float[Tensor, "B C height width"], *, read: int | None = None
     ) -> Float[Tensor, "B M D"]:
         """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
         tokens = self._embed(images)
         for layer, block in enumerate(self.blocks):
-            watch = None if on_attention is None else partial(on_attention, layer)
             leading = read if layer == len(self.blocks) - 1 else None
-            if self.grad_checkpointing and torch.is_grad_enabled() and watch is None:
+            if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
             else:
-                tokens = block(tokens, watch, read=leading)
+                tokens = block(tokens, read=leading)
         features: Tensor = self.norm(tokens)
         return features
 
@@ -180,17 +139,15 @@ class VisionTransformer(nn.Module):
         return logits
 
     def compute_pool_weights(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B P"]:
-        """Attention pooling's share of each patch, rows summing to one; only for global_pool="attention"."""
+        """Attention pooling's weight of each patch, summing to one per image; only for global_pool="attention"."""
         if self.seq_pool is None:
-            raise ValueError(
-                f"global_pool={self.global_pool!r} has no pooling weights; only global_pool='attention' has"
-            )
+            raise ValueError(f"global_pool={self.global_pool!r} has no pooling weights; only 'attention' has")
         weights: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1)
         return weights
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Take images of another size from now on. Learned positions are resampled into a new Parameter:
-        build the optimizer afterwards."""
+        """Take images of another size from now on. Learned positions are resampled into a new Parameter: build the
+        optimizer afterwards."""
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size)
         self.architecture["img_size"] = self.patch_embed.img_size
@@ -206,13 +163,8 @@ class VisionTransformer(nn.Module):
         self.head = self._build_head()
         self.head_dist = self._build_head() if self.head_dist is not None else None
 
-    def _build_head(self) -> nn.Module:
-        head = nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
-        initialise(head)
-        return head.to(next(self.parameters()))
-
     def freeze(self, part: Literal["backbone"] | int) -> None:
-        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and n blocks."""
+        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and the first n blocks."""
         if part != "backbone" and not 0 <= part <= len(self.blocks):
             raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'")
         trained = ["head.", "head_dist."]
@@ -221,6 +173,19 @@ class VisionTransformer(nn.Module):
             trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith(tuple(trained)))
+
+    def _build_head(self) -> nn.Module:
+        head = nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
+        initialise(head)
+        return head.to(next(self.parameters()))
+
+    def _add_positions(self, kind: str) -> None:
+        if kind == "learned":
+            length = self.num_embedded_prefix_tokens + self.patch_embed.num_patches
+            self.pos_embed = nn.Parameter(torch.empty(1, length, self.embed_dim))
+        else:
+            fixed = build_sincos_positions(self.grid_size, self.embed_dim) if kind == "sincos" else None
+            self.register_buffer("pos_embed", fixed, persistent=False)
 
     def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
         tokens: Tensor = self.patch_embed(images)
@@ -235,8 +200,8 @@ class VisionTransformer(nn.Module):
         return tokens
 
     def _find_positions(self, img_size: tuple[int, int]) -> Float[Tensor, "1 N D"] | None:
-        """The positions of an image's grid; of another size than the model's own, where `patch_embed` lets
-        one through (`dynamic_img_size`), they are resampled, gradient included."""
+        """The positions of an image's grid; for a size other than the model's own, where `patch_embed` accepts one
+        (`dynamic_img_size`), they are resampled, with their gradient."""
         if self.pos_embed is None or img_size == self.patch_embed.img_size:
             return self.pos_embed
         rows, columns = self.patch_embed.patch_size
@@ -254,3 +219,31 @@ class VisionTransformer(nn.Module):
             return patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
         pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
         return pooled[:, 0]
+
+
+def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with every None that has a default replaced. Raises ValueError for those that contradict."""
+    pool, distilled = arguments["global_pool"], arguments["distilled"]
+    class_token, fc_norm = arguments["class_token"], arguments["fc_norm"]
+    check_choice(pool, GLOBAL_POOLS, name="global_pool")
+    check_choice(arguments["pos_embed"], POSITIONS, name="pos_embed")
+    class_token = pool == "token" if class_token is None else class_token
+    if (pool == "token" or distilled) and not class_token:
+        raise ValueError(
+            "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
+        )
+    if distilled and pool != "token":
+        raise ValueError(f"a distilled model reads its two tokens: global_pool must be 'token', not {pool!r}")
+    if not 0 <= arguments["reg_tokens"] <= 8:
+        raise ValueError(f"reg_tokens {arguments['reg_tokens']} is not from 0 to 8")
+    if arguments["depth"] < 1 or arguments["num_classes"] < 0:
+        raise ValueError(
+            "depth {depth} and num_classes {num_classes} must be at least 1 and 0".format(**arguments)
+        )
+    return arguments | {
+        "img_size": as_pair(arguments["img_size"], name="img_size"),
+        "patch_size": as_pair(arguments["patch_size"], name="patch_size"),
+        "class_token": class_token,
+        "fc_norm": pool in ("avg", "max") if fc_norm is None else fc_norm,
+        "no_embed_class": arguments["no_embed_class"] or arguments["pos_embed"] == "sincos",
+    }

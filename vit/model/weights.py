@@ -1,62 +1,36 @@
-"""Weights of files: read without pickle, checked, recognised, and loaded or refused with a reason."""
+"""Weights of other programs: read without pickle, recognised, and loaded or refused with a reason."""
 
-import json
 import math
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.model.model_file import ModelFile, State, check_finite, read_model_file
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 
-State = dict[str, Tensor]
 
-
-def read_weights(path: Path) -> tuple[State, dict[str, Any]]:
-    """Tensors by name, and the metadata of our own model files ({} for others).
-
-    Reads safetensors and, with `weights_only=True`, torch files, out of the wrappings that trainers put
-    around them. Raises ValueError for a file that is neither and for weights that are not finite.
-    """
-    metadata: dict[str, Any] = {}
+def read_weights(path: Path) -> ModelFile:
+    """A safetensors file or, with `weights_only=True`, a torch file, without the wrappings that trainers put around
+    the weights. Raises ValueError for a file that is neither and for weights that are not finite."""
+    if path.suffix == ".safetensors":
+        return read_model_file(path)
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                metadata = json.loads((file.metadata() or {}).get("vit", "{}"))
-                rename_arguments(metadata.get("architecture", {}))
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        else:
-            state = _unwrap(torch.load(path, map_location="cpu", weights_only=True))
+        weights = _unwrap(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} holds no weights that can be read ({reason})") from error
-    state = {name: tensor for name, tensor in state.items() if not name.startswith("training_hashes/")}
-    check_finite(state, origin=str(path))
-    return state, metadata
+    check_finite(weights, origin=str(path))
+    return ModelFile(weights)
 
 
-def rename_arguments(architecture: dict[str, Any]) -> None:
-    """Translate, in place, what earlier versions called otherwise."""
-    if "pool" in architecture:
-        architecture["global_pool"] = architecture.pop("pool")
-
-
-def check_finite(state: State, *, origin: str) -> None:
-    """Refuse NaN and infinity, naming the first tensor that has any."""
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
-            raise ValueError(f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy")
-
-
-def load_state(model: VisionTransformer, state: State, *, origin: str) -> None:
+def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None:
     """Load every weight or none. Raises ValueError with the first differences and with what would fit."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in state.items()}
@@ -74,11 +48,8 @@ def load_state(model: VisionTransformer, state: State, *, origin: str) -> None:
 
 
 def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
-    """The arguments of the VisionTransformer whose weights these are.
-
-    Shapes don't tell the number of heads (64 wide is assumed, as every preset has), nor a grid that isn't
-    square.
-    """
+    """The arguments of the VisionTransformer whose weights these are. Shapes don't tell the number of heads (64
+    channels each are assumed, as in every preset), nor a grid that isn't square."""
     try:
         embed_dim, in_chans, *patch_size = state["patch_embed.proj.weight"].shape
         hidden = state["blocks.0.mlp.fc1.weight"].shape[0]
@@ -123,8 +94,7 @@ def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
 
 
 def convert_torchvision(state: State) -> State:
-    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass
-    unchanged."""
+    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass unchanged."""
     if "conv_proj.weight" not in state:
         return state
     replacements = [
@@ -163,8 +133,7 @@ def _unwrap(content: Any) -> State:
 
 
 def _advise(model: VisionTransformer, state: State) -> str:
-    """What would fit: the settings in which the weights' own architecture differs, and the presets that have
-    it."""
+    """What would fit: the settings in which the weights' own architecture differs, and the presets that have it."""
     try:
         theirs = infer_architecture(state, origin="these weights")
     except ValueError as error:

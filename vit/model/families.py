@@ -1,0 +1,106 @@
+"""What a model says about itself: the size and normalisation of its images, and the names of its classes."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
+
+def count_classes(model: nn.Module) -> int | None:
+    """The number of logits; None where the model doesn't say."""
+    count = getattr(model, "num_classes", getattr(getattr(model, "config", None), "num_labels", None))
+    return count if isinstance(count, int) else None
+
+
+def find_class_names(model: nn.Module) -> tuple[str, ...]:
+    """timm's, torchvision's or Hugging Face's (`config.id2label`) names of the classes, otherwise "class 0" and so on.
+
+    Raises ValueError for a model that doesn't tell its number of classes.
+    """
+    count, names, library = count_classes(model), None, _find_library(model)
+    if count is None:
+        raise ValueError(f"{type(model).__name__} doesn't tell its number of classes; give class_names")
+    if library == "timm":
+        from vit.model import timm_weights
+
+        names = timm_weights.find_class_names(model)
+    elif library == "torchvision" and (weights := _find_torchvision_weights(model)):
+        names = tuple(weights.meta["categories"])
+    elif library == "transformers":
+        id2label: Any = model.config.id2label  # type: ignore[union-attr]
+        names = tuple(id2label[index] for index in range(count))
+    return names or tuple(f"class {index}" for index in range(count))
+
+
+def find_preprocess(model: nn.Module) -> dict[str, Any]:
+    """The values of the `Preprocess` that the weights were trained with, as far as the model tells.
+
+    timm: its pretrained_cfg. torchvision: the transforms of its weights for this architecture and image size (of
+    several, IMAGENET1K_V1). Hugging Face: preprocessor_config.json beside the weights or among the downloads, else
+    the defaults of its ViTImageProcessor; it changes the aspect ratio of images that aren't square, we crop them.
+    Others: the image size alone.
+
+    Raises ValueError for a model that doesn't tell its image size.
+    """
+    library = _find_library(model)
+    if library == "timm":
+        from vit.model import timm_weights
+
+        return timm_weights.find_preprocess(model)
+    if library == "torchvision" and (weights := _find_torchvision_weights(model)):
+        transform = weights.transforms()
+        return {
+            "image_size": transform.crop_size * 2,
+            "crop_pct": transform.crop_size[0] / transform.resize_size[0],
+            "mean": transform.mean,
+            "std": transform.std,
+            "interpolation": transform.interpolation.value,
+        }
+    embedding, config = getattr(model, "patch_embed", None), getattr(model, "config", None)
+    size: Any = getattr(
+        embedding, "img_size", getattr(model, "image_size", getattr(config, "image_size", None))
+    )
+    if size is None:
+        raise ValueError(f"{type(model).__name__} doesn't tell its image size; give preprocess=Preprocess(…)")
+    values = {"image_size": [size, size] if isinstance(size, int) else list(size)}
+    return values | (_read_processor(config.name_or_path) if library == "transformers" and config else {})
+
+
+def _find_library(model: nn.Module) -> str | None:
+    """Where the model's class, or one that it derives from, is defined."""
+    modules = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    return next((name for name in modules if name in ("timm", "torchvision", "transformers")), None)
+
+
+def _find_torchvision_weights(model: Any) -> "WeightsEnum | None":
+    """The first of torchvision's weights with this architecture, image size and number of classes."""
+    from torchvision.models import get_model_weights, list_models
+
+    letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))
+    name = f"vit_{letter}_{getattr(model, 'patch_size', 0)}"
+    for weights in get_model_weights(name) if name in list_models() else ():
+        size = [model.image_size]
+        if weights.transforms().crop_size == size and len(weights.meta["categories"]) == model.num_classes:
+            return weights
+    return None
+
+
+def _read_processor(name: str) -> dict[str, Any]:
+    """Normalisation and interpolation of the image processor of a Hugging Face model of this name or folder."""
+    from PIL.Image import Resampling
+    from transformers.utils.hub import cached_file
+
+    try:
+        path = cached_file(name, "preprocessor_config.json", local_files_only=True) if name else None
+    except OSError:
+        path = None
+    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    return {
+        "mean": config.get("image_mean", [0.5, 0.5, 0.5]),
+        "std": config.get("image_std", [0.5, 0.5, 0.5]),
+        "interpolation": Resampling(config.get("resample", Resampling.BILINEAR)).name.lower(),
+    }
