@@ -124,7 +124,7 @@ def render_commands() -> str:
     for (name, command), registered in zip(group.commands.items(), app.registered_commands, strict=True):
         function: Any = registered.callback
         hints = get_type_hints(function, include_extras=True)
-        parameters = [parameter for parameter in command.params if parameter.name in hints]
+        parameters = [p for p in command.params if p.name in hints and not getattr(p, "hidden", False)]
         arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
         needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
         usage = " ".join(["vit", name, *arguments, *needed, "[options]"])
