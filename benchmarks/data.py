@@ -26,7 +26,7 @@ from vit.data.augment import Augment
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 
 WORKERS = 2
 
@@ -80,7 +80,7 @@ def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) 
     """Images a second of each arm."""
     preprocess = Preprocess((size, size))
     with tempfile.TemporaryDirectory() as cache:
-        source = load_source("folder", root=root, split="train")
+        source = open_dataset("folder", root=root).split("train")
         for path in source.ids:
             (root / path).read_bytes()
         start = time.perf_counter()

@@ -38,7 +38,7 @@ from torch import nn
 
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.evaluation.predictor import Predictor, autocast
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import choose_device
@@ -55,7 +55,7 @@ def build_arms(
 ) -> tuple[dict[str, Callable[[], object]], int, float]:
     """Name → a function that goes once over all images; their number; images a second of decoding."""
     batch_size = 64 if device.type == "cpu" else 256  # as `vit evaluate` chooses
-    source = load_source("folder", root=str(folder), split="all")
+    source = open_dataset("folder", root=str(folder)).split("all")
     for name in source.ids:
         (folder / name).read_bytes()
     start = time.perf_counter()

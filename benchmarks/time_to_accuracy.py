@@ -30,10 +30,9 @@ import torch
 from PIL import Image
 from rows import describe_conditions, write_row
 
-from vit.build.data import source_arguments
+from vit.build.data import build_dataset
 from vit.bundle import load_bundle
 from vit.config import Config, load_config
-from vit.data.open import load_source
 from vit.data.sets.source import ImageSource
 from vit.runtime.device import choose_device
 
@@ -102,9 +101,8 @@ def run_rival(
     assert isinstance(size, int)
     plain = [transforms.ToTensor(), transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))]
     changes = [transforms.RandomCrop(size, padding=size // 8), transforms.RandomHorizontalFlip()]
-    sources = {
-        split: load_source(**source_arguments(config), split=split) for split in ("train", "validation")
-    }
+    dataset = build_dataset(config)
+    sources = {split: dataset.split(split) for split in ("train", "validation")}
     loaders = {
         split: torch.utils.data.DataLoader(
             Files(source, transforms.Compose([*(changes if split == "train" else []), *plain])),
@@ -150,7 +148,7 @@ def run_rival(
         if curve[-1]["seconds"] > seconds:
             break
     elapsed = round(time.perf_counter() - started, 1)
-    test = Files(load_source(**source_arguments(config), split="test"), transforms.Compose(plain))
+    test = Files(dataset.split("test"), transforms.Compose(plain))
     loader = torch.utils.data.DataLoader(test, config.train.batch_size, num_workers=WORKERS)
     return {
         "seed": seed,

@@ -221,13 +221,13 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     from vit.data.cache import decode_dataset
     from vit.data.images import Preprocess
     from vit.data.loaders import ResidentLoader
-    from vit.data.open import load_source
+    from vit.data.open import open_dataset
     from vit.model.vision_transformer import VisionTransformer
     from vit.optim import create_optimizer, create_schedule
     from vit.training.step import TrainStep
 
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
-    source = load_source("folder", root=str(root), split="train")
+    source = open_dataset("folder", root=str(root)).split("train")
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     loader = ResidentLoader(
         dataset,

@@ -14,7 +14,8 @@ from vit.build.run import Run, build_run, find_changes
 from vit.build.summary import draw_batch
 from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle
 from vit.config import Config, dump_config, load_config, plain_values
-from vit.evaluation.images import find_source, map_labels
+from vit.data.open import open_for_model
+from vit.evaluation.images import map_labels
 from vit.explanation.faithfulness.benchmark import Plan, measure
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.faithfulness.summary import FaithfulnessResult
@@ -160,12 +161,7 @@ def measure_faithfulness(
     names = list(METHODS) if methods == "all" else list(methods)
     find_methods(names)
     bundle = _load(model, device, random_weights=random_weights)
-    source = find_source(
-        None if data is None else str(data),
-        root=None if root is None else Path(root),
-        split=split,
-        trained_on=bundle.config.get("data", {}),
-    )
+    source = open_for_model(data, root=root, trained_on=bundle.config.get("data", {})).split(split)
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
     images, classes, ids = select_correct_images(
         bundle, source, labels, count=count, batch_size=batch_size, seed=seed

@@ -6,12 +6,21 @@ schema.
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from vit.runtime.arguments import Precision, as_pair
 
@@ -37,13 +46,14 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images come from, how they are split and brought to size."""
 
-    name: Literal["digits", "cifar10", "cifar100", "imagenette", "imagenet", "folder", "webdataset"] = (
-        "digits"
+    name: str = (
+        "digits"  # cifar10, folder, …: a name in vit.data.open.FINDERS, checked when the data is opened
     )
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     image_size: Size = 32
-    crop_pct: float = Field(1.0, gt=0, le=1)  # the centre crop's side as a fraction of the resized side
+    # the centre crop's side as a fraction of the resized side; None: the pretrained model's, else 1
+    crop_pct: float | None = Field(None, gt=0, le=1)
     mean: Triple | None = None  # None: measured on the training images, or the pretrained model's
     std: Triple | None = None
     validation_fraction: float = Field(0.1, ge=0, lt=1)
@@ -53,6 +63,20 @@ class DataConfig(_Section):
     workers: int | None = Field(None, ge=0)  # processes; None: one a core
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)  # more unreadable images are refused
     cache_dir: Path | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
+
+    @field_validator("root")
+    @classmethod
+    def _absolute_root(cls, root: str | None, info: ValidationInfo) -> str | None:
+        """A folder stays the same one from every directory; shard patterns and commands are kept as written."""
+        is_pattern = info.data.get("name") == "webdataset" and re.search(
+            r"[*?\[{$]|^pipe:|::|\.tar", root or ""
+        )
+        return root if root is None or is_pattern else str(Path(root).expanduser().absolute())
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _absolute_cache(cls, cache_dir: Path | None) -> Path | None:
+        return None if cache_dir is None else cache_dir.expanduser().absolute()
 
 
 class AugmentConfig(_Section):
@@ -69,6 +93,18 @@ class AugmentConfig(_Section):
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution
     cutmix: float = Field(0.0, ge=0)
     mix_until: float = Field(1.0, ge=0, le=1)  # fraction of the run after which mixup and cutmix stop
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.resized_crop_scale is not None:
+            low, high = self.resized_crop_scale
+            if not 0 < low <= high <= 1:
+                raise ValueError(f"resized_crop_scale {low, high} must rise within (0, 1]")
+            if self.crop_padding:
+                raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
+        if self.rand_augment is not None and self.trivial_augment:
+            raise ValueError("rand_augment and trivial_augment are two policies; choose one")
+        return self
 
 
 class ModelConfig(_Section):
@@ -159,6 +195,8 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.model.init is None and self.data.crop_pct is None:
+            object.__setattr__(self, "data", self.data.model_copy(update={"crop_pct": 1.0}))
         # other models bring their own shape; it is checked when they are built
         if self.model.init is None and self.model.preset is None:
             if self.model.embed_dim % self.model.num_heads:
@@ -300,8 +338,3 @@ def _known_keys() -> list[str]:
         if isinstance(model, type) and issubclass(model, _Section)
         for name in model.model_fields
     ]
-
-
-def data_names() -> tuple[str, ...]:
-    """The data sets that `data.name` may name."""
-    return get_args(DataConfig.model_fields["name"].annotation)

@@ -14,7 +14,7 @@ from tests.conftest import Launcher, Outcome, SaveModel
 from vit.bundle import load_bundle, save_bundle
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.model.vision_transformer import VisionTransformer
 
 CLASSES = ("bee", "cat", "dog")
@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 def model_file(root: Path, tmp_path: Path, save_model: SaveModel) -> Path:
     """An untrained model that says it was trained on the training pictures."""
     config = {"data": {"name": "folder", "root": str(root), "validation_fraction": 0.3}, "train": {"seed": 1}}
-    dataset = decode_dataset(load_source("folder", root=root, split="train"), size=None, progress=False)
+    dataset = decode_dataset(open_dataset("folder", root=root).split("train"), size=None, progress=False)
     return save_model(
         tmp_path / "run" / "model.safetensors",
         preprocess=Preprocess((16, 16), crop_pct=0.8),

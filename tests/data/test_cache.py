@@ -18,7 +18,7 @@ from PIL import Image
 from vit.data import cache as decoding
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess, read_image
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.data.sets.source import ArrayReader, ImageSource
 
 MakeFolder = Callable[..., Path]
@@ -35,7 +35,7 @@ def build(source: ImageSource, cache: Path, **options: object) -> DecodedDataset
 
 def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
     root = make_folder(*[f"{name}/{number}.png" for name in ("cat", "dog") for number in range(count)])
-    return load_source("folder", root=root, split="all")
+    return open_dataset("folder", root=root).split("all")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ def test_a_builder_that_died_leaves_nothing_that_is_used(array_source: ImageSour
 
 
 def _build_and_count(root: Path, cache: Path) -> bool:
-    source = load_source("folder", root=root, split="all")
+    source = open_dataset("folder", root=root).split("all")
     built: list[bool] = []
     original = decoding._build
     decoding._build = lambda *arguments: (built.append(True), original(*arguments))[1]
@@ -161,7 +161,7 @@ def test_unreadable_images_are_named_counted_and_left_out(make_folder: MakeFolde
     for name in ("cat/0.png", "dog/7.png", "dog/9.png"):
         path = source.reader.root / name
         path.write_bytes(path.read_bytes()[:60])
-    source = load_source("folder", root=source.reader.root, split="all")
+    source = open_dataset("folder", root=source.reader.root).split("all")
     for _ in range(2):  # built, then opened
         dataset = build(source, cache)
         assert [name for name, _ in dataset.unreadable] == ["cat/0.png", "dog/7.png", "dog/9.png"]
@@ -228,9 +228,9 @@ def test_a_script_without_main_guard_can_build_with_processes(
             from pathlib import Path
             import torch
             from vit.data import cache as decoding
-            from vit.data.open import load_source
+            from vit.data.open import open_dataset
             decoding._FEW, decoding._CHUNK = 0, 4
-            source = load_source("folder", root="{source.reader.root}", split="all")
+            source = open_dataset("folder", root="{source.reader.root}").split("all")
             dataset = decoding.decode_dataset(source, size=(9, 8), cache_dir=Path("{tmp_path}/c"), workers=2)
             print(len(dataset))
         """)

@@ -17,7 +17,7 @@ from vit.data.augment import Augment
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.data.sets.source import ImageSource
 
 MakeFolder = Callable[..., Path]
@@ -35,7 +35,7 @@ def dataset(array_source: ImageSource, tmp_path: Path) -> DecodedDataset:
 def file_dataset(make_folder: MakeFolder, tmp_path: Path) -> DecodedDataset:
     """Twenty-four 24×32 files, scanned."""
     root = make_folder(*[f"{name}/{number:02d}.png" for name in ("cat", "dog") for number in range(12)])
-    source = load_source("folder", root=root, split="all")
+    source = open_dataset("folder", root=root).split("all")
     return decode_dataset(source, size=None, cache_dir=tmp_path / "cache", progress=False)
 
 
@@ -206,7 +206,7 @@ def test_samples_are_drawn_differently_from_each_other(make_folder: MakeFolder, 
     for number in range(1, 12):
         for name in ("cat", "dog"):
             (root / name / f"{number}.png").write_bytes((root / "cat/0.png").read_bytes())
-    source = load_source("folder", root=root, split="all").subset(range(12))
+    source = open_dataset("folder", root=root).split("all").subset(range(12))
     scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
     (batch,) = make(WorkerLoader, scan, augment=GEOMETRY, workers=0, batch_size=12).epoch(0)
     assert len({image.numpy().tobytes() for image in batch.images}) == 12
@@ -259,7 +259,9 @@ def test_an_epoch_takes_nothing_from_anyones_random_state(file_dataset: DecodedD
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
     before = states()
-    loader = make(WorkerLoader, file_dataset, augment=replace(GEOMETRY, mixup=0.8), workers=workers)
+    loader = make(
+        WorkerLoader, file_dataset, augment=GEOMETRY.model_copy(update={"mixup": 0.8}), workers=workers
+    )
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
@@ -310,7 +312,7 @@ def test_shards_are_read_by_workers_like_files(file_dataset: DecodedDataset, tmp
             for index in range(12 * number, 12 * number + 12):
                 data = (file_dataset.source.reader.root / file_dataset.ids[index]).read_bytes()
                 writer.write({"__key__": f"{index:02d}", "png": data, "cls": str(file_dataset.labels[index])})
-    source = load_source("webdataset", root=shards, split="all")
+    source = open_dataset("webdataset", root=shards).split("all")
     scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
     np.testing.assert_array_equal(scan.digests, file_dataset.digests)
     files, tars = (
@@ -332,7 +334,9 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("augment", [None, FULL, replace(FULL, rand_augment=(2, 9.0)), GEOMETRY])
+@pytest.mark.parametrize(
+    "augment", [None, FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY]
+)
 def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Augment | None) -> None:
     host = make(ResidentLoader, dataset, augment=augment)
     device = make(ResidentLoader, dataset, augment=augment, device="cuda")

@@ -4,7 +4,7 @@ import os
 import pickle
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
-from vit.data.open import SOURCES, load_source
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset, open_for_model
 
 MakeFolder = Callable[..., Path]
 
@@ -29,19 +30,20 @@ def grid(*splits: str, classes: tuple[str, ...] = ("cat", "dog"), count: int = 1
 
 
 def test_digits_are_all_1797_in_three_disjoint_stratified_splits() -> None:
-    parts = {split: load_source("digits", split=split) for split in ("train", "validation", "test")}
-    ids = [name for part in parts.values() for name in part.ids]
-    assert len(ids) == len(set(ids)) == len(load_source("digits", split="all")) == 1797
-    totals = Counter(load_source("digits", split="all").labels.tolist())
+    dataset = open_dataset("digits")
+    splits = {split: dataset.split(split) for split in ("train", "validation", "test")}
+    ids = [name for source in splits.values() for name in source.ids]
+    assert len(ids) == len(set(ids)) == len(open_dataset("digits").split("all")) == 1797
+    totals = Counter(open_dataset("digits").split("all").labels.tolist())
     for label, total in totals.items():
-        assert abs((parts["test"].labels == label).sum() - 0.2 * total) <= 1
-        assert abs((parts["validation"].labels == label).sum() - 0.08 * total) <= 1.5
+        assert abs((splits["test"].labels == label).sum() - 0.2 * total) <= 1
+        assert abs((splits["validation"].labels == label).sum() - 0.08 * total) <= 1.5
 
 
 def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
     from sklearn.datasets import load_digits
 
-    digits, source = load_digits(), load_source("digits", split="test")
+    digits, source = load_digits(), open_dataset("digits").split("test")
     for index in (0, 100, 300):
         number = int(source.ids[index].removeprefix("digits/"))
         expected = np.round(digits.images[number] / 16 * 255)
@@ -50,30 +52,30 @@ def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
 
 
 def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
-    first, again, other = (load_source("digits", split="test", split_seed=seed) for seed in (0, 0, 1))
+    first, again, other = (open_dataset("digits", split_seed=seed).split("test") for seed in (0, 0, 1))
     assert first.ids == again.ids
     assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
 
 
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
-    assert len(load_source("digits", split="validation", validation_fraction=0.3)) == pytest.approx(
+    assert len(open_dataset("digits", validation_fraction=0.3).split("validation")) == pytest.approx(
         431, abs=6
     )
-    assert len(load_source("digits", split="train", validation_fraction=0)) == pytest.approx(1438, abs=6)
+    assert len(open_dataset("digits", validation_fraction=0).split("train")) == pytest.approx(1438, abs=6)
     with pytest.raises(ValueError, match="the validation split is empty"):
-        load_source("digits", split="validation", validation_fraction=0)
+        open_dataset("digits", validation_fraction=0).split("validation")
 
 
 def test_new_images_move_few_others_between_splits(make_folder: MakeFolder) -> None:
     root = make_folder(*grid(".", count=60))
-    before = set(load_source("folder", root=root, split="test").ids)
+    before = set(open_dataset("folder", root=root).split("test").ids)
     make_folder(*[f"{name}/new{number}.png" for name in ("cat", "dog") for number in range(10)])
-    after = set(load_source("folder", root=root, split="test").ids)
+    after = set(open_dataset("folder", root=root).split("test").ids)
     assert len(before - after) <= 6
 
 
 def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
-    source = load_source("digits", classes=["7", "3"], split="all")
+    source = open_dataset("digits", classes=["7", "3"]).split("all")
     assert source.class_names == ("3", "7")
     assert Counter(source.labels.tolist()) == {0: 183, 1: 179}
     assert source.labels[0] == 0  # the first 3 comes before the first 7
@@ -82,7 +84,8 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"name": "cifar11"}, f"unknown source 'cifar11'; known: {', '.join(SOURCES)}"),
+        ({"name": "cifar11"}, "unknown data.name 'cifar11'; nearest: cifar10, cifar100"),
+        ({"name": "pictures"}, "unknown data.name 'pictures'; nearest: cifar10, .*, webdataset"),
         ({"name": "digits", "split": "dev"}, "unknown split 'dev'; known: train, validation, test, all"),
         ({"name": "digits", "classes": ["11", "1"]}, "unknown class '11' in data.classes; known: 0, 1, 2"),
         ({"name": "digits", "classes": ["1", "1"]}, "a classifier needs at least two"),
@@ -94,8 +97,9 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
     ],
 )
 def test_mistakes_get_a_sentence_with_the_value(arguments: dict[str, object], sentence: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=sentence.replace(".", r"\.")):
-        load_source(**arguments)
+    split = arguments.pop("split", "train")
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        open_dataset(**arguments).split(split)
 
 
 # --- folders --------------------
@@ -104,18 +108,18 @@ def test_mistakes_get_a_sentence_with_the_value(arguments: dict[str, object], se
 def test_split_folders_are_the_splits(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("train", "valid", "test"))
     for split, folder in (("train", "train"), ("validation", "valid"), ("test", "test")):
-        source = load_source("folder", root=root, split=split)
+        source = open_dataset("folder", root=root).split(split)
         assert list(source.ids) == sorted(grid(folder))
         assert source.class_names == ("cat", "dog")
         assert source.labels.tolist() == [0] * 10 + [1] * 10
-    assert len(load_source("folder", root=root, split="all")) == 60
+    assert len(open_dataset("folder", root=root).split("all")) == 60
 
 
 def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
     make_folder: MakeFolder,
 ) -> None:
     root = make_folder(*grid("train", "val"))
-    test, held = (load_source("folder", root=root, split=split) for split in ("test", "validation"))
+    test, held = (open_dataset("folder", root=root).split(split) for split in ("test", "validation"))
     assert list(test.ids) == sorted(grid("val"))
     assert all(name.startswith("train/") for name in held.ids)
     assert Counter(held.labels.tolist()) == {0: 1, 1: 1}
@@ -124,16 +128,15 @@ def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
 
 def test_one_folder_of_classes_is_split_three_ways(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("."))
-    parts = [
-        set(load_source("folder", root=root, split=split).ids) for split in ("train", "validation", "test")
-    ]
-    assert [len(part) for part in parts] == [14, 2, 4]
-    assert len(set.union(*parts)) == 20
+    dataset = open_dataset("folder", root=root)
+    splits = [set(dataset.split(split).ids) for split in ("train", "validation", "test")]
+    assert [len(ids) for ids in splits] == [14, 2, 4]
+    assert len(set.union(*splits)) == 20
 
 
 def test_images_are_read_below_class_folders_at_any_depth(make_folder: MakeFolder) -> None:
     root = make_folder("a/deep/er/1.png", "a/2.png", "b/3.png")
-    source = load_source("folder", root=root, split="all")
+    source = open_dataset("folder", root=root).split("all")
     assert list(source.ids) == ["a/2.png", "a/deep/er/1.png", "b/3.png"]
     assert source.read(2).size == (32, 24)
 
@@ -141,7 +144,7 @@ def test_images_are_read_below_class_folders_at_any_depth(make_folder: MakeFolde
 def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("."), ".git/x.png", "cat/.hidden.png", "cat/.thumbs/1.png")
     (root / "dog" / "notes.txt").write_text("woof")
-    source = load_source("folder", root=root, split="all")
+    source = open_dataset("folder", root=root).split("all")
     assert len(source) == 20
     assert source.class_names == ("cat", "dog")
     assert source.notes == ("2 hidden files or files that are no images were ignored in images/",)
@@ -165,25 +168,25 @@ def test_folders_that_cannot_be_learned_from_are_refused(
     (tmp_path / "images").mkdir()
     root = make_folder(*paths) if paths else tmp_path / "images"
     if sentence is None:
-        assert len(load_source("folder", root=root, split="all")) == 2
+        assert len(open_dataset("folder", root=root).split("all")) == 2
     else:
         with pytest.raises(ValueError, match=sentence):
-            load_source("folder", root=root)
+            open_dataset("folder", root=root).split("train")
 
 
 def test_an_empty_class_folder_is_named(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("."))
     (root / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no images; remove it, or name others"):
-        load_source("folder", root=root)
-    assert len(load_source("folder", root=root, classes=["cat", "dog"], split="all")) == 20
+        open_dataset("folder", root=root).split("train")
+    assert len(open_dataset("folder", root=root, classes=["cat", "dog"]).split("all")) == 20
 
 
 def test_signature_changes_with_files_labels_and_split_only(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("."))
 
     def sign(split: str = "all") -> str:
-        return load_source("folder", root=root, split=split).cache_key()
+        return open_dataset("folder", root=root).split(split).cache_key()
 
     before = sign()
     assert sign() == before
@@ -207,7 +210,7 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
     root = make_folder("x/1.png", "x/2.png", "3.png")
     write_labels(root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test')
     train, test = (
-        load_source("folder", root=root, split=s, validation_fraction=0) for s in ("train", "test")
+        open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test")
     )
     assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
     assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
@@ -227,13 +230,13 @@ def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
 ) -> None:
     root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
     with pytest.raises(ValueError, match=sentence):
-        load_source("folder", root=root)
+        open_dataset("folder", root=root).split("train")
 
 
 def test_a_label_file_without_header_is_refused(make_folder: MakeFolder) -> None:
     root = write_labels(make_folder("1.png"), "1.png,owl")
     with pytest.raises(ValueError, match=r"line 1 must be path,label or .*, not '1\.png,owl'"):
-        load_source("folder", root=root)
+        open_dataset("folder", root=root).split("train")
 
 
 # --- published sets, from fixtures in their layout --------------------
@@ -265,7 +268,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cifar_is_read_from_its_published_files(cifar_root: Path) -> None:
     train, held, test = (
-        load_source("cifar10", root=cifar_root, split=split) for split in ("train", "validation", "test")
+        open_dataset("cifar10", root=cifar_root).split(split) for split in ("train", "validation", "test")
     )
     assert (len(train), len(held), len(test)) == (90, 10, 20)
     assert train.class_names == ("airplane", "automobile")
@@ -281,7 +284,7 @@ def test_a_damaged_cifar_file_is_not_read(cifar_root: Path) -> None:
     file = cifar_root / "cifar-10-batches-py" / "data_batch_2"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(FileNotFoundError, match=r"cifar10 is not in .*; put cifar-10-python.tar.gz .* there"):
-        load_source("cifar10", root=cifar_root, download=False)
+        open_dataset("cifar10", root=cifar_root, download=False).split("train")
 
 
 class _SilentHandler(SimpleHTTPRequestHandler):
@@ -302,7 +305,7 @@ def test_a_download_is_checked_and_unpacked(
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", datasets.utils.calculate_md5(archive))
     monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     try:
-        assert len(load_source("cifar10", split="test")) == 20
+        assert len(open_dataset("cifar10").split("test")) == 20
     finally:
         server.shutdown()
         server.server_close()
@@ -317,23 +320,23 @@ def test_a_failed_download_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"
     ):
-        load_source("cifar10", root=tmp_path)
+        open_dataset("cifar10", root=tmp_path).split("train")
 
 
 def test_an_image_folder_given_as_cifar_is_recognised(make_folder: MakeFolder) -> None:
     with pytest.raises(ValueError, match=r"is an image folder .* read it with data\.name=folder"):
-        load_source("cifar10", root=make_folder(*grid("train")))
+        open_dataset("cifar10", root=make_folder(*grid("train"))).split("train")
 
 
 def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: MakeFolder) -> None:
     wnids = ("n01440764", "n03888257")
     root = make_folder(*grid("imagenette2-320/train", "imagenette2-320/val", classes=wnids))
     for place in (root, root / "imagenette2-320"):
-        source = load_source("imagenette", root=place, split="test")
+        source = open_dataset("imagenette", root=place).split("test")
         assert source.class_names == ("tench", "parachute")
         assert source.ids[0] == "val/n01440764/0.png"
     by_name, by_wnid = (
-        load_source("imagenette", root=root, classes=names)
+        open_dataset("imagenette", root=root, classes=names).split("train")
         for names in (["tench", "parachute"], ["n03888257", "n01440764"])
     )
     assert by_name.class_names == by_wnid.class_names == ("tench", "parachute")
@@ -341,19 +344,130 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
 
 def test_imagenet_is_cut_to_classes_by_wnid_or_name(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("train", "val", classes=("n01", "n02", "n03"), count=3))
-    assert load_source("imagenet", root=root, classes=["n03", "n01"]).class_names == ("n01", "n03")
+    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split("train").class_names == (
+        "n01",
+        "n03",
+    )
     (root / "LOC_synset_mapping.txt").write_text("n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n")
-    assert load_source("imagenet", root=root).class_names == ("crane (n01)", "crane (n02)", "great owl")
-    cut = load_source("imagenet", root=root, classes=["great owl", "n02"], split="test")
+    assert open_dataset("imagenet", root=root).split("train").class_names == (
+        "crane (n01)",
+        "crane (n02)",
+        "great owl",
+    )
+    cut = open_dataset("imagenet", root=root, classes=["great owl", "n02"]).split("test")
     assert cut.class_names == ("crane (n02)", "great owl")
     assert Counter(cut.labels.tolist()) == {0: 3, 1: 3}
 
 
 def test_imagenet_without_train_folder_is_refused(make_folder: MakeFolder) -> None:
     with pytest.raises(ValueError, match="has no train/ folder"):
-        load_source("imagenet", root=make_folder("n01/1.png", "n02/1.png"))
+        open_dataset("imagenet", root=make_folder("n01/1.png", "n02/1.png")).split("train")
 
 
 def test_a_source_travels_to_another_process(make_folder: MakeFolder) -> None:
-    source = pickle.loads(pickle.dumps(load_source("folder", root=make_folder(*grid(".")), split="all")))
+    source = pickle.loads(pickle.dumps(open_dataset("folder", root=make_folder(*grid("."))).split("all")))
     assert isinstance(source.read(0), Image.Image)
+
+
+# --- what a split is made of, found once --------------------
+
+
+@pytest.mark.parametrize(
+    ("folders", "sentences"),
+    [
+        (("train", "valid"), ["valid/ is the test split", "validation is 10 % of train/ (seed 0)"]),
+        (("train", "val", "test"), ["test/ is the test split", "val/ is the validation split"]),
+        ((".",), ["test is 20 % of images/ (seed 0)", "validation is 10 % of the rest (seed 0)"]),
+    ],
+)
+def test_what_each_split_is_made_of_is_said(
+    make_folder: MakeFolder, folders: tuple[str, ...], sentences: list[str]
+) -> None:
+    dataset = open_dataset("folder", root=make_folder(*grid(*folders)))
+    assert dataset.describe_splits() == sentences
+
+
+def test_splits_of_shards_published_sets_and_label_files_are_described(
+    make_folder: MakeFolder, cifar_root: Path
+) -> None:
+    root = make_folder("1.png", "2.png", "3.png")
+    write_labels(root, "path,label,split", "1.png,owl,train", "2.png,elk,train", "3.png,elk,test")
+    assert open_dataset("folder", root=root, validation_fraction=0).describe_splits() == [
+        "test in labels.csv is the test split"
+    ]
+    assert open_dataset("cifar10", root=cifar_root, split_seed=3).describe_splits() == [
+        "the published test set is the test split",
+        "validation is 10 % of the published training set (seed 3)",
+    ]
+
+
+def test_each_folder_is_walked_once_whatever_is_asked(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_folder(*grid("train", "val"))
+    walked: Counter[str] = Counter()
+    walk = os.walk
+
+    def counting(top: Path, **options: bool) -> Iterator[tuple[str, list[str], list[str]]]:
+        walked[str(top)] += 1
+        return walk(top, **options)
+
+    monkeypatch.setattr(os, "walk", counting)
+    dataset = open_dataset("folder", root=root)
+    for _ in range(2):
+        for split in ("train", "validation", "test"):
+            dataset.split(split)
+    assert set(walked.values()) == {1}
+    assert len(walked) == 4
+
+
+# --- what a trained model is used on --------------------
+
+
+def test_without_data_it_is_the_test_split_of_the_training_data(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid(".", count=20))
+    trained_on = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
+    source = open_for_model(None, trained_on=trained_on).split()
+    expected = open_dataset("folder", root=root, validation_fraction=0.2, split_seed=3).split("test")
+    assert (source.split, list(source.ids)) == ("test", list(expected.ids))
+    # the same folder, named: not all of it, which would be the training images
+    named = open_for_model(str(root), trained_on=trained_on).split()
+    assert list(named.ids) == list(expected.ids)
+
+
+def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: MakeFolder) -> None:
+    plain = make_folder(*grid(".", count=3), root="plain")
+    assert len(open_for_model(str(plain), trained_on={}).split()) == 6
+    root = make_folder(*grid("train", "test", count=2), root="split")
+    source = open_for_model(root, trained_on={}).split()
+    assert (source.split, len(source)) == ("test", 4)
+    assert len(open_for_model(str(root), trained_on={}).split("all")) == 8
+
+
+def test_the_cache_of_the_training_run_is_used_while_it_exists(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    trained_on = {"name": "folder", "root": make_folder(*grid(".")), "cache_dir": str(tmp_path / "cache")}
+    assert open_for_model(None, trained_on=trained_on).cache_dir != tmp_path / "cache"
+    (tmp_path / "cache").mkdir()
+    dataset = open_for_model(None, trained_on=trained_on)
+    dataset.decode("test", Preprocess((8, 8)), progress=False)
+    assert [entry.name for entry in (tmp_path / "cache").glob("folder-test-8x8-*") if entry.is_dir()]
+
+
+def test_what_is_no_data_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"--data cifar11 is no data set \(cifar10, .*no folder and no shards"
+    ):
+        open_for_model("cifar11", trained_on={})
+    with pytest.raises(ValueError, match="doesn't say what it was trained on; name the images with --data"):
+        open_for_model(None, trained_on={})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no class folders"):
+        open_for_model(str(tmp_path / "empty"), trained_on={})
+
+
+def test_a_wrong_line_of_a_label_file_is_named(make_folder: MakeFolder) -> None:
+    root = write_labels(make_folder("a/0.png"), "path,label", "a/0.png,cat", "b/9.png,dog")
+    with pytest.raises(ValueError, match=r"labels\.csv line 3: b/9\.png is not a file"):
+        open_for_model(str(root), trained_on={})

@@ -12,7 +12,7 @@ from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle, load_bundle, save_bundle
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.evaluation.images import Images, load_images
 from vit.evaluation.metrics import Ints
 from vit.evaluation.predictor import Logits
@@ -47,7 +47,7 @@ def make_predictions() -> MakePredictions:
 def model_file(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Path:
     """A few steps of training on the digits: better than chance, far from perfect."""
     torch.manual_seed(0)
-    source = load_source("digits", split="train")
+    source = open_dataset("digits").split("train")
     preprocess = Preprocess((8, 8), mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4))
     dataset = decode_dataset(source, size=preprocess.resize_size, progress=False)
     model = VisionTransformer(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
@@ -81,8 +81,13 @@ def bundle(model_file: Path) -> Bundle:
 @pytest.fixture(scope="session")
 def images(bundle: Bundle) -> Images:
     """The digits' test split."""
-    source = load_source("digits", split="test")
-    return load_images(source, preprocess=bundle.preprocess, class_names=bundle.class_names, progress=False)
+    return load_images(
+        open_dataset("digits"),
+        "test",
+        preprocess=bundle.preprocess,
+        class_names=bundle.class_names,
+        progress=False,
+    )
 
 
 MakeEvaluation = Callable[..., Path]

@@ -9,8 +9,8 @@ from PIL import Image
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
-from vit.data.open import load_source
-from vit.evaluation.images import Images, count_duplicates, find_source, load_images, map_labels, printable
+from vit.data.open import open_dataset
+from vit.evaluation.images import Images, count_duplicates, load_images, map_labels, printable
 
 
 def write_images(root: Path, *folders: str, count: int = 3) -> Path:
@@ -54,49 +54,10 @@ def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> 
         )
 
 
-def test_without_data_it_is_the_test_split_of_the_training_data(tmp_path: Path) -> None:
-    root = write_images(tmp_path / "set", "a", "b", count=20)
-    trained_on = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
-    source = find_source(None, root=None, split=None, trained_on=trained_on)
-    expected = load_source("folder", root=root, split="test", validation_fraction=0.2, split_seed=3)
-    assert (source.split, list(source.ids)) == ("test", list(expected.ids))
-    # the same folder, named: not all of it, which would be the training images
-    named = find_source(str(root), root=None, split=None, trained_on=trained_on)
-    assert list(named.ids) == list(expected.ids)
-
-
-def test_another_folder_is_used_whole_unless_it_has_a_test_split(tmp_path: Path) -> None:
-    plain = write_images(tmp_path / "plain", "a", "b")
-    assert len(find_source(str(plain), root=None, split=None, trained_on={})) == 6
-    split = write_images(tmp_path / "split", "train/a", "train/b", "test/a", "test/b", count=2)
-    source = find_source(str(split), root=None, split=None, trained_on={})
-    assert (source.split, len(source)) == ("test", 4)
-    assert len(find_source(str(split), root=None, split="all", trained_on={})) == 8
-
-
-def test_what_is_no_data_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"--data cifar11 is no data set \(cifar10, .*no folder and no shards"
-    ):
-        find_source("cifar11", root=None, split=None, trained_on={})
-    with pytest.raises(ValueError, match="doesn't say what it was trained on; name the images with --data"):
-        find_source(None, root=None, split=None, trained_on={})
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no class folders"):
-        find_source(str(tmp_path / "empty"), root=None, split=None, trained_on={})
-
-
-def test_a_wrong_line_of_a_label_file_is_named(tmp_path: Path) -> None:
-    root = write_images(tmp_path / "set", "a", "b")
-    (root / "labels.csv").write_text("path,label\na/0.png,cat\nb/9.png,dog\n")
-    with pytest.raises(ValueError, match=r"labels\.csv line 3: b/9\.png is not a file"):
-        find_source(str(root), root=None, split=None, trained_on={})
-
-
 def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", "1", "2")
     preprocess = Preprocess((32, 32))
-    training = decode_dataset(load_source("folder", root=root, split="all"), size=None, progress=False)
+    training = decode_dataset(open_dataset("folder", root=root).split("all"), size=None, progress=False)
     held = write_images(tmp_path / "test", "1", "2", count=1)
     Image.open(root / "1" / "0.png").save(held / "2" / "copy.png")
     Image.open(root / "2" / "1.png").convert("RGB").save(held / "1" / "recoded.jpg", quality=80)
@@ -104,7 +65,8 @@ def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_p
     for name in ("1", "2"):
         Image.fromarray(np.rot90(fresh, int(name)).copy()).resize((40, 40)).save(held / name / "0.png")
     tested = load_images(
-        load_source("folder", root=held, split="all"),
+        open_dataset("folder", root=held),
+        "all",
         preprocess=preprocess,
         class_names=bundle.class_names,
         progress=False,

@@ -71,7 +71,7 @@ import sys
 import numpy as np, torch
 import torch.distributed as dist
 from vit.bundle import load_bundle
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.evaluation.predictor import Predictor
 from vit.evaluation.images import load_images
 
@@ -80,7 +80,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 bundle = load_bundle(model)
 images = load_images(
-    load_source("digits", split="test"), preprocess=bundle.preprocess, class_names=bundle.class_names,
+    open_dataset("digits"), "test", preprocess=bundle.preprocess, class_names=bundle.class_names,
     progress=False,
 )
 predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 from vit.explanation.items import clean_name, items_from_files, items_from_source, name_images
 
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_images_of_a_data_set_are_named_by_their_ids() -> None:
-    items = items_from_source(load_source("digits", split="test"), count=3)
+    items = items_from_source(open_dataset("digits").split("test"), count=3)
     assert len(items) == 3
     assert all(item.name.startswith("digits-") for item in items)
     assert items[0].read()[0].mode == "RGB"

@@ -1,4 +1,4 @@
-"""Config → the images of a run: sources, decoded datasets, normalisation, loaders."""
+"""Config → the images of a run: data set, decoded splits, normalisation, loaders."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -8,10 +8,10 @@ import torch
 
 from vit.config import Config
 from vit.data.augment import Augment
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader, choose_pipeline
-from vit.data.open import ImageSource, Split, load_source
+from vit.data.open import ImageDataset, open_dataset
 from vit.runtime.arguments import as_pair
 from vit.runtime.processes import Process
 
@@ -25,72 +25,74 @@ class Data:
 
     train: DecodedDataset
     validation: DecodedDataset | None
-    sources: dict[Split, ImageSource]
+    split_descriptions: list[str]  # what the test and validation splits are made of
     preprocess: Preprocess
     pipeline: Literal["resident", "workers"]
     pipeline_reason: str
 
     def describe(self) -> dict[str, Any]:
-        """What travels in the model file."""
-        datasets = {"train": self.train, "validation": self.validation}
+        """What the model file says of the data."""
+        splits = {"train": self.train}
+        if self.validation is not None:
+            splits["validation"] = self.validation
         return {
             "name": self.train.name,
             "fingerprint": self.train.fingerprint,
             "splits": {
-                split: {"num_images": len(dataset.labels), "fingerprint": dataset.fingerprint}
-                for split, dataset in datasets.items()
-                if dataset is not None
+                split: {"num_images": len(dataset), "fingerprint": dataset.fingerprint}
+                for split, dataset in splits.items()
             },
-            "unreadable": sum(
-                len(dataset.unreadable) for dataset in datasets.values() if dataset is not None
-            ),
+            "unreadable": sum(len(dataset.unreadable) for dataset in splits.values()),
             "notes": list(self.train.notes),
         }
 
 
-def source_arguments(config: Config) -> dict[str, Any]:
-    """What `load_source` takes, but for the split."""
-    data = config.data
-    return {
-        "name": data.name,
-        "root": data.root,
-        "classes": data.classes,
-        "validation_fraction": data.validation_fraction,
-        "split_seed": data.split_seed,
-    }
+def build_dataset(config: Config) -> ImageDataset:
+    """The data set of the configuration, found but not decoded."""
+    keys = {"name", "root", "classes", "validation_fraction", "split_seed", "cache_dir"}
+    return open_dataset(**config.data.model_dump(include=keys))
 
 
-def build_data(config: Config, *, device: torch.device, pretrained: Preprocess | None = None) -> Data:
-    """Find, split and decode the training and validation images. The test images are not touched."""
+def build_data(
+    config: Config, dataset: ImageDataset, *, device: torch.device, pretrained: Preprocess | None = None
+) -> Data:
+    """Decode the training and validation images. The test images are not touched.
+
+    The images are scaled, cropped and normalised as `pretrained`, the preprocessing of pretrained weights,
+    says, but for what the configuration names itself.
+    """
     data = config.data
-    splits: tuple[Split, ...] = ("train", "validation") if data.validation_fraction > 0 else ("train",)
-    sources = {split: load_source(**source_arguments(config), split=split) for split in splits}
-    preprocess = Preprocess(
-        image_size=as_pair(data.image_size, name="data.image_size"), crop_pct=data.crop_pct
-    )
+    size = as_pair(data.image_size, name="data.image_size")
+    preprocess = replace(pretrained or Preprocess(size), image_size=size)
+    if data.crop_pct is not None:
+        preprocess = replace(preprocess, crop_pct=data.crop_pct)
+    splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     height, width = preprocess.resize_size
-    num_bytes = sum(map(len, sources.values())) * height * width * 3
+    num_bytes = sum(len(dataset.split(split)) for split in splits) * height * width * 3
     pipeline, reason = (
         choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
         if data.pipeline == "auto"
         else (data.pipeline, "data.pipeline says so")
     )
-    datasets = {
-        split: decode_dataset(
-            source,
-            size=preprocess.resize_size if pipeline == "resident" or split == "validation" else None,
-            cache_dir=data.cache_dir,
+    decoded = {
+        split: dataset.decode(
+            split,
+            preprocess if pipeline == "resident" or split == "validation" else None,
             workers=data.workers,
             max_unreadable_fraction=data.max_unreadable_fraction,
         )
-        for split, source in sources.items()
+        for split in splits
     }
-    mean, std = _normalization(config, datasets["train"], pretrained)
+    mean, std = (
+        _measure_normalization(decoded["train"].images)
+        if pretrained is None
+        else (preprocess.mean, preprocess.std)
+    )
     return Data(
-        train=datasets["train"],
-        validation=datasets.get("validation"),
-        sources=sources,
-        preprocess=replace(preprocess, mean=mean, std=std),
+        train=decoded["train"],
+        validation=decoded.get("validation"),
+        split_descriptions=dataset.describe_splits(),
+        preprocess=replace(preprocess, mean=data.mean or mean, std=data.std or std),
         pipeline=pipeline,
         pipeline_reason=reason,
     )
@@ -103,7 +105,7 @@ def build_train_loader(config: Config, data: Data, *, device: torch.device, proc
     shared: dict[str, Any] = {
         "batch_size": min(config.train.batch_size, len(data.train) // multiple * multiple),
         "preprocess": data.preprocess,
-        "augment": Augment(**config.augment.model_dump(exclude={"mix_until"})),
+        "augment": Augment(**config.augment.model_dump()),
         "device": device,
         "seed": config.train.seed,
         "shuffle": True,
@@ -117,24 +119,20 @@ def build_train_loader(config: Config, data: Data, *, device: torch.device, proc
     return WorkerLoader(data.train, workers=config.data.workers, **shared)
 
 
-def _normalization(
-    config: Config, dataset: DecodedDataset, pretrained: Preprocess | None
+def _measure_normalization(
+    images: np.ndarray | None,
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """The configured mean and standard deviation, the pretrained model's, or the training images' own."""
-    if pretrained is not None:
-        mean, std = pretrained.mean, pretrained.std
-    elif dataset.images is None:
-        mean, std = IMAGENET_MEAN, IMAGENET_STD
-    else:
-        step = max(1, len(dataset.images) // _MEASURED_IMAGES)
-        pixels = np.asarray(dataset.images[::step]).reshape(-1, 3)
-        # exact sums of integers, so that the figures don't depend on how numpy adds
-        histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
-        means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]
-        squares = [float(h @ np.arange(256) ** 2) / len(pixels) / 255**2 for h in histogram]
-        stds = [max((square - mean**2) ** 0.5, 1 / 255) for square, mean in zip(squares, means, strict=True)]
-        mean, std = _rounded(means), _rounded(stds)
-    return config.data.mean or mean, config.data.std or std
+    """Mean and standard deviation of the training images; ImageNet's where they were only scanned."""
+    if images is None:
+        return IMAGENET_MEAN, IMAGENET_STD
+    step = max(1, len(images) // _MEASURED_IMAGES)
+    pixels = np.asarray(images[::step]).reshape(-1, 3)
+    # exact sums of integers, so that the numbers don't depend on how numpy adds
+    histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
+    means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]
+    squares = [float(h @ np.arange(256) ** 2) / len(pixels) / 255**2 for h in histogram]
+    stds = [max((square - mean**2) ** 0.5, 1 / 255) for square, mean in zip(squares, means, strict=True)]
+    return _rounded(means), _rounded(stds)
 
 
 def _rounded(values: list[float]) -> tuple[float, float, float]:

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from vit.build.attention_images import AttentionImages, write_training_batch
-from vit.build.data import Data, Loader, build_data, build_train_loader, source_arguments
+from vit.build.data import Data, Loader, build_data, build_dataset, build_train_loader
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
-from vit.data.open import load_source
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
 from vit.model.presets import PRESETS, compute_flops
@@ -105,9 +104,9 @@ def build_run(
     device = choose_device(device_name)
     train = config.train
     _set_up_torch(device, deterministic=train.deterministic)
-    num_classes = len(load_source(**source_arguments(config), split="train").class_names)
-    model, pretrained = build_model(config, num_classes=num_classes)
-    data = build_data(config, device=device, pretrained=pretrained)
+    dataset = build_dataset(config)
+    model, pretrained = build_model(config, num_classes=len(dataset.split("train").class_names))
+    data = build_data(config, dataset, device=device, pretrained=pretrained)
     is_sharded = train.parallel == "fsdp"
     if not is_sharded:
         model.to(device)
@@ -213,25 +212,25 @@ def build_evaluate(
     data: Data, *, device: torch.device, precision: Precision
 ) -> Callable[[nn.Module], tuple[float, float]] | None:
     """(loss, top-1) of a model on the validation images, computed as `vit evaluate` computes them; None without."""
-    store, preprocess = data.validation, data.preprocess
-    if store is None:
+    dataset, preprocess = data.validation, data.preprocess
+    if dataset is None:
         return None
 
     def read(start: int, stop: int) -> Pixels:
-        assert store is not None and store.images is not None  # noqa: PT018
-        return preprocess.crop(store.images[start:stop])
+        assert dataset is not None and dataset.images is not None  # noqa: PT018
+        return preprocess.crop(dataset.images[start:stop])
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         predictor = Predictor(
             model=unwrap_for_evaluation(model),
             preprocess=preprocess,
-            num_classes=len(store.class_names),
+            num_classes=len(dataset.class_names),
             batch_size=choose_batch_size(device),
             device=device,
             precision=precision,
         )
-        logits = predictor.predict(read, count=len(store))
-        metrics = compute_metrics(score_logits(logits, store.labels))
+        logits = predictor.predict(read, count=len(dataset))
+        metrics = compute_metrics(score_logits(logits, dataset.labels))
         return metrics["loss"], metrics["top1"]
 
     return evaluate

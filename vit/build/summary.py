@@ -25,6 +25,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         counts.append(f"{unreadable} unreadable and skipped")
     return {
         "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
+        "splits": "; ".join(data.split_descriptions),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",

@@ -175,12 +175,12 @@ def _find_items(
     bundle: "Bundle", paths: list[str] | None, *, count: int, writer: "MapWriter"
 ) -> "list[ImageItem]":
     """What is left to explain."""
-    from vit.evaluation.images import find_source
+    from vit.data.open import open_for_model
     from vit.explanation.items import items_from_files, items_from_source
 
     if paths is not None:
         return items_from_files([path for path in paths if path not in writer.paths], taken=writer.names)
-    source = find_source(None, root=None, split="test", trained_on=bundle.config.get("data", {}))
+    source = open_for_model(None, trained_on=bundle.config.get("data", {})).split("test")
     return [item for item in items_from_source(source, count=count) if item.path not in writer.paths]
 
 

@@ -52,8 +52,9 @@ def evaluate(
     from dataclasses import replace
 
     from vit.bundle import load_bundle
+    from vit.data.open import open_for_model
     from vit.evaluation.evaluate import evaluate_bundle
-    from vit.evaluation.images import find_source, load_images
+    from vit.evaluation.images import load_images
     from vit.pages.report import PAGES
     from vit.runtime.device import choose_device, choose_precision
     from vit.runtime.memory import keep_freed_memory
@@ -69,10 +70,12 @@ def evaluate(
         keep_freed_memory()
         bundle = load_bundle(model, device=chosen)
 
-        def load(part: str | None) -> "Images":
-            source = find_source(data, root=root, split=part, trained_on=bundle.config.get("data", {}))
+        dataset = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+
+        def load(split: str | None) -> "Images":
             return load_images(
-                source,
+                dataset,
+                split,
                 preprocess=bundle.preprocess,
                 class_names=bundle.class_names,
                 progress=process.is_main,

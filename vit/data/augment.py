@@ -5,62 +5,41 @@ indices: so the host knows which operation falls on which sample, and nothing wa
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Self
 
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.config import AugmentConfig
 from vit.data import kernels
 from vit.data.images import Preprocess
 from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations
 from vit.data.random import StatelessRandom
 
 
-@dataclass(frozen=True)
-class Augment:
-    """What is done to a training image; everything is off by default."""
+class Augment(AugmentConfig):
+    """What is done to a training image: the values of the configuration's augment section, all off by default.
 
-    crop_padding: int = 0  # pixels by which the crop is shifted at most; what is outside is reflected
-    resized_crop_scale: tuple[float, float] | None = None  # share of the area that a random crop keeps
-    flip: Literal["none", "random", "alternating"] = "none"  # alternating: at random, then every other epoch
-    cutout: int = 0  # side in pixels of a square set to the mean (DeVries & Taylor 2017)
-    re_prob: float = 0.0  # probability of a rectangle set to the mean (Zhong et al. 2020)
-    color_jitter: float = 0.0  # brightness, contrast and saturation change by a factor of 1 ± this
-    rand_augment: tuple[int, float] | None = None  # operations, magnitude 0..10 (Cubuk et al. 2020)
-    trivial_augment: bool = False  # one operation of any strength (Müller & Hutter 2021)
-    mixup: float = 0.0  # alpha of Beta(alpha, alpha) (Zhang et al. 2018)
-    cutmix: float = 0.0  # alpha of Beta(alpha, alpha) (Yun et al. 2019); with mixup, a coin decides
-
-    def __post_init__(self) -> None:
-        if self.flip not in ("none", "random", "alternating"):
-            raise ValueError(f"unknown flip {self.flip!r}; known: none, random, alternating")
-        if self.resized_crop_scale is not None:
-            low, high = self.resized_crop_scale
-            if not 0 < low <= high <= 1:
-                raise ValueError(f"resized_crop_scale {low, high} must rise within (0, 1]")
-            if self.crop_padding:
-                raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
-        if self.rand_augment is not None and self.trivial_augment:
-            raise ValueError("rand_augment and trivial_augment are two policies; choose one")
-        for name in ("crop_padding", "cutout", "re_prob", "color_jitter", "mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} {getattr(self, name)} must not be negative")
+    Cutout: DeVries & Taylor 2017; random erasing: Zhong et al. 2020; RandAugment: Cubuk et al. 2020;
+    TrivialAugment: Müller & Hutter 2021; mixup: Zhang et al. 2018; cutmix: Yun et al. 2019. With both of the
+    last two, each pair of samples gets one of them at random.
+    """
 
     @property
     def mixes(self) -> bool:
         """Whether targets are mixtures."""
         return self.mixup > 0 or self.cutmix > 0
 
-    def without_random_crop(self) -> "Augment":
+    def without_random_crop(self) -> Self:
         """What is left when resized crop and random flip were done where the image was decoded."""
         if self.resized_crop_scale is None:
             return self
-        flip: Literal["none", "alternating"] = "alternating" if self.flip == "alternating" else "none"
-        return replace(self, resized_crop_scale=None, flip=flip)
+        flip = "alternating" if self.flip == "alternating" else "none"
+        return self.model_copy(update={"resized_crop_scale": None, "flip": flip})
 
 
 def cut_pixels(

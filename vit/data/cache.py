@@ -1,9 +1,9 @@
 """Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and
 fingerprinted.
 
-A dataset lives in a folder of the cache named for its contents. It is built beside its place under a lock and
-moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed
-source has another signature, hence another folder; a damaged dataset is built again.
+A decoded dataset lives in a folder of the cache named for its contents. It is built beside its place under a
+lock and moved there when complete, so that a half-built one is never seen and two builders don't meet. A
+changed source has another cache key, hence another folder; a damaged one is built again.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
 from vit.runtime.cache_dir import default_cache_dir
+from vit.runtime.progress import show_progress
 
 _FORMAT = 2  # raise it when the files or the pixels in them change
 _BLOCK = 1 << 24  # bytes under one checksum
@@ -136,11 +137,10 @@ def _build(
         _allocate(pixels, row_bytes * len(source))
         digests, perceptual = np.zeros((2, len(source)), dtype=np.uint64)
         failures: dict[int, str] = {}
-        for part in _decode_all(source, pixels, preprocess, workers, progress):
-            stop = part.start + len(part.digests)
-            digests[part.start : stop] = part.digests
-            perceptual[part.start : stop] = part.perceptual
-            failures.update(part.failures)
+        for chunk in _decode_all(source, pixels, preprocess, workers, progress):
+            place = slice(chunk.start, chunk.start + len(chunk.digests))
+            digests[place], perceptual[place] = chunk.digests, chunk.perceptual
+            failures.update(chunk.failures)
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
         _compact(pixels, good, row_bytes)
         np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
@@ -173,7 +173,7 @@ def _decode_all(
         (source.subset(range(start, min(start + _CHUNK, len(source)))), start, pixels, preprocess)
         for start in range(0, len(source), _CHUNK)
     )
-    with _progress_bar(f"decoding {source.name} {source.split}", len(source), progress) as advance:
+    with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
         if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
         else:
@@ -182,9 +182,9 @@ def _decode_all(
 
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
             results = pool(delayed(_decode)(*task) for task in tasks)
-        for part in results:
-            advance(len(part.digests))
-            yield part
+        for chunk in results:
+            advance(len(chunk.digests))
+            yield chunk
 
 
 def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Decoded:
@@ -224,17 +224,6 @@ def _compact(pixels: Path, good: np.ndarray, row_bytes: int) -> None:
             images[start : start + len(chosen)] = images[chosen]
         del images
     os.truncate(pixels, len(good) * row_bytes)
-
-
-@contextmanager
-def _progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[int], object]]:
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 # --- opening --------------------

@@ -1,4 +1,4 @@
-"""Name → ImageSource, with its split drawn.
+"""The one door to images: a data set's name, folder or shards → its splits, found once and decoded once.
 
 A split that has a folder of its own is that folder. What is missing is held out of the training images,
 class by class (stratified), by the rank of a hash of (seed, id): adding images moves few others between
@@ -7,88 +7,190 @@ splits, and no library's random stream is involved. Where there is a validation 
 held out of the training images.
 """
 
+import difflib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
+from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.images import Preprocess
 from vit.data.sets import folders, named, shards
-from vit.data.sets.source import ImageSource, join_sources
+from vit.data.sets.source import FindOptions, FoundSplits, ImageSource, join_sources
+from vit.runtime.cache_dir import default_cache_dir
 
-__all__ = ["SOURCES", "SPLITS", "ImageSource", "Split", "load_source"]
-
-Split = Literal["train", "validation", "test", "all"]
+# data.name → what finds the splits of that set: a new data set is one line here
+FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {
+    "cifar10": partial(named.find_cifar, "cifar10"),
+    "cifar100": partial(named.find_cifar, "cifar100"),
+    "digits": named.find_digits,
+    "folder": folders.find_folder,
+    "imagenet": named.find_imagenet,
+    "imagenette": named.find_imagenette,
+    "webdataset": shards.find_shards,
+}
 SPLITS = ("train", "validation", "test", "all")
-SOURCES = ("cifar10", "cifar100", "digits", "folder", "imagenet", "imagenette", "webdataset")
-
-TEST_FRACTION = 0.2  # of the images, where a source has no test split of its own
+TEST_FRACTION = 0.2  # of the images, where a set has no test split of its own
 
 
-def load_source(
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """A data set whose splits are listed when they are asked for, each at most once."""
+
+    name: str
+    found: FoundSplits
+    validation_fraction: float
+    split_seed: int
+    cache_dir: Path
+    default_split: str = "test"
+    _sources: dict[str, ImageSource] = field(default_factory=dict, init=False)
+
+    def split(self, name: str | None = None) -> ImageSource:
+        """The images of "train", "validation", "test" or "all"; of `default_split` for None.
+
+        Raises ValueError for an unknown split, and for one that isn't there or would be empty.
+        """
+        split = name or self.default_split
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
+        if split not in self._sources:
+            if split == "all":
+                self._sources[split] = join_sources([found.load() for found in self.found.values()])
+            elif split in self.found and split != "train":
+                self._sources[split] = replace(self.found[split].load(), split=split)
+            elif "train" not in self.found:
+                raise ValueError(f"there is no {split} split here, only {', '.join(self.found)}")
+            else:
+                self._hold_out()
+        if split not in self._sources:
+            count, fraction = len(self._sources["train"]), dict(self._held_out)[split]
+            raise ValueError(f"the {split} split is empty: {fraction:g} of {count} images")
+        return self._sources[split]
+
+    def decode(
+        self,
+        split: str | None,
+        preprocess: Preprocess | None,
+        *,
+        workers: int | None = None,
+        max_unreadable_fraction: float = 0.05,
+        progress: bool = True,
+    ) -> DecodedDataset:
+        """A split, decoded to what `preprocess` crops from, or scanned for None; see `decode_dataset`."""
+        return decode_dataset(
+            self.split(split),
+            size=None if preprocess is None else preprocess.resize_size,
+            interpolation="bicubic" if preprocess is None else preprocess.interpolation,
+            cache_dir=self.cache_dir,
+            workers=workers,
+            max_unreadable_fraction=max_unreadable_fraction,
+            progress=progress,
+        )
+
+    def describe_splits(self) -> list[str]:
+        """What the test and the validation split are made of, a sentence each."""
+        rest = self.found["train"].origin if "train" in self.found else ""
+        drawn, sentences = dict(self._held_out), []
+        for split in ("test", "validation"):
+            if split in self.found:
+                sentences.append(f"{self.found[split].origin} is the {split} split")
+            elif rest and drawn[split]:
+                sentences.append(f"{split} is {100 * drawn[split]:g} % of {rest} (seed {self.split_seed})")
+                rest = "the rest"
+        return sentences
+
+    @property
+    def _held_out(self) -> list[tuple[str, float]]:
+        """Splits that are drawn from the training images, and the fraction of what is left of these."""
+        fractions = (("test", TEST_FRACTION), ("validation", self.validation_fraction))
+        return [(split, fraction) for split, fraction in fractions if split not in self.found]
+
+    def _hold_out(self) -> None:
+        rest = self.found["train"].load()
+        for split, fraction in self._held_out:
+            drawn = _stratified(rest, fraction, f"{self.split_seed}:{split}")
+            if drawn.any():
+                self._sources[split] = replace(rest.subset(np.flatnonzero(drawn)), split=split)
+            rest = rest.subset(np.flatnonzero(~drawn))
+        self._sources["train"] = replace(rest, split="train")
+
+
+def open_dataset(
     name: str,
     *,
     root: Path | str | None = None,
-    split: Split = "train",
     classes: Sequence[str] | None = None,
     validation_fraction: float = 0.1,
     split_seed: int = 0,
+    cache_dir: Path | None = None,
     download: bool = True,
-) -> ImageSource:
-    """Find the images of a split.
+) -> ImageDataset:
+    """Find a data set by its name in `FINDERS`.
 
-    `root` is where the data is or goes. `classes` keeps only those classes, in the source's order. Split
-    "all" is every image there is. Raises ValueError listing the choices for an unknown name, split or
-    class, FileNotFoundError for a missing root, OSError when a download fails.
+    `root` is where the data is or goes, `classes` keeps only those classes, in the set's order, `cache_dir`
+    takes decoded images. Raises ValueError with the nearest names for an unknown name or class,
+    FileNotFoundError for a missing root, OSError when a download fails.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
+    if name not in FINDERS:
+        near = difflib.get_close_matches(name, FINDERS, n=3) or list(FINDERS)
+        raise ValueError(f"unknown data.name {name!r}; nearest: {', '.join(near)}")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1")
-    if name in ("cifar10", "cifar100"):
-        parts = named.find_cifar(name, root, classes, download=download)
-    elif name == "digits":
-        parts = named.find_digits(classes)
-    elif name == "folder":
-        parts = folders.find_splits(name, folders.existing_root(name, root), classes)
-    elif name == "imagenet":
-        parts = named.find_imagenet(root, classes)
-    elif name == "imagenette":
-        parts = named.find_imagenette(root, classes, download=download)
-    elif name == "webdataset":
-        parts = shards.find_shards(root, classes)
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    found = FINDERS[name](FindOptions(root, classes, download, cache))
+    return ImageDataset(name, found, validation_fraction, split_seed, cache)
+
+
+def open_for_model(
+    data: Path | str | None, *, trained_on: Mapping[str, Any], root: Path | str | None = None
+) -> ImageDataset:
+    """The data set on which a trained model is evaluated or explained.
+
+    `data` is a data set's name (which is at `root`, where that is given), a folder or WebDataset shards; None
+    is what the model was trained on, described by `trained_on`, the data section of its configuration, whose
+    cache_dir is used while it exists. The default split is "test", and "all" for a folder or shards without
+    one: as far as we know, the model has seen none of it.
+    """
+    recorded = trained_on.get("cache_dir")
+    cache_dir = Path(recorded) if recorded and Path(recorded).is_dir() else None
+    if data is None and not trained_on:
+        raise ValueError("this model doesn't say what it was trained on; name the images with --data")
+    if data is None or _is_same(str(data), trained_on):
+        return open_dataset(
+            trained_on["name"],
+            root=root or trained_on.get("root"),
+            classes=trained_on.get("classes"),
+            validation_fraction=trained_on.get("validation_fraction", 0.1),
+            split_seed=trained_on.get("split_seed", 0),
+            cache_dir=cache_dir,
+        )
+    sets = [name for name in FINDERS if name not in ("folder", "webdataset")]
+    text, path = str(data), Path(data).expanduser()
+    if text in sets:
+        return open_dataset(text, root=root, cache_dir=cache_dir)
+    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path)):
+        name = "webdataset"
+    elif path.is_dir():
+        name = "folder"
     else:
-        raise ValueError(f"unknown source {name!r}; known: {', '.join(SOURCES)}")
-    return _take_split(parts, split, validation_fraction=validation_fraction, seed=split_seed)
+        raise ValueError(f"--data {data} is no data set ({', '.join(sets)}), no folder and no shards (.tar)")
+    dataset = open_dataset(name, root=data, cache_dir=cache_dir)
+    return replace(dataset, default_split="test" if "test" in dataset.found else "all")
 
 
-def _take_split(
-    parts: Mapping[str, Callable[[], ImageSource]], split: str, *, validation_fraction: float, seed: int
-) -> ImageSource:
-    """The asked-for split of those that exist; a missing test or validation split is drawn from "train"."""
-    if split == "all":
-        return join_sources([find() for find in parts.values()])
-    if split in parts and split != "train":
-        return replace(parts[split](), split=split)
-    if "train" not in parts:
-        raise ValueError(f"there is no {split} split here, only {', '.join(parts)}")
-    rest = parts["train"]()
-    for held, fraction in (("test", TEST_FRACTION), ("validation", validation_fraction)):
-        if held in parts:
-            continue
-        drawn = _stratified(rest, fraction, f"{seed}:{held}")
-        if split == held:
-            if not drawn.any():
-                raise ValueError(f"the {held} split is empty: a share of {fraction} of {len(rest)} images")
-            return replace(rest.subset(np.flatnonzero(drawn)), split=held)
-        rest = rest.subset(np.flatnonzero(~drawn))
-    return replace(rest, split=split)
+def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
+    if data in FINDERS:
+        return data == trained_on.get("name")
+    root = trained_on.get("root")
+    return root is not None and Path(data).expanduser().resolve() == Path(root).expanduser().resolve()
 
 
 def _stratified(source: ImageSource, fraction: float, salt: str) -> np.ndarray:
-    """Mask [n] of a share of every class, at least one of two or more: the ids whose hashes rank lowest."""
+    """Mask [n] of a fraction of every class, at least one of two or more: the ids whose hashes rank lowest."""
     hashes = [hashlib.blake2b(f"{salt}:{name}".encode(errors="surrogateescape")) for name in source.ids]
     ranks = np.array([int.from_bytes(digest.digest()[:8], "big") for digest in hashes], dtype=np.uint64)
     mask = np.zeros(len(source), dtype=bool)

@@ -10,7 +10,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from vit.data.open import load_source
+from vit.data.open import open_dataset
 
 
 def write_shard(path: Path, labels: Sequence[object], *, first: int = 0, suffix: str = "png") -> Path:
@@ -31,7 +31,7 @@ def greys(source: object) -> list[int]:
 def test_samples_are_read_at_random_with_their_labels(tmp_path: Path) -> None:
     write_shard(tmp_path / "a-000.tar", [0, 1, 2, 0])
     write_shard(tmp_path / "a-001.tar", [1, 1, 2], first=4)
-    source = load_source("webdataset", root=tmp_path, split="all")
+    source = open_dataset("webdataset", root=tmp_path).split("all")
     assert greys(source) == list(range(7))
     assert source.labels.tolist() == [0, 1, 2, 0, 1, 1, 2]
     assert source.class_names == ("0", "1", "2")
@@ -42,12 +42,12 @@ def test_samples_are_read_at_random_with_their_labels(tmp_path: Path) -> None:
 def test_folders_hold_splits(tmp_path: Path) -> None:
     write_shard(tmp_path / "train" / "0.tar", [0, 1] * 10)
     write_shard(tmp_path / "val" / "0.tar", [1, 0], first=100)
-    assert greys(load_source("webdataset", root=tmp_path, split="test")) == [100, 101]
-    assert len(load_source("webdataset", root=tmp_path, split="validation")) == 2
+    assert greys(open_dataset("webdataset", root=tmp_path).split("test")) == [100, 101]
+    assert len(open_dataset("webdataset", root=tmp_path).split("validation")) == 2
     (tmp_path / "flat").mkdir()
     write_shard(tmp_path / "flat" / "train-000.tar", [0, 1] * 10)
     write_shard(tmp_path / "flat" / "test-000.tar", [1, 0], first=100)
-    assert greys(load_source("webdataset", root=tmp_path / "flat", split="test")) == [100, 101]
+    assert greys(open_dataset("webdataset", root=tmp_path / "flat").split("test")) == [100, 101]
 
 
 def test_braces_and_globs_name_shards_in_order(tmp_path: Path) -> None:
@@ -58,18 +58,18 @@ def test_braces_and_globs_name_shards_in_order(tmp_path: Path) -> None:
         ("s-*.tar", [0, 1, 10, 11, 20, 21]),
         ("s-{02,00}.tar", [20, 21, 0, 1]),
     ):
-        assert greys(load_source("webdataset", root=f"{tmp_path}/{pattern}", split="all")) == expected
+        assert greys(open_dataset("webdataset", root=f"{tmp_path}/{pattern}").split("all")) == expected
     with pytest.raises(FileNotFoundError, match="no file matches"):
-        load_source("webdataset", root=f"{tmp_path}/absent-*.tar")
+        open_dataset("webdataset", root=f"{tmp_path}/absent-*.tar").split("train")
 
 
 def test_a_command_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     shard = write_shard(tmp_path / "x.tar", [0, 1, 1])
     url = f"pipe:cat {shard}"
-    first = load_source("webdataset", root=url, split="all")
+    first = open_dataset("webdataset", root=url).split("all")
     shard.unlink()
-    again = load_source("webdataset", root=url, split="all")
+    again = open_dataset("webdataset", root=url).split("all")
     assert greys(first) == greys(again) == [0, 1, 2]
     assert first.cache_key() == again.cache_key()
 
@@ -81,20 +81,20 @@ def test_a_command_that_breaks_off_leaves_nothing(
     monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     shard = write_shard(tmp_path / "x.tar", [0, 1, 1])
     with pytest.raises(OSError, match="gave no shard"):
-        load_source("webdataset", root=command.format(shard=shard))
+        open_dataset("webdataset", root=command.format(shard=shard)).split("train")
     assert list((tmp_path / "cache" / "shards").iterdir()) == []
 
 
 def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
     write_shard(tmp_path / "n" / "a.tar", [1, 0, 1])
     (tmp_path / "n" / "classes.txt").write_text("elk\nowl\n")
-    source = load_source("webdataset", root=tmp_path / "n", split="all")
+    source = open_dataset("webdataset", root=tmp_path / "n").split("all")
     assert (source.class_names, source.labels.tolist()) == (("elk", "owl"), [1, 0, 1])
     write_shard(tmp_path / "t" / "a.tar", ["owl", "elk", "owl"])
-    source = load_source("webdataset", root=tmp_path / "t", split="all")
+    source = open_dataset("webdataset", root=tmp_path / "t").split("all")
     assert (source.class_names, source.labels.tolist()) == (("elk", "owl"), [1, 0, 1])
     assert (
-        load_source("webdataset", root=tmp_path / "t", split="all", classes=["owl", "elk"]).name
+        open_dataset("webdataset", root=tmp_path / "t", classes=["owl", "elk"]).split("all").name
         == "webdataset"
     )
 
@@ -102,9 +102,9 @@ def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
 def test_all_splits_number_their_classes_alike(tmp_path: Path) -> None:
     write_shard(tmp_path / "train-0.tar", ["elk", "owl", "yak"] * 5)
     write_shard(tmp_path / "test-0.tar", ["yak", "owl"])
-    test = load_source("webdataset", root=tmp_path, split="test")
+    test = open_dataset("webdataset", root=tmp_path).split("test")
     assert (test.class_names, test.labels.tolist()) == (("elk", "owl", "yak"), [2, 1])
-    assert len(load_source("webdataset", root=tmp_path, split="all")) == 17
+    assert len(open_dataset("webdataset", root=tmp_path).split("all")) == 17
 
 
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
@@ -115,19 +115,19 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=r"a\.tar (is no whole tar file|is cut short|holds no images|has no label)"
         ):
-            load_source("webdataset", root=tmp_path)
+            open_dataset("webdataset", root=tmp_path).split("train")
     write_shard(shard, [0, 0, 0])
     with pytest.raises(ValueError, match="holds one class"):
-        load_source("webdataset", root=tmp_path)
+        open_dataset("webdataset", root=tmp_path).split("train")
     write_shard(shard, ["", "x", "y"])
     with pytest.raises(ValueError, match=r"has no label s000\.cls for the image s000"):
-        load_source("webdataset", root=tmp_path)
+        open_dataset("webdataset", root=tmp_path).split("train")
 
 
 def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for key, label in (("x", "0"), ("y", "1")):
             writer.write({"__key__": key, "jpg": b"no picture", "cls": label})
-    source = load_source("webdataset", root=tmp_path, split="all")
+    source = open_dataset("webdataset", root=tmp_path).split("all")
     with pytest.raises(ValueError, match=r"a\.tar/y can't be read as an image"):
         source.read(1)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from vit.data.sets.source import FileReader, ImageSource, choose_classes, keep_classes, make_source
+from vit.data.sets.source import (
+    FileReader,
+    FindOptions,
+    FoundSplit,
+    FoundSplits,
+    ImageSource,
+    choose_classes,
+    keep_classes,
+    make_source,
+)
 
 IMAGE_SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
@@ -19,6 +28,11 @@ _SPLIT_FOLDERS = {
     "validation": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
+
+
+def find_folder(options: FindOptions) -> FoundSplits:
+    """The splits below a folder of the user's own images."""
+    return find_splits("folder", existing_root("folder", options.root), options.classes)
 
 
 def existing_root(name: str, root: Path | str | None) -> Path:
@@ -33,11 +47,8 @@ def existing_root(name: str, root: Path | str | None) -> Path:
 
 def find_splits(
     name: str, root: Path, classes: Sequence[str] | None, *, aliases: dict[str, str] | None = None
-) -> Mapping[str, Callable[[], ImageSource]]:
-    """The splits below `root`; each is scanned when called. One folder of classes is all "train".
-
-    `aliases` maps folder names to names for people.
-    """
+) -> FoundSplits:
+    """The splits below `root`; one folder of classes is all "train". `aliases`: folder name → readable name."""
     if (root / "labels.csv").is_file():
         return _read_label_file(name, root, classes)
     folders = split_folders(root) or {"train": root}
@@ -46,19 +57,19 @@ def find_splits(
         folders["test"] = folders.pop("validation")
         notes = (f"{folders['test'].name}/ is the test split; validation images are held out of train/",)
     first = folders.get("train") or next(iter(folders.values()))
-    known = [entry.name for entry in sorted(first.iterdir()) if _is_visible_folder(entry)]
+    known = _list_classes(first)
     kept = choose_classes(known, classes, aliases=aliases)
     if len(kept) < 2:
         found = f"one class, {kept[0]!r}" if kept else "no class folders"
         raise ValueError(f"{first} holds {found}; a classifier needs two or more: {first}/<class>/<image>")
-    scan = partial(_scan, name, root, folders=kept, aliases=aliases or {}, notes=notes)
     for folder in folders.values():
-        strangers = [
-            e.name for e in sorted(folder.iterdir()) if _is_visible_folder(e) and e.name not in known
-        ]
-        if strangers:
-            raise ValueError(f"{folder} holds class {strangers[0]!r}, which {first} does not have")
-    return {split: partial(scan, folder, must_fill=folder == first) for split, folder in folders.items()}
+        if unknown := [entry for entry in _list_classes(folder) if entry not in known]:
+            raise ValueError(f"{folder} holds class {unknown[0]!r}, which {first} does not have")
+    scan = partial(_scan, name, root, folders=kept, aliases=aliases or {}, notes=notes)
+    return {
+        split: FoundSplit(f"{folder.absolute().name}/", partial(scan, folder, must_fill=folder == first))
+        for split, folder in folders.items()
+    }
 
 
 def split_folders(root: Path) -> dict[str, Path]:
@@ -72,8 +83,8 @@ def split_folders(root: Path) -> dict[str, Path]:
     }
 
 
-def _is_visible_folder(entry: Path) -> bool:
-    return entry.is_dir() and not entry.name.startswith((".", "__"))
+def _list_classes(folder: Path) -> list[str]:
+    return [e.name for e in sorted(folder.iterdir()) if e.is_dir() and not e.name.startswith((".", "__"))]
 
 
 def _scan(
@@ -106,14 +117,10 @@ def _scan(
     if not paths:
         raise ValueError(f"{split_folder} holds no images")
     if ignored:
-        notes = (
-            *notes,
-            f"{ignored} hidden files or files that are no images were ignored in {split_folder.name}/",
-        )
-    class_names = [aliases.get(folder, folder) for folder in folders]
-    return make_source(
-        name, class_names=class_names, labels=labels, ids=paths, reader=FileReader(root, paths), notes=notes
-    )
+        what = f"{ignored} hidden files or files that are no images were ignored in {split_folder.name}/"
+        notes = (*notes, what)
+    names, reader = [aliases.get(folder, folder) for folder in folders], FileReader(root, paths)
+    return make_source(name, class_names=names, labels=labels, ids=paths, reader=reader, notes=notes)
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -124,22 +131,20 @@ def _files(folder: Path) -> Iterator[str]:
             yield os.path.join(directory, file_name)
 
 
-def _read_label_file(
-    name: str, root: Path, classes: Sequence[str] | None
-) -> Mapping[str, Callable[[], ImageSource]]:
+def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> FoundSplits:
     """root/labels.csv with the header path,label or path,label,split; a wrong line is named by its number."""
     file = root / "labels.csv"
     rows: dict[str, list[tuple[str, str]]] = {}
     seen: set[str] = set()
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.reader(lines)
-        header = next(reader, [])
+        table = csv.reader(lines)
+        header = next(table, [])
         if header not in (["path", "label"], ["path", "label", "split"]):
             raise ValueError(
                 f"{file} line 1 must be path,label or path,label,split, not {','.join(header)!r}"
             )
-        for row in reader:
-            where = f"{file} line {reader.line_num}"
+        for row in table:
+            where = f"{file} line {table.line_num}"
             if len(row) != len(header) or not all(row):
                 raise ValueError(
                     f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}"
@@ -153,16 +158,15 @@ def _read_label_file(
                 raise ValueError(f"{where}: {row[0]} was already listed")
             seen.add(row[0])
             rows.setdefault(split, []).append((row[0], row[1]))
-    class_names = sorted({label for part in rows.values() for _, label in part})
+    class_names = sorted({label for listed in rows.values() for _, label in listed})
     if len(class_names) < 2:
         raise ValueError(f"{file} names {len(class_names)} classes; a classifier needs at least two")
 
-    def find(split: str) -> ImageSource:
+    def load(split: str) -> ImageSource:
         paths, names = zip(*rows[split], strict=True)
         numbers = {class_name: number for number, class_name in enumerate(class_names)}
-        labels = [numbers[label] for label in names]
-        reader = FileReader(root, paths)
+        labels, reader = [numbers[label] for label in names], FileReader(root, paths)
         source = make_source(name, class_names=class_names, labels=labels, ids=paths, reader=reader)
         return keep_classes(source, classes)
 
-    return {split: partial(find, split) for split in rows}
+    return {split: FoundSplit(f"{split} in labels.csv", partial(load, split)) for split in rows}

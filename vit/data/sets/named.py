@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,21 @@ from typing import Any
 import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
-from vit.data.sets.source import ArrayReader, ImageSource, keep_classes, make_source
+from vit.data.sets.source import (
+    ArrayReader,
+    FindOptions,
+    FoundSplit,
+    FoundSplits,
+    ImageSource,
+    keep_classes,
+    make_source,
+)
 from vit.runtime.cache_dir import default_cache_dir
-
-Parts = Mapping[str, Callable[[], ImageSource]]
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
 
 
-def find_digits(classes: Sequence[str] | None) -> Parts:
+def find_digits(options: FindOptions) -> FoundSplits:
     """scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, inside the installed package."""
 
     def load() -> ImageSource:
@@ -34,23 +40,22 @@ def find_digits(classes: Sequence[str] | None) -> Parts:
             ids=[f"digits/{index:05d}" for index in range(len(grey))],
             reader=ArrayReader(np.repeat(grey[..., None], 3, axis=-1)),
         )
-        return keep_classes(source, classes)
+        return keep_classes(source, options.classes)
 
-    return {"train": load}
+    return {"train": FoundSplit("scikit-learn's digits", load)}
 
 
-def find_cifar(name: str, root: Path | str | None, classes: Sequence[str] | None, *, download: bool) -> Parts:
+def find_cifar(name: str, options: FindOptions) -> FoundSplits:
     """CIFAR-10 or CIFAR-100 (Krizhevsky 2009) as published, verified by torchvision's checksums."""
     from torchvision import datasets
 
     dataset = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    folder = _download_root(name, root)
+    folder = _download_root(name, options.root)
 
     def load(split: str) -> ImageSource:
+        make = partial(dataset, folder, train=split == "train")
         archive = f"{dataset.filename} (from {dataset.url})"
-        data = _fetch(
-            partial(dataset, folder, train=split == "train"), name, folder, archive, download=download
-        )
+        data = _fetch(make, name, folder, archive, download=options.download)
         source = make_source(
             name,
             class_names=data.classes,
@@ -58,40 +63,42 @@ def find_cifar(name: str, root: Path | str | None, classes: Sequence[str] | None
             ids=[f"{split}/{index:05d}" for index in range(len(data.data))],
             reader=ArrayReader(data.data),
         )
-        return keep_classes(source, classes)
+        return keep_classes(source, options.classes)
 
-    return {"train": partial(load, "train"), "test": partial(load, "test")}
+    published = {"train": "the published training set", "test": "the published test set"}
+    return {split: FoundSplit(origin, partial(load, split)) for split, origin in published.items()}
 
 
-def find_imagenette(root: Path | str | None, classes: Sequence[str] | None, *, download: bool) -> Parts:
+def find_imagenette(options: FindOptions) -> FoundSplits:
     """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test split."""
     from torchvision.datasets import Imagenette
 
-    folder = _download_root("imagenette", root, class_folders=True)
+    folder = _download_root("imagenette", options.root, class_folders=True)
     copies = [folder, *sorted(folder.glob("imagenette2*"))]
     unpacked = [copy for copy in copies if {"train", "validation"} <= split_folders(copy).keys()]
     if not unpacked:
         url = Imagenette._ARCHIVES[_IMAGENETTE_SIZE][0]
         make = partial(Imagenette, folder, size=_IMAGENETTE_SIZE)
-        _fetch(make, "imagenette", folder, f"{Path(url).name} (from {url})", download=download)
+        archive = f"{Path(url).name} (from {url})"
+        _fetch(make, "imagenette", folder, archive, download=options.download)
         unpacked = [folder / Path(url).stem]
     aliases = {wnid: names[0] for wnid, names in Imagenette._WNID_TO_CLASS.items()}
-    return find_splits("imagenette", unpacked[0], classes, aliases=aliases)
+    return find_splits("imagenette", unpacked[0], options.classes, aliases=aliases)
 
 
-def find_imagenet(root: Path | str | None, classes: Sequence[str] | None) -> Parts:
-    """An ImageNet folder, train/<wnid> and val/<wnid>, cut to `classes` by wnid or name.
+def find_imagenet(options: FindOptions) -> FoundSplits:
+    """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the wanted classes by wnid or name.
 
     Names come from LOC_synset_mapping.txt beside the folders (it is in the published archive), or, where
     all 1,000 wnids are there, from torchvision's list.
     """
-    folder = existing_root("imagenet", root)
+    folder = existing_root("imagenet", options.root)
     splits = split_folders(folder)
     if "train" not in splits:
         raise ValueError(
             f"data.root {folder} has no train/ folder; ImageNet is read as train/<wnid> and val/<wnid>"
         )
-    return find_splits("imagenet", folder, classes, aliases=_imagenet_names(folder, splits["train"]))
+    return find_splits("imagenet", folder, options.classes, aliases=_imagenet_names(folder, splits["train"]))
 
 
 def _imagenet_names(root: Path, train: Path) -> dict[str, str]:

@@ -23,8 +23,7 @@ from PIL import Image
 
 from vit.data.images import read_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import ImageSource, keep_classes, make_source
-from vit.runtime.cache_dir import default_cache_dir
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes, make_source
 
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
@@ -52,9 +51,7 @@ class ShardReader:
         return ShardReader(self.shards, [self.names[index] for index in indices], self.places[indices])
 
 
-def find_shards(
-    root: Path | str | None, classes: Sequence[str] | None
-) -> Mapping[str, Callable[[], ImageSource]]:
+def find_shards(options: FindOptions) -> FoundSplits:
     """The splits of `root`: a folder of shards, or a pattern.
 
     A folder holds <split>/*.tar or <split>*.tar (train, val, test), or *.tar as one set. A pattern is one
@@ -62,45 +59,61 @@ def find_shards(
     "::". As with image folders, val without test is the test split. Names of classes are the lines of
     classes.txt beside the first shard, else the labels.
     """
-    if root is None:
+    if options.root is None:
         raise ValueError(
             "data.name=webdataset needs data.root: a folder of .tar shards, a pattern or pipe:command"
         )
-    folder = Path(root).expanduser()
+    folder, origins = Path(options.root).expanduser(), {"train": str(options.root)}
     if not folder.is_dir():
-        splits = {"train": _expand(str(root))}
+        splits = {"train": _expand(str(options.root), options.cache_dir / "shards")}
     else:
-        splits = {
-            split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
-            for split, prefix in _SPLIT_PREFIXES.items()
-        }
-        splits = {split: shards for split, shards in splits.items() if shards}
-        splits = splits or {"train": sorted(folder.glob("*.tar"))}
-        if not any(splits.values()):
+        splits = list_shards(folder)
+        if not splits:
             raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
+        places = {split: shards[0].parent for split, shards in splits.items()}
+        origins = {
+            split: f"{_SPLIT_PREFIXES[split]}*.tar"
+            if place == folder and len(splits) > 1
+            else f"{place.name}/"
+            for split, place in places.items()
+        }
     if "validation" in splits and "test" not in splits:
-        splits["test"] = splits.pop("validation")
+        splits["test"], origins["test"] = splits.pop("validation"), origins["validation"]
     index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
-    return {split: partial(_load, split, splits, index, classes) for split in splits}
+    return {
+        split: FoundSplit(origins[split], partial(_load, split, splits, index, options.classes))
+        for split in splits
+    }
 
 
-def _expand(pattern: str) -> list[Path]:
+def list_shards(folder: Path) -> dict[str, list[Path]]:
+    """The shards of each split below a folder; {} where there are none."""
+    found = {
+        split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
+        for split, prefix in _SPLIT_PREFIXES.items()
+    }
+    splits = {split: shards for split, shards in found.items() if shards}
+    whole = sorted(folder.glob("*.tar"))
+    return splits or ({"train": whole} if whole else {})
+
+
+def _expand(pattern: str, spool_folder: Path) -> list[Path]:
     from webdataset.shardlists import expand_urls
 
     shards: list[Path] = []
     for url in expand_urls(pattern):
-        found = [_spool(url)] if url.startswith("pipe:") else [Path(path) for path in sorted(glob.glob(url))]
+        is_command = url.startswith("pipe:")
+        found = [_spool(url, spool_folder)] if is_command else [Path(path) for path in sorted(glob.glob(url))]
         if not found:
             raise FileNotFoundError(f"data.root {pattern}: no file matches {url}")
         shards += found
     return shards
 
 
-def _spool(url: str) -> Path:
-    """The output of a `pipe:` command as a file in the cache."""
+def _spool(url: str, folder: Path) -> Path:
+    """The output of a `pipe:` command as a file in `folder`."""
     from webdataset import gopen
 
-    folder = default_cache_dir() / "shards"
     shard = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.tar"
     if shard.is_file():
         return shard

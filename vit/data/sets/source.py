@@ -1,10 +1,10 @@
-"""Labelled images that can be read one by one, and where their pixels may be."""
+"""Labelled images that can be read one by one, and what the finders of data sets give."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from vit.data.images import read_image
 
 @runtime_checkable
 class ImageReader(Protocol):
-    """Where the pixels of a source are."""
+    """Reads the images of a source, wherever they are stored."""
 
     def read(self, index: int) -> Image.Image:
         """The RGB image; raises ValueError or OSError naming it when it can't be decoded."""
@@ -65,7 +65,7 @@ class FileReader:
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """Labelled images of one split. `ids` name them for people: a path below the root, or "test/00012"."""
+    """Labelled images of one split. Each id is a path below the root, or such as "test/00012"."""
 
     name: str
     split: str
@@ -73,7 +73,7 @@ class ImageSource:
     labels: np.ndarray  # int64 [n]
     ids: Sequence[str]
     reader: ImageReader
-    notes: tuple[str, ...] = ()  # what a person should know: files ignored, a split under another name
+    notes: tuple[str, ...] = ()  # what the user should know: files ignored, a split under another name
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -85,8 +85,8 @@ class ImageSource:
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
         digest = hashlib.sha256()
-        for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
-            digest.update(part.encode(errors="surrogateescape") + b"\0")
+        for text in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
+            digest.update(text.encode(errors="surrogateescape") + b"\0")
         digest.update(self.labels.tobytes())
         digest.update(self.reader.cache_key())
         return digest.hexdigest()
@@ -102,6 +102,27 @@ class ImageSource:
         )
 
 
+@dataclass(frozen=True)
+class FindOptions:
+    """What every finder of a data set is told."""
+
+    root: Path | str | None
+    classes: Sequence[str] | None
+    download: bool
+    cache_dir: Path
+
+
+@dataclass(frozen=True)
+class FoundSplit:
+    """A split that a data set has of its own; `load` lists its images."""
+
+    origin: str  # where they are, as a name in a sentence: "train/"
+    load: Callable[[], ImageSource]
+
+
+FoundSplits = Mapping[str, FoundSplit]  # "train", "validation", "test", those that there are
+
+
 def make_source(
     name: str,
     *,
@@ -112,53 +133,47 @@ def make_source(
     notes: tuple[str, ...] = (),
 ) -> ImageSource:
     """All images of a reader, not yet split."""
-    return ImageSource(
-        name=name,
-        split="all",
-        class_names=tuple(class_names),
-        labels=np.asarray(labels, dtype=np.int64),
-        ids=ids,
-        reader=reader,
-        notes=notes,
-    )
+    numbers = np.asarray(labels, dtype=np.int64)
+    return ImageSource(name, "all", tuple(class_names), numbers, ids, reader, notes)
 
 
-def join_sources(parts: Sequence[ImageSource]) -> ImageSource:
+def join_sources(sources: Sequence[ImageSource]) -> ImageSource:
     """One source of the images of several, which name the same classes."""
-    assert all(part.class_names == parts[0].class_names for part in parts)
-    if len(parts) == 1:
-        return replace(parts[0], split="all")
-    places = [(number, index) for number, part in enumerate(parts) for index in range(len(part))]
+    first = sources[0]
+    assert all(source.class_names == first.class_names for source in sources)
+    if len(sources) == 1:
+        return replace(first, split="all")
+    places = [(number, index) for number, source in enumerate(sources) for index in range(len(source))]
     return make_source(
-        parts[0].name,
-        class_names=parts[0].class_names,
-        labels=np.concatenate([part.labels for part in parts]),
-        ids=[name for part in parts for name in part.ids],
-        reader=_JoinedReader([part.reader for part in parts], np.array(places, dtype=np.int64)),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        first.name,
+        class_names=first.class_names,
+        labels=np.concatenate([source.labels for source in sources]),
+        ids=[name for source in sources for name in source.ids],
+        reader=_JoinedReader([source.reader for source in sources], np.array(places, dtype=np.int64)),
+        notes=tuple(dict.fromkeys(note for source in sources for note in source.notes)),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _JoinedReader:
-    parts: Sequence[ImageReader]
-    places: np.ndarray  # int64 [n, 2]: part, index in it
+    readers: Sequence[ImageReader]
+    places: np.ndarray  # int64 [n, 2]: reader, index in it
 
     def read(self, index: int) -> Image.Image:
-        part, place = self.places[index]
-        return self.parts[int(part)].read(int(place))
+        reader, place = self.places[index]
+        return self.readers[int(reader)].read(int(place))
 
     def cache_key(self) -> bytes:
-        return b"".join([part.cache_key() for part in self.parts]) + self.places.tobytes()
+        return b"".join([reader.cache_key() for reader in self.readers]) + self.places.tobytes()
 
     def subset(self, indices: np.ndarray) -> _JoinedReader:
         chosen = self.places[indices]
-        parts, places = list(self.parts), chosen.copy()
-        for number, part in enumerate(parts):
+        readers, places = list(self.readers), chosen.copy()
+        for number, reader in enumerate(readers):
             own = chosen[:, 0] == number
-            parts[number] = part.subset(chosen[own, 1])
+            readers[number] = reader.subset(chosen[own, 1])
             places[own, 1] = np.arange(own.sum())
-        return _JoinedReader(parts, places)
+        return _JoinedReader(readers, places)
 
 
 def choose_classes(
@@ -166,8 +181,8 @@ def choose_classes(
 ) -> tuple[str, ...]:
     """The `wanted` ones of `class_names`, in the source's order; all of them for None.
 
-    `aliases` gives a second spelling: folder name → name for people. Raises ValueError for an unknown class
-    and for fewer than two.
+    `aliases` gives a second spelling: folder name → readable name. Raises ValueError for an unknown class and
+    for fewer than two.
     """
     if wanted is None:
         return tuple(class_names)
