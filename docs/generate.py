@@ -36,8 +36,9 @@ def render_configuration() -> str:
         "```sh\n"
         "vit train digits train.epochs=20 model.depth=6 --output runs/digits\n"
         "```\n\n"
-        "`digits` is the name of a packaged recipe, `configs/digits.yaml`; the path of a file works too. The resolved configuration of a run is written to "
-        "`config.yaml` in its directory, and is stored in its model file.\n"
+        "`digits` is the name of a packaged recipe, `configs/digits.yaml`; the path of a file works too. The "
+        "resolved configuration of a run is written to `config.yaml` in its directory, and is stored in its "
+        "model file.\n"
     )
     for section, of_section in config.Config.model_fields.items():
         model = of_section.annotation
