@@ -74,7 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
     before = Path.cwd()
     os.chdir(folder)
     cli.succeed(
-        "train", "configs/digits.yaml", "train.epochs=3", "train.device=cpu", "--output", "runs/digits"
+        "train", "digits", "train.epochs=3", "train.device=cpu", "--output", "runs/digits"
     )
     yield folder
     os.chdir(before)
