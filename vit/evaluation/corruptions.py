@@ -1,19 +1,18 @@
 """The fifteen corruptions of CIFAR-10-C and ImageNet-C, shifts and rotations of uint8 images.
 
 Hendrycks & Dietterich (2019), "Benchmarking neural network robustness to common corruptions and
-perturbations": fifteen kinds in four families, each at five severities, on the pixels that the model sees.
+perturbations": fifteen corruptions in four families, each at five severities, on the pixels that the model sees.
 Severities are those of CIFAR-10-C up to 64 pixels and of ImageNet-C above; blur lengths scale with the image.
 Two textures are synthesised: fog by its spectrum instead of midpoint displacement, and frost, for which the
-paper has photographs. So figures compare with each other, and come close to those on the published sets.
+paper has photographs. So metrics compare with each other, and come close to those on the published sets.
 
-A corrupted image depends on the kind, the severity and the image's digest alone: not on its place, the batch
-or the number of processes.
+A corrupted image depends on the corruption, the severity and the image's digest alone: not on its place, the
+batch or the number of processes.
 """
 
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,8 @@ from vit.evaluation.predictor import Pixels
 
 Picture = NDArray[np.float64]  # [H, W, 3], 0…1
 Level = tuple[float, ...]
-Draw = np.random.Generator
+Levels = tuple[float | Level, ...]  # severities 1…5
+Generator = np.random.Generator
 
 SEVERITIES = (1, 2, 3, 4, 5)
 SHIFTS = (-0.25, -0.125, -0.0625, 0.0, 0.0625, 0.125, 0.25)  # of the side
@@ -36,29 +36,36 @@ _SMALL = 64  # pixels: up to here the severities of CIFAR-10-C
 
 @dataclass(frozen=True)
 class Corruption:
-    """One kind. `apply` takes an image [H, W, 3], a level of `small` or `large`, and a seed."""
+    """One corruption with its levels."""
 
     family: str
-    small: tuple[Level, ...]  # severities 1…5 of CIFAR-10-C, lengths for 32 pixels
-    large: tuple[Level, ...]  # of ImageNet-C, lengths for 224 pixels
-    apply: Callable[[Pixels, Level, int], Pixels]
+    small: Levels  # of CIFAR-10-C, lengths for 32 pixels
+    large: Levels  # of ImageNet-C, lengths for 224 pixels
+    apply: Callable[[Picture, Level, Generator], Picture] | None = (
+        None  # None: albumentations' of the same name
+    )
 
 
 def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
-    """One image [H, W, 3] corrupted; `digest` (64 bits) names the image and seeds its random numbers.
+    """One image [H, W, 3] corrupted; `digest` (64 bits) identifies the image and seeds its random numbers.
 
-    All severities draw the same numbers, so that they differ in strength alone.
+    All severities use the same random numbers, so that they differ in strength alone.
     """
     if name not in CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; known: {', '.join(CORRUPTIONS)}")
-    seed = np.random.SeedSequence((digest, zlib.crc32(name.encode())))
     corruption = CORRUPTIONS[name]
     levels = corruption.small if min(pixels.shape[:2]) <= _SMALL else corruption.large
-    return corruption.apply(pixels, levels[severity - 1], int(seed.generate_state(1)[0]))
+    level = levels[severity - 1]
+    level = level if isinstance(level, tuple) else (level,)
+    seed = int(np.random.SeedSequence((digest, zlib.crc32(name.encode()))).generate_state(1)[0])
+    if corruption.apply is None:
+        return corrupt_with_library(name, pixels, level, seed)
+    picture = corruption.apply(pixels / 255.0, level, np.random.default_rng(seed))
+    return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
 def shift(batch: Pixels, *, fraction: float, axis: int) -> Pixels:
-    """Move images [B, H, W, 3] by a share of their side, down (axis 0) or right (1); edges are mirrored."""
+    """Move images [B, H, W, 3] by a fraction of their side, down (axis 0) or right (1); edges are mirrored."""
     pixels = round(fraction * batch.shape[1 + axis])
     padding = [(0, 0)] * 4
     padding[1 + axis] = (max(pixels, 0), max(-pixels, 0))
@@ -81,16 +88,16 @@ def rotate(batch: Pixels, *, degrees: float) -> Pixels:
 # --- noise -------------------------------------------------------------------------------------------------
 
 
-def _shot_noise(picture: Picture, level: Level, draw: Draw) -> Picture:
+def _shot_noise(picture: Picture, level: Level, random: Generator) -> Picture:
     """Poisson noise of `photons` at full brightness."""
     (photons,) = level
-    return draw.poisson(picture * photons) / photons
+    return random.poisson(picture * photons) / photons
 
 
 # --- blur --------------------------------------------------------------------------------------------------
 
 
-def _defocus_blur(picture: Picture, level: Level, _: Draw) -> Picture:
+def _defocus_blur(picture: Picture, level: Level, _: Generator) -> Picture:
     """A disc of a radius in pixels, its edge softened by a Gaussian (sigma)."""
     radius, softness = level
     radius = _scale(radius, picture)
@@ -100,83 +107,83 @@ def _defocus_blur(picture: Picture, level: Level, _: Draw) -> Picture:
     return _filter(picture, gaussian_filter(disc, softness, mode="constant"))
 
 
-def _motion_blur(picture: Picture, level: Level, draw: Draw) -> Picture:
+def _motion_blur(picture: Picture, level: Level, random: Generator) -> Picture:
     """A trail of a length in pixels that fades as half a Gaussian (sigma), within 45 degrees of level."""
     length, sigma = level
-    angle = draw.uniform(-np.pi / 4, np.pi / 4)
+    angle = random.uniform(-np.pi / 4, np.pi / 4)
     return _filter(picture, _trail(_scale(length, picture), _scale(sigma, picture), angle))
 
 
 # --- weather -----------------------------------------------------------------------------------------------
 
 
-def _snow(picture: Picture, level: Level, draw: Draw) -> Picture:
+def _snow(picture: Picture, level: Level, random: Generator) -> Picture:
     """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is paler."""
     mean, deviation, enlargement, threshold, length, sigma, keep = level
     height, width = picture.shape[:2]
     size = (int(np.ceil(height / enlargement)) + 1, int(np.ceil(width / enlargement)) + 1)
-    flakes = draw.normal(mean, deviation, size)
+    flakes = random.normal(mean, deviation, size)
     if enlargement > 1:
         flakes = zoom(flakes, enlargement, order=1)
     flakes = flakes[:height, :width]
     flakes = np.where(flakes < threshold, 0, np.clip(flakes, 0, 1))[..., None]
-    trail = _trail(_scale(length, picture), _scale(sigma, picture), draw.uniform(-3 / 4, -1 / 4) * np.pi)
+    trail = _trail(_scale(length, picture), _scale(sigma, picture), random.uniform(-3 / 4, -1 / 4) * np.pi)
     flakes = _filter(flakes, trail)
     grey = picture.mean(axis=2, keepdims=True)
     pale = keep * picture + (1 - keep) * np.maximum(picture, 1.5 * grey + 0.5)
-    snowed: Picture = pale + flakes + flakes[::-1, ::-1]
-    return snowed
+    result: Picture = pale + flakes + flakes[::-1, ::-1]
+    return result
 
 
-def _frost(picture: Picture, level: Level, draw: Draw) -> Picture:
-    """A share of the picture plus a share of bluish ice: ridged noise, thicker in some places than others."""
+def _frost(picture: Picture, level: Level, random: Generator) -> Picture:
+    """The picture and bluish ice (ridged noise, thicker in some places), each weighted."""
     keep, amount = level
-    ridges = 1 - np.abs(2 * _texture(picture.shape[:2], 1.6, draw) - 1)
-    cover = 0.35 + 0.65 * _texture(picture.shape[:2], 2.5, draw)
+    ridges = 1 - np.abs(2 * _texture(picture.shape[:2], 1.6, random) - 1)
+    cover = 0.35 + 0.65 * _texture(picture.shape[:2], 2.5, random)
     ice = (ridges**3 * cover)[..., None] * np.array([0.85, 0.95, 1.0])
-    frosted: Picture = keep * picture + amount * ice
-    return frosted
+    result: Picture = keep * picture + amount * ice
+    return result
 
 
-def _fog(picture: Picture, level: Level, draw: Draw) -> Picture:
+def _fog(picture: Picture, level: Level, random: Generator) -> Picture:
     """A cloud of some density whose details fade by `decay` an octave; contrast is kept within range."""
     density, decay = level
     brightest = picture.max()
-    cloud = _texture(picture.shape[:2], np.log2(decay) + 1, draw)
-    foggy: Picture = (picture + density * cloud[..., None]) * brightest / (brightest + density)
-    return foggy
+    cloud = _texture(picture.shape[:2], np.log2(decay) + 1, random)
+    result: Picture = (picture + density * cloud[..., None]) * brightest / (brightest + density)
+    return result
 
 
-def _brightness(picture: Picture, level: Level, _: Draw) -> Picture:
+def _brightness(picture: Picture, level: Level, _: Generator) -> Picture:
     """The value of HSV raised; hue and saturation stay."""
     (amount,) = level
     value = picture.max(axis=2, keepdims=True)
     raised = np.minimum(value + amount, 1)
-    brighter: Picture = np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised)
-    return brighter
+    result: Picture = np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised)
+    return result
 
 
 # --- digital -----------------------------------------------------------------------------------------------
 
 
-def _contrast(picture: Picture, level: Level, _: Draw) -> Picture:
-    """The distance from each channel's mean shrunk to a share."""
-    (share,) = level
+def _contrast(picture: Picture, level: Level, _: Generator) -> Picture:
+    """The distance from each channel's mean, scaled."""
+    (scale,) = level
     mean = picture.mean(axis=(0, 1))
-    flattened: Picture = (picture - mean) * share + mean
-    return flattened
+    result: Picture = (picture - mean) * scale + mean
+    return result
 
 
-# --- parts -------------------------------------------------------------------------------------------------
-
-
-def _pixelate(pixels: Pixels, level: Level, _: int) -> Pixels:
+def _pixelate(picture: Picture, level: Level, _: Generator) -> Picture:
     """Pillow's box filter, as in the paper: at a severity of 1 it keeps 30 of 32 pixels as they are, which
-    albumentations' Downscale blurs by fractions (a mean damage of 7.9 grey levels instead of 2.0)."""
-    height, width = pixels.shape[:2]
+    albumentations' Downscale blurs by fractions (a mean difference of 7.9 grey levels instead of 2.0)."""
+    height, width = picture.shape[:2]
     small = (max(int(width * level[0]), 1), max(int(height * level[0]), 1))
-    image = Image.fromarray(pixels).resize(small, Image.Resampling.BOX)
-    return np.asarray(image.resize((width, height), Image.Resampling.BOX))
+    image = Image.fromarray(np.round(picture * 255).astype(np.uint8)).resize(small, Image.Resampling.BOX)
+    return np.asarray(image.resize((width, height), Image.Resampling.BOX)) / 255
+
+
+# --- shared -----------------------------------------------------------------------------------------------
 
 
 def _scale(pixels: float, picture: Picture) -> float:
@@ -189,8 +196,8 @@ def _filter(picture: Picture, kernel: Picture) -> Picture:
     """Convolution with a kernel [odd, odd] brought to sum one; edges are mirrored."""
     down, across = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = np.pad(picture, ((down, down), (across, across), (0, 0)), mode="symmetric")
-    blurred: Picture = fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1))
-    return blurred
+    result: Picture = fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1))
+    return result
 
 
 def _trail(length: float, sigma: float, angle: float) -> Picture:
@@ -204,126 +211,80 @@ def _trail(length: float, sigma: float, angle: float) -> Picture:
     return kernel
 
 
-def _texture(size: tuple[int, int], slope: float, draw: Draw) -> Picture:
+def _texture(size: tuple[int, int], slope: float, random: Generator) -> Picture:
     """A random field [H, W] of 0…1 whose amplitude falls as frequency ** -slope."""
     height, width = size
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequency[0, 0] = np.inf  # no mean
-    spectrum = np.fft.rfft2(draw.standard_normal(size)) * frequency**-slope
+    spectrum = np.fft.rfft2(random.standard_normal(size)) * frequency**-slope
     field = np.fft.irfft2(spectrum, s=size)
-    scaled: Picture = (field - field.min()) / (field.max() - field.min())
-    return scaled
-
-
-def _on_floats(apply: Callable[[Picture, Level, Draw], Picture]) -> Callable[[Pixels, Level, int], Pixels]:
-    def corrupted(pixels: Pixels, level: Level, seed: int) -> Pixels:
-        picture = apply(pixels / 255.0, level, np.random.default_rng(seed))
-        return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
-
-    return corrupted
+    result: Picture = (field - field.min()) / (field.max() - field.min())
+    return result
 
 
 CORRUPTIONS = {
-    "gaussian_noise": Corruption(
-        family="noise",
-        small=((0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
-        large=((0.08,), (0.12,), (0.18,), (0.26,), (0.38,)),
-        apply=partial(corrupt_with_library, "gaussian_noise"),
-    ),
-    "shot_noise": Corruption(
-        family="noise",
-        small=((500,), (250,), (100,), (75,), (50,)),
-        large=((60,), (25,), (12,), (5,), (3,)),
-        apply=_on_floats(_shot_noise),
-    ),
-    "impulse_noise": Corruption(
-        family="noise",
-        small=((0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
-        large=((0.03,), (0.06,), (0.09,), (0.17,), (0.27,)),
-        apply=partial(corrupt_with_library, "impulse_noise"),
-    ),
+    "gaussian_noise": Corruption("noise", (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)),
+    "shot_noise": Corruption("noise", (500, 250, 100, 75, 50), (60, 25, 12, 5, 3), _shot_noise),
+    "impulse_noise": Corruption("noise", (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)),
     "defocus_blur": Corruption(
-        family="blur",
-        small=((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-        large=((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-        apply=_on_floats(_defocus_blur),
+        "blur",
+        ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+        ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+        _defocus_blur,
     ),
     "glass_blur": Corruption(
-        family="blur",
-        small=((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-        large=((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-        apply=partial(corrupt_with_library, "glass_blur"),
+        "blur",
+        ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+        ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
     ),
     "motion_blur": Corruption(
-        family="blur",
-        small=((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-        large=((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-        apply=_on_floats(_motion_blur),
+        "blur",
+        ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+        ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+        _motion_blur,
     ),
     "zoom_blur": Corruption(
-        family="blur",
-        small=((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-        large=((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
-        apply=partial(corrupt_with_library, "zoom_blur"),
+        "blur",
+        ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+        ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
     ),
     "snow": Corruption(
-        family="weather",
-        small=(
+        "weather",
+        (
             (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
             (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
             (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
             (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
             (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
         ),
-        large=(
+        (
             (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
             (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
             (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
             (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
             (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
         ),
-        apply=_on_floats(_snow),
+        _snow,
     ),
     "frost": Corruption(
-        family="weather",
-        small=((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-        large=((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
-        apply=_on_floats(_frost),
+        "weather",
+        ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+        ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
+        _frost,
     ),
     "fog": Corruption(
-        family="weather",
-        small=((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-        large=((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-        apply=_on_floats(_fog),
+        "weather",
+        ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+        ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
+        _fog,
     ),
-    "brightness": Corruption(
-        family="weather",
-        small=((0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
-        large=((0.1,), (0.2,), (0.3,), (0.4,), (0.5,)),
-        apply=_on_floats(_brightness),
+    "brightness": Corruption("weather", (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5), _brightness),
+    "contrast": Corruption("digital", (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05), _contrast),
+    "elastic_transform": Corruption(  # alpha and sigma as fractions of the side, without the paper's affine part
+        "digital",
+        ((0.04, 0.04), (0.06, 0.04), (0.08, 0.04), (0.11, 0.04), (0.15, 0.04)),
+        ((0.03, 0.01), (0.05, 0.01), (0.07, 0.01), (0.09, 0.01), (0.12, 0.01)),
     ),
-    "contrast": Corruption(
-        family="digital",
-        small=((0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
-        large=((0.4,), (0.3,), (0.2,), (0.1,), (0.05,)),
-        apply=_on_floats(_contrast),
-    ),
-    "elastic_transform": Corruption(  # alpha and sigma as shares of the side, without the paper's affine part
-        family="digital",
-        small=((0.04, 0.04), (0.06, 0.04), (0.08, 0.04), (0.11, 0.04), (0.15, 0.04)),
-        large=((0.03, 0.01), (0.05, 0.01), (0.07, 0.01), (0.09, 0.01), (0.12, 0.01)),
-        apply=partial(corrupt_with_library, "elastic_transform"),
-    ),
-    "pixelate": Corruption(
-        family="digital",
-        small=((0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-        large=((0.6,), (0.5,), (0.4,), (0.3,), (0.25,)),
-        apply=_pixelate,
-    ),
-    "jpeg_compression": Corruption(
-        family="digital",
-        small=((80,), (65,), (58,), (50,), (40,)),
-        large=((25,), (18,), (15,), (10,), (7,)),
-        apply=partial(corrupt_with_library, "jpeg_compression"),
-    ),
+    "pixelate": Corruption("digital", (0.95, 0.9, 0.85, 0.75, 0.65), (0.6, 0.5, 0.4, 0.3, 0.25), _pixelate),
+    "jpeg_compression": Corruption("digital", (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)),
 }
