@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from vit.api import measure_faithfulness, train
+    from vit.api import compare, evaluate, measure_faithfulness, predict, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.capture import capture_attention
     from vit.explanation.explain import explain_images
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
 
-_MODULES = {
-    "Bundle": "vit.bundle",
-    "VisionTransformer": "vit.model.vision_transformer",
-    "attention_rollout": "vit.explanation.methods.rollout",
-    "capture_attention": "vit.explanation.capture.capture",
-    "explain_images": "vit.explanation.explain",
-    "load_bundle": "vit.bundle",
-    "load_timm": "vit.model.timm_weights",
-    "measure_faithfulness": "vit.api",
-    "train": "vit.api",
+_NAMES = {
+    "vit.api": ("compare", "evaluate", "measure_faithfulness", "predict", "train"),
+    "vit.bundle": ("Bundle", "load_bundle"),
+    "vit.explanation.capture.capture": ("capture_attention",),
+    "vit.explanation.explain": ("explain_images",),
+    "vit.explanation.methods.rollout": ("attention_rollout",),
+    "vit.model.timm_weights": ("load_timm",),
+    "vit.model.vision_transformer": ("VisionTransformer",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Bundle",
@@ -35,10 +34,13 @@ __all__ = [
     "__version__",
     "attention_rollout",
     "capture_attention",
+    "compare",
+    "evaluate",
     "explain_images",
     "load_bundle",
     "load_timm",
     "measure_faithfulness",
+    "predict",
     "train",
 ]
 

@@ -1,64 +1,39 @@
 """What a program calls: `vit.train(…)`, `vit.evaluate(…)` and so on. The commands call the same functions."""
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-import vit
-from vit.build.run import Run, build_run, find_changes
+from vit.build.recipe import ConfigLike, resolve_config
+from vit.build.run import Run, build_run
 from vit.build.summary import draw_batch
-from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle
-from vit.config import Config, dump_config, load_config, plain_values
+from vit.bundle import Bundle, collect_versions, load_model
+from vit.config import dump_config
+from vit.data.inputs import ImageInputs
 from vit.data.open import open_for_model
-from vit.evaluation.images import map_labels
+from vit.evaluation.comparison import Comparison, compare_evaluations
+from vit.evaluation.evaluate import evaluate_bundle
+from vit.evaluation.images import Images, load_images, map_labels
+from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
+from vit.evaluation.result import EvaluationResult
 from vit.explanation.faithfulness.benchmark import Plan, measure
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.faithfulness.summary import FaithfulnessResult
 from vit.explanation.methods.table import METHODS, find_methods
+from vit.pages.report import PAGES
 from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import write_text
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
-from vit.training.run_directory import CONFIG_FILE, METRICS_FILE, load_metrics, open_run_directory
+from vit.training.result import TrainingResult
+from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
 ModelLike = str | Path | Bundle | nn.Module
-ConfigLike = str | Path | Mapping[str, Any] | Config
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """A finished training run and the directory that holds it."""
-
-    directory: Path
-    config: Config
-    steps: int
-    seconds: float  # of training, over all resumptions
-    best_top1: float | None  # 0 to 1, on the validation images; None without any
-
-    @property
-    def model_path(self) -> Path:
-        """The model file: the weights with the best validation top-1."""
-        return self.directory / MODEL_FILE
-
-    @cached_property
-    def bundle(self) -> Bundle:
-        """The best model, on the CPU."""
-        return load_bundle(self.model_path)
-
-    @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One dictionary an epoch: its losses, accuracies, learning rate and speed."""
-        return load_metrics(self.directory / METRICS_FILE)
-
-    def save(self, directory: str | Path) -> None:
-        """Copy the whole run, with its checkpoints, to `directory`."""
-        shutil.copytree(self.directory, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
 
 
 def train(
@@ -84,7 +59,7 @@ def train(
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     output = Path(output)
-    resolved = _resolve_config(config, overrides, output, resume=resume)
+    resolved = resolve_config(config, overrides, output, resume=resume)
     with join_processes(resolved.train.device) as (process, device_name):
         arguments: dict[str, Any] = {"directory": output, "process": process, "device_name": device_name}
         if dry_run:
@@ -92,7 +67,7 @@ def train(
             run = build_run(resolved, **arguments)
             on_start(run, False)
             draw_batch(run, output / "dry_run.png")
-            return TrainingResult(output, resolved, steps=0, seconds=0.0, best_top1=None)
+            return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
         with open_run_directory(output, resume=resume, overwrite=overwrite, is_main=process.is_main):
             run = build_run(resolved, **arguments)
             resumed = resume and run.trainer.resume()
@@ -102,42 +77,95 @@ def train(
                 on_start(run, resumed)
             progress = run.trainer.run()
     best_top1 = None if run.data.validation is None else progress.best_top1
-    return TrainingResult(output, resolved, progress.step, progress.elapsed_seconds, best_top1)
+    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1)
 
 
-def find_recipe(name: str | Path) -> Path:
-    """The configuration file `name`, or the packaged recipe of that name. Raises FileNotFoundError with their names."""
-    path = Path(name)
-    packaged = Path(vit.__file__).parent / "configs"
-    folder = packaged if packaged.is_dir() else packaged.parents[1] / "configs"  # of a checkout
-    if path.is_file() or path.suffix in (".yaml", ".yml") or not folder.is_dir():
-        return path
-    if not (recipe := folder / f"{name}.yaml").is_file():
-        known = sorted(str(found.relative_to(folder).with_suffix("")) for found in folder.rglob("*.yaml"))
-        raise FileNotFoundError(f"configuration {name} does not exist; packaged recipes: {', '.join(known)}")
-    return recipe
+def evaluate(
+    model: ModelLike,
+    *,
+    data: str | Path | None = None,
+    root: str | Path | None = None,
+    split: str | None = None,
+    calibrate: bool = False,
+    corruptions: bool = False,
+    shift: bool = False,
+    rotate: bool = False,
+    mirrored: bool = False,
+    num_examples: int = 16,
+    batch_size: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> EvaluationResult:
+    """Measure a model on images that it has not seen; `.evaluation` holds the metrics and their 95 % intervals.
 
+    `data` is a data set's name (which is at `root`), a folder or shards; by default what the model was trained on.
+    `split` is by default "test", or "all" of a folder without one. `calibrate` fits a temperature on the validation
+    split and keeps it in the model file. `corruptions`, `shift` and `rotate` add the accuracy on images changed so;
+    `mirrored` averages the logits of an image and its mirror image. `num_examples` errors are kept, of each kind.
 
-def _resolve_config(
-    config: ConfigLike | None, overrides: Sequence[str], output: Path, *, resume: bool
-) -> Config:
-    """The configuration of the run; of the one in `output` where that is to be continued."""
-    saved = output / CONFIG_FILE
-    continues = resume and saved.exists()
-    if config is None:
-        if not continues:
-            raise ValueError("which configuration? vit train CONFIG.yaml [key.path=value …] --output DIR")
-        config = saved
-    if isinstance(config, Config):
-        config = plain_values(config)
-    source = find_recipe(config) if isinstance(config, str | Path) else config
-    resolved = load_config(source, overrides)
-    if continues and (changed := find_changes(resolved, saved)):
-        raise ValueError(
-            f"--resume continues the run of {saved}, but {', '.join(changed)} differ; resume without them or start "
-            "another run"
+    Raises ValueError for unknown data and for classes that the model doesn't know.
+    """
+    if calibrate and (str(model).startswith("timm:") or split in ("validation", "all")):
+        raise ValueError("--calibrate needs a model file to keep the temperature in, and --split test")
+    with join_processes(device) as (process, device_name):
+        bundle = _load(model, device_name)
+        dataset = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+
+        def load(name: str | None) -> Images:
+            shape: dict[str, Any] = {"preprocess": bundle.preprocess, "class_names": bundle.class_names}
+            return load_images(dataset, name, **shape, progress=process.is_main)
+
+        result = evaluate_bundle(
+            bundle,
+            load(split),
+            validation=load("validation") if calibrate else None,
+            corruptions=corruptions,
+            shift=shift,
+            rotate=rotate,
+            mirrored=mirrored,
+            num_examples=num_examples,
+            batch_size=batch_size,
+            precision=precision,
         )
-    return resolved
+    return replace(result, pages=PAGES)
+
+
+def predict(
+    model: ModelLike,
+    images: ImageInputs,
+    *,
+    top_k: int = 5,
+    batch_size: int = 64,
+    device: str = "auto",
+    precision: str = "auto",
+) -> PredictionResult:
+    """The `top_k` most probable classes of each image, in order: `.predictions`.
+
+    `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them. An image that can't be read has an
+    `error` instead of classes.
+    """
+    found = iterate_predictions(
+        model, images, top_k=top_k, batch_size=batch_size, device=device, precision=precision
+    )
+    return PredictionResult(list(found))
+
+
+def iterate_predictions(
+    model: ModelLike, images: ImageInputs, *, top_k: int, batch_size: int, device: str, precision: str
+) -> Iterator[Prediction]:
+    """`predict` for any number of images, one batch in memory at a time."""
+    yield from predict_images(
+        _load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision
+    )
+
+
+def compare(evaluations: Sequence[str | Path]) -> Comparison:
+    """Compare evaluations of the same images, given as the directories they were saved in, with the first of them.
+
+    `.pairs` hold the difference in top-1 accuracy with its 95 % interval (paired bootstrap) and McNemar's test; seeds
+    of one recipe are one group. Raises ValueError for fewer than two, or of different images.
+    """
+    return compare_evaluations(evaluations)
 
 
 def measure_faithfulness(
@@ -174,7 +202,7 @@ def measure_faithfulness(
             classes.to(where),
             Plan(methods=tuple(names), batch_size=batch_size, seed=seed),
             pixel_std=bundle.preprocess.std,
-            on_progress=lambda what: advance(1),
+            on_progress=lambda what: advance(1, what),
         )
     conditions = {
         "model": bundle.name,
@@ -190,6 +218,11 @@ def measure_faithfulness(
 
 
 def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:
+    """A model in memory stays where it is unless a device is named."""
     keep_freed_memory()
-    assert isinstance(model, str | Path)
-    return load_bundle(model, device=choose_device(device), random_weights=random_weights)
+    where: torch.device
+    if device == "auto" and isinstance(model, Bundle | nn.Module):
+        where = next((model.model if isinstance(model, Bundle) else model).parameters()).device
+    else:
+        where = choose_device(device)
+    return load_model(model, device=where, random_weights=random_weights)

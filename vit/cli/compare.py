@@ -1,9 +1,11 @@
-"""`vit compare`: differences between evaluations, their significance, and the classes and images behind them"""
+"""`vit compare`: differences between evaluations, their significance, and the classes and images behind them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vit.cli.common import Overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,11 +17,13 @@ if TYPE_CHECKING:
 
 def compare(
     evaluations: Annotated[list[Path], typer.Argument(help="two or more directories of vit evaluate")],
+    *,
     output: Annotated[
-        Path | None, typer.Option(help="directory for comparison.json: all classes, all images")
+        Path | None,
+        typer.Option("--output", "-o", help="directory for comparison.json: all classes, all images"),
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="classes and images to show")] = 5,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier comparison")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare evaluations on the same images: paired bootstrap and McNemar's test.
 
@@ -28,12 +32,12 @@ def compare(
     """
     from rich.console import Console
 
-    from vit.evaluation.comparison import compare_evaluations
+    from vit import api
     from vit.runtime.output_dir import check_output
 
     if output is not None:
         check_output(output, overwrite=overwrite)
-    comparison = compare_evaluations(evaluations)
+    comparison = api.compare(evaluations)
     console = Console(highlight=False)
     _show_groups(console, comparison.groups)
     for pair in comparison.pairs:
@@ -54,9 +58,8 @@ def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
     for group in groups:
         low, high = group.evaluations[0].evaluation.intervals["top1"]
         spread = f"{low:.4f} … {high:.4f}" if group.deviation is None else f"± {group.deviation:.4f}"
-        table.add_row(
-            group.name, str(len(group.evaluations)), f"{group.top1.mean():.4f}", spread, f"{group.loss:.4f}"
-        )
+        count = str(len(group.evaluations))
+        table.add_row(group.name, count, f"{group.top1.mean():.4f}", spread, f"{group.loss:.4f}")
     console.print(table)
 
 

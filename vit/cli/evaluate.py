@@ -1,28 +1,27 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vit.cli.common import Data, Device, Model, Output, Overwrite, Precision, Root, Split
+
 if TYPE_CHECKING:
-    from vit.evaluation.images import Images
+    from pathlib import Path
+
     from vit.evaluation.result import Evaluation
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="model.safetensors, a training directory or timm:NAME")],
-    output: Annotated[Path, typer.Option(help="directory for the metrics, the predictions and the report")],
-    data: Annotated[
-        str | None, typer.Option(help="a data set, folder or shards; default: what it was trained on")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(help="where that data set is")] = None,
-    split: Annotated[
-        str | None, typer.Option(help="train, validation, test or all; default: test, or all if it has none")
-    ] = None,
+    model: Model,
+    *,
+    output: Output,
+    data: Data = None,
+    root: Root = None,
+    split: Split = None,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="fit a temperature on the validation split, into the model"),
+        typer.Option("--calibrate", help="fit a temperature on the validation split, into the model file"),
     ] = False,
     corruptions: Annotated[
         bool, typer.Option("--corruptions", help="fifteen corruptions at five severities")
@@ -41,64 +40,40 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="default: 256, or on a CPU the 64 that its caches hold")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bfloat16 or auto")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier evaluation")] = False,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    overwrite: Overwrite = False,
 ) -> None:
     """Measure a model on images it has not seen, and give 95 % confidence intervals.
 
     Writes evaluation.json and .md, predictions.csv, confusion.png and report.html.
     """
-    from dataclasses import replace
-
-    from vit.bundle import load_bundle
-    from vit.data.open import open_for_model
-    from vit.evaluation.evaluate import evaluate_bundle
-    from vit.evaluation.images import load_images
-    from vit.pages.report import PAGES
-    from vit.runtime.device import choose_device, choose_precision
-    from vit.runtime.memory import keep_freed_memory
+    from vit import api
     from vit.runtime.output_dir import check_output
-    from vit.runtime.processes import join_processes
 
     check_output(output, overwrite=overwrite)
-    if calibrate and (model.startswith("timm:") or split in ("validation", "all")):
-        raise ValueError("--calibrate needs a model file to keep the temperature in, and --split test")
-    with join_processes(device) as (process, device_name):
-        chosen = choose_device(device_name)
-        precision = choose_precision(precision, chosen)
-        keep_freed_memory()
-        bundle = load_bundle(model, device=chosen)
-
-        dataset = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
-
-        def load(split: str | None) -> "Images":
-            return load_images(
-                dataset,
-                split,
-                preprocess=bundle.preprocess,
-                class_names=bundle.class_names,
-                progress=process.is_main,
-            )
-
-        result = evaluate_bundle(
-            bundle,
-            load(split),
-            validation=load("validation") if calibrate else None,
-            corruptions=corruptions,
-            shift=shift,
-            rotate=rotate,
-            mirrored=mirrored,
-            num_examples=pictures,
-            batch_size=batch_size,
-            precision=precision,
-        )
-    if result.is_main:
-        replace(result, pages=PAGES).save(output, overwrite=overwrite)
-        _show(result.evaluation, output)
+    result = api.evaluate(
+        model,
+        data=data,
+        root=root,
+        split=split,
+        calibrate=calibrate,
+        corruptions=corruptions,
+        shift=shift,
+        rotate=rotate,
+        mirrored=mirrored,
+        num_examples=pictures,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+    )
+    if not result.is_main:
+        return
+    result.save(output, overwrite=overwrite)
+    _show(result.evaluation, output)
 
 
-def _show(evaluation: "Evaluation", output: Path) -> None:
+def _show(evaluation: "Evaluation", output: "Path") -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -34,7 +34,7 @@ def faithfulness(
     from rich.markdown import Markdown
 
     from vit import api
-    from vit.runtime.output_dir import check_output, prepare_output
+    from vit.runtime.output_dir import check_output
 
     check_output(output, overwrite=overwrite)
     result = api.measure_faithfulness(
@@ -49,7 +49,7 @@ def faithfulness(
         device=device,
         random_weights=random_weights,
     )
-    result.save(prepare_output(output, overwrite=overwrite))
+    result.save(output, overwrite=overwrite)
     console = Console(highlight=False)
     console.print(Markdown(result.table))
     for note in result.measurement.notes:

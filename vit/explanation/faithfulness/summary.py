@@ -20,6 +20,7 @@ from vit.explanation.faithfulness.metrics import (
 )
 from vit.explanation.methods.table import METHODS
 from vit.runtime.files import write_atomically, write_text
+from vit.runtime.output_dir import prepare_output
 
 SCHEMA_VERSION = 1
 _COLUMNS = {
@@ -134,10 +135,12 @@ class FaithfulnessResult:
         """Methods and baselines in markdown, the best deletion first."""
         return build_table(self.summary)
 
-    def save(self, directory: str | Path) -> None:
-        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png into `directory`."""
-        output, found = Path(directory), self.measurement
-        output.mkdir(parents=True, exist_ok=True)
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png into `directory`.
+
+        Raises FileExistsError where it holds files, unless `overwrite` is given and an earlier result is there.
+        """
+        output, found = prepare_output(Path(directory), overwrite=overwrite), self.measurement
         content = {
             "schema_version": SCHEMA_VERSION,
             **self.conditions,

@@ -1,0 +1,44 @@
+"""What a training run gives."""
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vit.bundle import MODEL_FILE, Bundle, load_bundle
+from vit.runtime.output_dir import prepare_output
+from vit.training.run_directory import METRICS_FILE, load_metrics
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished training run and the directory that holds it."""
+
+    directory: Path
+    steps: int
+    seconds: float  # of training, over all resumptions
+    best_top1: float | None  # 0 to 1, on the validation images; None without any
+
+    @property
+    def model_path(self) -> Path:
+        """The model file: the weights with the best validation top-1."""
+        return self.directory / MODEL_FILE
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """The best model, on the CPU."""
+        return load_bundle(self.model_path)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary an epoch: its losses, accuracies, learning rate and speed."""
+        return load_metrics(self.directory / METRICS_FILE)
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Copy the whole run, with its checkpoints, to `directory`.
+
+        Raises FileExistsError where it holds files, unless `overwrite` is given and an earlier copy is there.
+        """
+        target = prepare_output(Path(directory), overwrite=overwrite)
+        shutil.copytree(self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
