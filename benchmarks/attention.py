@@ -2,8 +2,8 @@
 
     python benchmarks/attention.py --output benchmarks/results
 
-Each arm starts from queries, keys and values as the encoder's layer hands them over (views of one projection)
-and ends with the heads merged. Arms take turns round by round; a figure is the median over the rounds.
+Each variant starts from queries, keys and values as the encoder's layer hands them over (views of one projection)
+and ends with the heads merged. Variants take turns round by round; a result is the median over the rounds.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from conditions import describe_conditions, write_result
 from rich.console import Console
 from rich.table import Table
-from rows import describe_conditions, write_row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -41,7 +41,7 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 
-Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
+Variant = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def explicit(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -52,16 +52,19 @@ def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
 
 
-def build_arms(device: torch.device) -> dict[str, tuple[Arm, SDPBackend | None]]:
+def build_variants(device: torch.device) -> dict[str, tuple[Variant, SDPBackend | None]]:
     """torch's own choice of kernel and the explicit products; on CUDA also each kernel by name."""
-    arms: dict[str, tuple[Arm, SDPBackend | None]] = {"fused": (fused, None), "explicit": (explicit, None)}
+    variants: dict[str, tuple[Variant, SDPBackend | None]] = {
+        "fused": (fused, None),
+        "explicit": (explicit, None),
+    }
     if device.type == "cuda":
-        arms |= {f"fused:{name}": (fused, kernel) for name, kernel in KERNELS.items()}
-    return arms
+        variants |= {f"fused:{name}": (fused, kernel) for name, kernel in KERNELS.items()}
+    return variants
 
 
 def time_once(
-    arm: tuple[Arm, SDPBackend | None],
+    variant: tuple[Variant, SDPBackend | None],
     projected: Tensor,
     gradient: Tensor,
     *,
@@ -69,7 +72,7 @@ def time_once(
     clock: Callable[[], float],
 ) -> float:
     """Milliseconds of one pass over [B, N, 3, H, K], by a GPU's own clock where there is one."""
-    function, kernel = arm
+    function, kernel = variant
     cuda = projected.device.type == "cuda"
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
     if cuda:
@@ -97,7 +100,7 @@ def measure(
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Median milliseconds of every arm that runs, and what the default rule picks."""
+    """Median milliseconds of every variant that runs, and what the default rule picks."""
     batch, heads, tokens, width = shape
     torch.manual_seed(0)
     projected = torch.randn(
@@ -105,22 +108,22 @@ def measure(
     )
     gradient = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
     times: dict[str, list[float]] = {}
-    for name, arm in build_arms(device).items():
+    for name, variant in build_variants(device).items():
         try:
             for _ in range(2):  # kernels are chosen and compiled at the first call
-                time_once(arm, projected, gradient, training=training, clock=clock)
+                time_once(variant, projected, gradient, training=training, clock=clock)
             times[name] = []
         except RuntimeError:  # a kernel that this device or dtype does not have
             continue
-    arms = build_arms(device)
+    variants = build_variants(device)
     for _ in range(rounds):
-        for name, record in times.items():
-            record.append(time_once(arms[name], projected, gradient, training=training, clock=clock))
+        for name, values in times.items():
+            values.append(time_once(variants[name], projected, gradient, training=training, clock=clock))
     return {
         "shape": dict(zip(("batch", "heads", "tokens", "head_dim"), shape, strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
         "mode": "training" if training else "inference",
-        "milliseconds": {name: round(statistics.median(record), 3) for name, record in times.items()},
+        "milliseconds": {name: round(statistics.median(values), 3) for name, values in times.items()},
         "default": choose_backend(device.type, dtype, tokens, training),
     }
 
@@ -150,7 +153,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for attention-<device>.json and the table")
     arguments = parser.parse_args()
     if arguments.processor_time and (arguments.threads != 1 or arguments.device != "cpu"):
-        parser.error("--processor-time adds up over threads and knows no GPU; use --threads 1 --device cpu")
+        parser.error("--processor-time adds up over threads and ignores a GPU; use --threads 1 --device cpu")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     clock = time.process_time if arguments.processor_time else time.perf_counter
@@ -165,7 +168,7 @@ def main() -> None:
     console.print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n", highlight=False)
     console.print(render(results))
     if arguments.output:
-        path = write_row(arguments.output, "attention", {"machine": machine, "results": results})
+        path = write_result(arguments.output, "attention", {"machine": machine, "results": results})
         path.with_suffix(".txt").write_text(console.export_text())
 
 

@@ -1,14 +1,14 @@
-"""Attention rollout: this project's beside the textbook program, end to end and alone.
+"""Attention rollout: this project's beside the reference implementation, end to end and alone.
 
     OMP_NUM_THREADS=2 python benchmarks/attention_maps.py --output benchmarks/results
 
-The textbook program is what most pictures are made with: one image at a time, a hook on every unfused
+The reference implementation is what most pictures are made with: one image at a time, a hook on every unfused
 attention that copies the weights to the CPU, heads fused, products of whole N×N matrices. It is run with its
 customary 90 % discarding and without any. Ours takes the images in batches and reads the map through the class
 token, on this project's model and on timm's with fused attention left on, both with the same weights. "Rollout
-alone" starts in both programs from the stored attention; "attention and rollout" from stored queries and keys, as
-ours does end to end. Arms take turns round by round, in one process, on the same weights
-and images; a figure is the median over the rounds.
+alone" starts in both from the stored attention; "attention and rollout" from stored queries and keys, as ours does
+end to end. The variants take turns round by round, in one process, on the same weights and images; a result is the
+median over the rounds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import timm.models
 import torch
-from rows import describe_conditions, write_row
+from conditions import describe_conditions, write_result
 from torch import Tensor, nn
 
 from vit.explanation.capture.readout import run_forward
@@ -33,7 +33,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import choose_device
 from vit.runtime.memory import keep_freed_memory
 
-# name: (architecture, images of a batch, images of the textbook program a round)
+# name: (architecture, images of a batch, images of the reference implementation a round)
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
     "CIFAR ViT, d192 L9 H3, 65 tokens": (
         {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3, "num_classes": 10},
@@ -45,7 +45,10 @@ MODELS: dict[str, tuple[dict[str, int], int, int]] = {
 }
 
 
-class Textbook:
+Variant = tuple[Callable[[], object], int]  # the work of one round, and how many images that is
+
+
+class Reference:
     """Rollout the usual way, for one image at a time."""
 
     def __init__(self, model: nn.Module, *, discard_ratio: float) -> None:
@@ -78,18 +81,12 @@ class Textbook:
         return result[0, 0, 1:]
 
 
-def build_arms(
-    ours: nn.Module,
-    theirs: nn.Module,
-    images: Tensor,
-    *,
-    textbook_images: int,
-    micro_batch: int,
-    build: Callable[[], nn.Module],
-) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each arm's work of one round, and how many images that is."""
+def build_variants(
+    ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_batch: int
+) -> dict[str, Variant]:
+    """What this project does, and the forward passes beside it."""
     device, batch = images.device, len(images)
-    parts = images.split(micro_batch)
+    micro_batches = images.split(micro_batch)
 
     def bfloat16() -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16)
@@ -99,28 +96,19 @@ def build_arms(
     ) -> Callable[[], object]:
         def run() -> None:
             with torch.no_grad(), context():
-                for part in parts:
-                    work(part)
+                for micro_batch in micro_batches:
+                    work(micro_batch)
 
         return run
 
-    def explain_ours(part: Tensor) -> object:
-        return compute_maps(ours, part)
+    def explain_ours(images: Tensor) -> object:
+        return compute_maps(ours, images)
 
-    def explain_theirs(part: Tensor) -> object:
-        return compute_maps(theirs, part)
+    def explain_theirs(images: Tensor) -> object:
+        return compute_maps(theirs, images)
 
-    arms: dict[str, tuple[Callable[[], object], int]] = {
-        "forward pass": (each(ours), batch),
-        "forward pass, recorded": (each(lambda part: run_forward(ours, part)), batch),
-        "ours": (each(explain_ours), batch),
-        "ours on timm's model": (each(explain_theirs), batch),
-        "forward pass, bfloat16": (each(ours, bfloat16), batch),
-        "ours, bfloat16": (each(explain_ours, bfloat16), batch),
-        "ours on timm's model, bfloat16": (each(explain_theirs, bfloat16), batch),
-    }
     with torch.no_grad():
-        forwards = [run_forward(ours, part) for part in parts]
+        forwards = [run_forward(ours, micro_batch) for micro_batch in micro_batches]
         stored = [forward.record.attentions for forward in forwards]
 
     def from_attention() -> None:
@@ -131,34 +119,45 @@ def build_arms(
         for forward in forwards:
             rollout_row(forward.readout, forward.record.layers)
 
-    arms["rollout alone, ours"] = (from_attention, batch)
-    arms["attention and rollout, ours"] = (from_queries, batch)
-    for name, discard_ratio in (("textbook", 0.0), ("textbook, 90 % discarded", 0.9)):
-        program = Textbook(build(), discard_ratio=discard_ratio)
-        few = images[:textbook_images]
+    return {
+        "forward pass": (each(ours), batch),
+        "forward pass, recorded": (each(lambda images: run_forward(ours, images)), batch),
+        "ours": (each(explain_ours), batch),
+        "ours on timm's model": (each(explain_theirs), batch),
+        "forward pass, bfloat16": (each(ours, bfloat16), batch),
+        "ours, bfloat16": (each(explain_ours, bfloat16), batch),
+        "ours on timm's model, bfloat16": (each(explain_theirs, bfloat16), batch),
+        "rollout alone, ours": (from_attention, batch),
+        "attention and rollout, ours": (from_queries, batch),
+    }
 
-        def explain(program: Textbook = program, few: Tensor = few) -> None:
-            for image in few:
+
+def build_references(build: Callable[[], nn.Module], images: Tensor) -> dict[str, Variant]:
+    """The reference implementation on `images`, one after the other."""
+    variants: dict[str, Variant] = {}
+    for name, discard_ratio in (("reference", 0.0), ("reference, 90 % discarded", 0.9)):
+        program = Reference(build(), discard_ratio=discard_ratio)
+
+        def explain(program: Reference = program) -> None:
+            for image in images:
                 program.explain(image)
 
-        def roll_out(program: Textbook = program) -> None:
+        def roll_out(program: Reference = program) -> None:
             with torch.no_grad():
-                for _ in range(textbook_images):
+                for _ in images:
                     program.roll_out()
 
         program.explain(images[0])
-        arms[name] = (explain, textbook_images)
-        arms[f"rollout alone, {name}"] = (roll_out, textbook_images)
-    return arms
+        variants[name] = (explain, len(images))
+        variants[f"rollout alone, {name}"] = (roll_out, len(images))
+    return variants
 
 
-def take_turns(
-    arms: dict[str, tuple[Callable[[], object], int]], *, rounds: int, device: torch.device
-) -> dict[str, float]:
-    """Images a second of each arm: the median of the rounds after a first that only warms up."""
-    rates: dict[str, list[float]] = {name: [] for name in arms}
+def take_turns(variants: dict[str, Variant], *, rounds: int, device: torch.device) -> dict[str, float]:
+    """Images a second of each variant: the median of the rounds after a first that only warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
-        for name, (work, images) in arms.items():
+        for name, (work, images) in variants.items():
             _wait(device)
             started = time.perf_counter()
             work()
@@ -173,28 +172,58 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_agreement(model: nn.Module, textbook: nn.Module, image: Tensor) -> float:
-    """The largest difference between our map and the textbook's (without discarding) of one image."""
+def check_agreement(model: nn.Module, theirs: nn.Module, image: Tensor) -> float:
+    """The largest difference between our map and the reference's (without discarding) of one image."""
     _, _, (maps,) = compute_maps(model, image[None])
-    program = Textbook(textbook, discard_ratio=0.0)
+    program = Reference(theirs, discard_ratio=0.0)
     return float((maps.values.flatten().cpu() - program.explain(image)).abs().max())
 
 
 def compare(rates: dict[str, float]) -> dict[str, float]:
-    """What the figures come to."""
+    """Ratios of the rates."""
     ratios = {}
-    for textbook in ("textbook", "textbook, 90 % discarded"):
-        for arm in ("ours", "ours on timm's model", "ours, bfloat16", "ours on timm's model, bfloat16"):
-            ratios[f"end to end: {arm} / {textbook}"] = rates[arm] / rates[textbook]
-        alone = f"rollout alone, {textbook}"
-        ratios[f"rollout alone: ours / {textbook}"] = rates["rollout alone, ours"] / rates[alone]
+    for reference in ("reference", "reference, 90 % discarded"):
+        for variant in ("ours", "ours on timm's model", "ours, bfloat16", "ours on timm's model, bfloat16"):
+            ratios[f"end to end: {variant} / {reference}"] = rates[variant] / rates[reference]
+        alone = f"rollout alone, {reference}"
+        ratios[f"rollout alone: ours / {reference}"] = rates["rollout alone, ours"] / rates[alone]
     ratios["recording costs"] = rates["forward pass"] / rates["forward pass, recorded"] - 1
     ratios["explaining costs"] = rates["forward pass"] / rates["ours"] - 1
     return ratios
 
 
+def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: int | None) -> dict[str, Any]:
+    """Rates and ratios of one of MODELS, printed and returned."""
+    architecture, batch, reference_images = MODELS[name]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return timm.models.VisionTransformer(**architecture).eval().to(device)
+
+    theirs = build()
+    ours = VisionTransformer(**architecture).eval().to(device)
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=device)
+    default = choose_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
+    micro_batch = micro_batch or default
+    variants = build_variants(ours, theirs, images, micro_batch=micro_batch)
+    rates = take_turns(
+        variants | build_references(build, images[:reference_images]), rounds=rounds, device=device
+    )
+    print(f"\n{name}")
+    print(to_markdown(["variant", "images/s"], [[key, f"{rate:.1f}"] for key, rate in rates.items()]))
+    print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
+    return {
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "images_per_second": rates,
+        "ratios": compare(rates),
+        "largest_difference_from_reference": check_agreement(ours, build(), images[0]),
+    }
+
+
 def main() -> None:
-    """Measure, print a table and write the figures."""
+    """Measure, print a table and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,43 +239,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for attention-maps-<machine>.json")
     chosen = parser.parse_args()
     device = choose_device(chosen.device)
-    keep_freed_memory()  # as `vit attention` does, and to the textbook program's good as well
+    keep_freed_memory()  # as `vit attention` does, which speeds up the reference as well
     machine = describe_conditions(device)
-    results = {}
-    for name in chosen.models:
-        architecture, batch, textbook_images = MODELS[name]
-
-        def build(architecture: dict[str, int] = architecture) -> nn.Module:
-            torch.manual_seed(0)
-            return timm.models.VisionTransformer(**architecture).eval().to(device)
-
-        theirs = build()
-        ours = VisionTransformer(**architecture).eval().to(device)
-        ours.load_state_dict(theirs.state_dict())
-        images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=device)
-        default = choose_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
-        micro_batch = chosen.micro_batch or default
-        arms = build_arms(
-            ours, theirs, images, textbook_images=textbook_images, micro_batch=micro_batch, build=build
-        )
-        rates = take_turns(arms, rounds=chosen.rounds, device=device)
-        results[name] = {
-            "batch": batch,
-            "micro_batch": micro_batch,
-            "images_per_second": rates,
-            "ratios": compare(rates),
-            "largest_difference_from_textbook": check_agreement(ours, build(), images[0]),
-        }
-        print(f"\n{name}")
-        print(to_markdown(["arm", "images/s"], [[arm, f"{rate:.1f}"] for arm, rate in rates.items()]))
-        print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
-    row = {
-        "machine": machine,
-        "rounds": chosen.rounds,
-        "models": results,
+    results = {
+        name: measure_model(name, device, rounds=chosen.rounds, micro_batch=chosen.micro_batch)
+        for name in chosen.models
     }
     if chosen.output:
-        print(f"\n{write_row(chosen.output, 'attention-maps', row)}")
+        result = {"machine": machine, "rounds": chosen.rounds, "models": results}
+        print(f"\n{write_result(chosen.output, 'attention-maps', result)}")
 
 
 if __name__ == "__main__":

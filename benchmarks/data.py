@@ -2,8 +2,8 @@
 
     python benchmarks/data.py ROOT --image-size 32 --output benchmarks/results
 
-ROOT is an image folder with a train/ split. Arms take turns round by round, each in an epoch of its own; a
-figure is the median over the rounds. The dataset is built in an empty cache; its files are in the page cache.
+ROOT is an image folder with a train/ split. Variants take turns round by round, each in an epoch of its own; a result
+is the median over the rounds. The dataset is built in an empty cache; its files are in the page cache.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conditions import describe_conditions, write_result
 from rich.console import Console
 from rich.table import Table
-from rows import describe_conditions, write_row
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -62,7 +62,7 @@ def worker_batches(
     try:
         yield from loader.epoch(epoch)
     finally:
-        loader.close()  # or they would decode ahead while the next arm is timed
+        loader.close()  # or they would decode ahead while the next variant is timed
 
 
 def images_per_second(batches: Generator[Any, None, None], steps: int, batch_size: int) -> float:
@@ -77,7 +77,7 @@ def images_per_second(batches: Generator[Any, None, None], steps: int, batch_siz
 
 
 def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) -> dict[str, float]:
-    """Images a second of each arm."""
+    """Images a second of each variant."""
     preprocess = Preprocess((size, size))
     with tempfile.TemporaryDirectory() as cache:
         source = open_dataset("folder", root=root).split("train")
@@ -87,16 +87,16 @@ def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) 
         dataset = decode_dataset(
             source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False
         )
-        figures = {f"dataset built by {WORKERS} processes": len(dataset) / (time.perf_counter() - start)}
-        arms = build_arms(root, dataset, preprocess, batch_size)
-        timings: dict[str, list[float]] = {name: [] for name in arms}
+        built = {f"dataset built by {WORKERS} processes": len(dataset) / (time.perf_counter() - start)}
+        variants = build_variants(root, dataset, preprocess, batch_size)
+        timings: dict[str, list[float]] = {name: [] for name in variants}
         for epoch in range(rounds):
-            for name, batches in arms.items():
+            for name, batches in variants.items():
                 timings[name].append(images_per_second(batches(epoch), steps, batch_size))
-    return figures | {name: statistics.median(values) for name, values in timings.items()}
+    return built | {name: statistics.median(values) for name, values in timings.items()}
 
 
-def build_arms(
+def build_variants(
     root: Path, dataset: DecodedDataset, preprocess: Preprocess, batch_size: int
 ) -> dict[str, Callable[[int], Any]]:
     """Name → the batches of an epoch."""
@@ -111,13 +111,13 @@ def build_arms(
     }
     size = preprocess.image_size[0]
     crop = recipes(size)["resized crop, flip"]
-    arms: dict[str, Callable[[int], Any]] = {
+    variants: dict[str, Callable[[int], Any]] = {
         f"torchvision, {WORKERS} workers": lambda _: torchvision_batches(root, size, batch_size),
         f"worker loader, {WORKERS} workers": lambda epoch: worker_batches(dataset, epoch, options, crop),
     }
     for name, augment in recipes(size).items():
-        arms[f"resident: {name}"] = ResidentLoader(dataset, augment=augment, **options).epoch
-    return arms
+        variants[f"resident: {name}"] = ResidentLoader(dataset, augment=augment, **options).epoch
+    return variants
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    figures = measure(
+    rates = measure(
         options.root,
         size=options.image_size,
         batch_size=options.batch_size,
@@ -140,12 +140,12 @@ def main() -> None:
     )
     machine = describe_conditions("cpu")
     table = Table("path", "images/s", "ms a batch", title=", ".join(f"{k} {v}" for k, v in machine.items()))
-    for name, rate in figures.items():
+    for name, rate in rates.items():
         table.add_row(name, f"{rate:,.0f}", f"{1e3 * options.batch_size / rate:.2f}")
     Console().print(table)
     if options.output is not None:
-        row = {"machine": machine, "image_size": options.image_size, "batch_size": options.batch_size}
-        write_row(options.output, f"data-{options.image_size}px", row | {"images_per_second": figures})
+        result = {"machine": machine, "image_size": options.image_size, "batch_size": options.batch_size}
+        write_result(options.output, f"data-{options.image_size}px", result | {"images_per_second": rates})
 
 
 if __name__ == "__main__":

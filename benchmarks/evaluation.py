@@ -2,8 +2,8 @@
 
     python benchmarks/evaluation.py FOLDER --output benchmarks/results
 
-FOLDER is an image folder, <class>/<image> (for the committed row: the test split of CIFAR-10 as JPEG files). All
-arms run one architecture with the same weights and threads, in bfloat16:
+FOLDER is an image folder, <class>/<image> (for the committed result: the test split of CIFAR-10 as JPEG files). All
+variants run one architecture with the same weights and threads, in bfloat16:
 
     bare      forward passes alone over a normalised float tensor that is in memory
     vit       what `vit evaluate` does: crop and normalise images of the decoded dataset, forward passes in which
@@ -11,8 +11,8 @@ arms run one architecture with the same weights and threads, in bfloat16:
     timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), batches of
               256, its accuracy and AverageMeter, the loss read after each batch
 
-"bare" has the batch size and the memory allocator's settings of "vit". Every arm runs in a process of its own; they
-take turns round by round, and a figure is the median over the rounds. The files are in the page cache; decoding
+"bare" has the batch size and the memory allocator's settings of "vit". Every variant runs in a process of its own; they
+take turns round by round, and a result is the median over the rounds. The files are in the page cache; decoding
 them into the dataset, which `vit evaluate` does once, is timed beside.
 """
 
@@ -31,9 +31,9 @@ import timm.data
 import timm.models
 import timm.utils
 import torch
+from conditions import describe_conditions, write_result
 from rich.console import Console
 from rich.table import Table
-from rows import describe_conditions, write_row
 from torch import nn
 
 from vit.data.cache import decode_dataset
@@ -47,10 +47,10 @@ from vit.runtime.memory import keep_freed_memory
 ARCHITECTURE = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3}
 PREPROCESS = Preprocess(image_size=(32, 32), crop_pct=1.0)
 WORKERS = 2
-ARMS = ("bare", "vit", "timm")
+VARIANTS = ("bare", "vit", "timm")
 
 
-def build_arms(
+def build_variants(
     folder: Path, *, device: torch.device, cache: Path
 ) -> tuple[dict[str, Callable[[], object]], int, float]:
     """Name → a function that goes once over all images; their number; images a second of decoding."""
@@ -88,12 +88,12 @@ def build_arms(
             for batch in tensor.split(batch_size):
                 ours(batch)
 
-    arms = {
+    variants = {
         "bare": bare,
         "vit": lambda: predictor.predict(lambda a, b: PREPROCESS.crop(pixels[a:b]), count=len(pixels)),
         "timm": lambda: validate(theirs, loader, device),
     }
-    return arms, len(pixels), decoding
+    return variants, len(pixels), decoding
 
 
 @torch.inference_mode()
@@ -112,16 +112,16 @@ def validate(model: nn.Module, loader: timm.data.loader.MultiEpochsDataLoader, d
         top5.update(fifth.item(), len(images))
 
 
-def run_arm(options: argparse.Namespace) -> dict[str, float]:
+def run_variant(options: argparse.Namespace) -> dict[str, float]:
     """What a child process does: a pass that warms up, and one that counts."""
     device = choose_device(options.device)
-    if options.arm != "timm":
+    if options.variant != "timm":
         keep_freed_memory()  # as `vit evaluate` does
     with tempfile.TemporaryDirectory() as cache:
-        arms, count, decoding = build_arms(options.folder, device=device, cache=Path(cache))
+        variants, count, decoding = build_variants(options.folder, device=device, cache=Path(cache))
         for _ in range(2):
             start = time.perf_counter()
-            arms[options.arm]()
+            variants[options.variant]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             elapsed = time.perf_counter() - start
@@ -136,34 +136,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="folder for evaluation-<machine>.json")
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.arm:
-        print(json.dumps(run_arm(options)))
+    if options.variant:
+        print(json.dumps(run_variant(options)))
         return
     machine = describe_conditions(choose_device(options.device))
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
         rounds.append({})
-        for arm in ARMS:
-            environment = os.environ | ({} if arm == "timm" else {"GOMP_SPINCOUNT": "10000"})  # as `vit` does
-            command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
+        for variant in VARIANTS:
+            environment = os.environ | (
+                {} if variant == "timm" else {"GOMP_SPINCOUNT": "10000"}
+            )  # as `vit` does
+            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            rounds[-1][arm] = json.loads(done.stdout.splitlines()[-1])
-    rates = {arm: [of_round[arm]["images_per_second"] for of_round in rounds] for arm in ARMS}
-    figures = {arm: round(statistics.median(values), 1) for arm, values in rates.items()}
-    ratios = {f"vit / {arm}": round(figures["vit"] / figures[arm], 2) for arm in ("bare", "timm")}
+            rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
+    rates = {variant: [of_round[variant]["images_per_second"] for of_round in rounds] for variant in VARIANTS}
+    medians = {variant: round(statistics.median(values), 1) for variant, values in rates.items()}
+    ratios = {f"vit / {variant}": round(medians["vit"] / medians[variant], 2) for variant in ("bare", "timm")}
     decoding = statistics.median(of_round["vit"]["decoding"] for of_round in rounds)
     table = Table("", "images/s", title=f"{machine['device']}, {rounds[0]['vit']['num_images']} images")
-    for name, rate in (figures | {"decoding, once": decoding}).items():
+    for name, rate in (medians | {"decoding, once": decoding}).items():
         table.add_row(name, f"{rate:,.0f}")
     for name, ratio in ratios.items():
         table.add_row(name, f"{ratio:.2f} ×")
     Console().print(table)
     if options.output:
-        row = {"machine": machine, "num_images": rounds[0]["vit"]["num_images"], "model": ARCHITECTURE}
-        row |= {"images_per_second": figures, "rounds": rates, "ratios": ratios}
-        write_row(options.output, "evaluation", row | {"decoding_images_per_second": round(decoding, 1)})
+        result = {"machine": machine, "num_images": rounds[0]["vit"]["num_images"], "model": ARCHITECTURE}
+        result |= {"images_per_second": medians, "rounds": rates, "ratios": ratios}
+        write_result(
+            options.output, "evaluation", result | {"decoding_images_per_second": round(decoding, 1)}
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
                   AdamW for the rest
     adamw         fused AdamW for everything: what Muon's steps cost more
 
-Arms take turns round by round; a figure is the median over the rounds. Gradients stay the same.
+Variants take turns round by round; a result is the median over the rounds. Gradients stay the same.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import describe_conditions, write_row
+from conditions import describe_conditions, write_result
 from torch import nn
 
 from vit.model.vision_transformer import VisionTransformer
@@ -32,7 +32,7 @@ MODELS = {
 }
 
 
-def build_arms(architecture: dict[str, int], device: torch.device) -> dict[str, Callable[[], object]]:
+def build_variants(architecture: dict[str, int], device: torch.device) -> dict[str, Callable[[], object]]:
     def build() -> nn.Module:
         torch.manual_seed(0)
         model = VisionTransformer(num_classes=10, **architecture).to(device)
@@ -55,11 +55,13 @@ def build_arms(architecture: dict[str, int], device: torch.device) -> dict[str, 
     return {"ours": ours.step, "torch": lambda: (muon.step(), adamw.step()), "adamw": alone.step}
 
 
-def measure(arms: dict[str, Callable[[], object]], device: torch.device, *, rounds: int) -> dict[str, float]:
+def measure(
+    variants: dict[str, Callable[[], object]], device: torch.device, *, rounds: int
+) -> dict[str, float]:
     """Milliseconds a step."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 2):
-        for name, step in arms.items():
+        for name, step in variants.items():
             start = time.perf_counter()
             step()
             if device.type == "cuda":
@@ -79,14 +81,14 @@ def main() -> None:
     options = parser.parse_args()
     device = choose_device(options.device)
     machine = describe_conditions(device)
-    figures = {
-        name: measure(build_arms(architecture, device), device, rounds=options.rounds)
+    milliseconds = {
+        name: measure(build_variants(architecture, device), device, rounds=options.rounds)
         for name, architecture in MODELS.items()
     }
-    for name, times in figures.items():
-        print(f"{name}: " + ", ".join(f"{arm} {value} ms" for arm, value in times.items()))
+    for name, times in milliseconds.items():
+        print(f"{name}: " + ", ".join(f"{variant} {value} ms" for variant, value in times.items()))
     if options.output:
-        write_row(options.output, "optimizers", {"machine": machine, "milliseconds": figures})
+        write_result(options.output, "optimizers", {"machine": machine, "milliseconds": milliseconds})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""The one case where the truth about an explanation is known: a glyph that alone decides a class.
+"""The one case where the correct explanation is known: a glyph that alone decides a class.
 
 Scanned digits, a sixth of them with a glyph on a patch drawn at random; those belong to an eleventh class.
-Where a model gives that class, the evidence is the glyph's patch, and a map is right when its maximum is
+Where a model gives that class, the evidence is the glyph's patch, and a map is correct when its maximum is
 there.
 
     python benchmarks/planted_evidence.py --seeds 3 --output benchmarks/results
 
-prints each method's share of right maps (chance: 1 in 16).
+prints each method's fraction of correct maps (chance: 1 in 16).
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from rows import describe_conditions, write_row
+from conditions import describe_conditions, write_result
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -71,7 +71,7 @@ def train(*, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
 
 
 def measure_pointing(model: nn.Module, images: Tensor, classes: Tensor, glyphs: Tensor) -> dict[str, float]:
-    """The share of glyphs on which each method's maximum is, and the oracle's."""
+    """The fraction of glyphs on which each method's maximum is, and leave-one-out occlusion's."""
     images, classes, glyphs = (values[glyphs >= 0] for values in (images, classes, glyphs))
     accuracy = {}
     for method in METHODS:
@@ -79,7 +79,7 @@ def measure_pointing(model: nn.Module, images: Tensor, classes: Tensor, glyphs: 
         accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
     predict = build_predictor(model, images, classes, grid=(GRID, GRID))
     falls = leave_one_out(predict, batch=len(images), patches=GRID**2, device=images.device)
-    return accuracy | {"oracle": float((falls.argmax(dim=1) == glyphs).float().mean())}
+    return accuracy | {"leave-one-out": float((falls.argmax(dim=1) == glyphs).float().mean())}
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     rows = [[name, *(f"{100 * run[name]:.0f} %" for run in runs)] for name in names]
     print(to_markdown(["map", *(f"seed {seed}" for seed in range(len(runs)))], rows))
     if options.output:
-        write_row(options.output, "planted-evidence", {"machine": machine, "pointing": runs})
+        write_result(options.output, "planted-evidence", {"machine": machine, "pointing": runs})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How much memory a step of ViT-B/16 at 224 takes, and what recomputing activations and parts of a batch save.
+"""How much memory a step of ViT-B/16 at 224 takes, and what recomputing activations and micro-batches save.
 
     python benchmarks/train_memory.py ROOT --output benchmarks/results
 
-ROOT is an image folder with a train/ split. Every arm is a process of `vit train` that takes two steps of 64
-images with AdamW and an average of the weights; a figure is the largest size its resident memory had.
-The loss is high, the second step follows one at the full learning rate; the arms have to agree on it, no more.
+ROOT is an image folder with a train/ split. Every variant is a process of `vit train` that takes two steps of 64
+images with AdamW and an average of the weights; a result is the largest size its resident memory had.
+The loss is high, the second step follows one at the full learning rate; the variants have to agree on it, no more.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conditions import describe_conditions, write_result
 from rich.console import Console
 from rich.table import Table
-from rows import describe_conditions, write_row
 
 CLASSES, IMAGES_OF_A_CLASS, BATCH_SIZE = 4, 40, 64
 LIMIT_GIB = 16
 SETTINGS = {
     "batch at once": ["train.grad_accum_steps=1"],
-    "16 parts": ["train.grad_accum_steps=16"],
+    "16 micro-batches": ["train.grad_accum_steps=16"],
     "recomputed activations": ["train.grad_accum_steps=1", "train.grad_checkpointing=true"],
     "both": ["train.grad_accum_steps=16", "train.grad_checkpointing=true"],
 }
@@ -57,11 +57,11 @@ def measure(data: Path, run: Path, settings: list[str]) -> dict[str, Any]:
         said.seek(0)
         if process.returncode:
             raise SystemExit(f"vit train failed: {said.read()}")
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return {
         "peak_memory_gib": round(used.ru_maxrss / 2**20, 2),
-        "images_per_second": round(row["images_per_second"], 2),
-        "train_loss": row["train_loss"],
+        "images_per_second": round(logged["images_per_second"], 2),
+        "train_loss": logged["train_loss"],
     }
 
 
@@ -70,27 +70,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", type=Path, help="an image folder with a train/ split")
-    parser.add_argument("--output", type=Path, help="write the row into this folder")
+    parser.add_argument("--output", type=Path, help="folder for train-memory-<machine>.json")
     arguments = parser.parse_args()
     table = Table("ViT-B/16 at 224, batch of 64", "peak memory (GiB)", "images/s", "loss")
-    figures = {}
+    variants = {}
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "images"
         take_images(arguments.root, data)
         for number, (name, settings) in enumerate(SETTINGS.items()):
-            figures[name] = of_arm = measure(data, Path(temporary) / f"run-{number}", settings)
-            cells = [f"{of_arm[key]:.4g}" for key in ("peak_memory_gib", "images_per_second", "train_loss")]
+            variants[name] = of_variant = measure(data, Path(temporary) / f"run-{number}", settings)
+            cells = [
+                f"{of_variant[key]:.4g}" for key in ("peak_memory_gib", "images_per_second", "train_loss")
+            ]
             table.add_row(name, *cells)
     Console().print(table)
-    row = {
+    result = {
         "machine": describe_conditions("cpu"),
         "batch_size": BATCH_SIZE,
         "image_size": 224,
-        "arms": figures,
-        "fits_16_gib": {name: of_arm["peak_memory_gib"] < LIMIT_GIB for name, of_arm in figures.items()},
+        "variants": variants,
+        "fits_16_gib": {
+            name: of_variant["peak_memory_gib"] < LIMIT_GIB for name, of_variant in variants.items()
+        },
     }
     if arguments.output:
-        print(write_row(arguments.output, "train-memory", row))
+        print(write_result(arguments.output, "train-memory", result))
 
 
 if __name__ == "__main__":

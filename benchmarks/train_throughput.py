@@ -2,7 +2,7 @@
 
     python benchmarks/train_throughput.py ROOT --output benchmarks/results
 
-ROOT is an image folder with a train/ split (for the committed row: CIFAR-10 as JPEG files). The arms are
+ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The variants are
 
     plain      timm's model under bfloat16 autocast, AdamW fused, a DataLoader with 2 workers and torchvision's
                transforms (random crop with padding, flip, normalise)
@@ -11,7 +11,7 @@ ROOT is an image folder with a train/ split (for the committed row: CIFAR-10 as 
     engine-2   the engine as two processes of one thread each (CPU only; on request)
     matmul     the model's own matrix products alone, forward and both of the backward pass, in bfloat16
 
-Every arm runs in a process of its own, they take turns round by round, and a figure is the median over the
+Every variant runs in a process of its own, they take turns round by round, and a result is the median over the
 rounds. The first round starts from empty caches: there the time to the first step includes decoding the images
 once (engine) and compiling. A last process trains timm's model and the engine from equal weights on equal
 batches and compares their losses with those of float32.
@@ -20,282 +20,36 @@ batches and compares their losses with those of float32.
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-STARTED = time.perf_counter()  # of this process, but for the interpreter
+from conditions import describe_conditions, write_result
+from train_variants import ARCHITECTURE, BATCH_SIZE, IMAGE_SIZE
 
-ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
-IMAGE_SIZE, BATCH_SIZE, WORKERS, WARM_STEPS, AGREEMENT_STEPS = 32, 256, 2, 4, 30
-ADAMW = {"lr": 1e-3, "weight_decay": 0.05}
-DEFAULT_ARMS = ["plain", "compiled", "engine", "matmul"]
+from vit.model.presets import compute_flops
 
-
-class Clock:
-    """Counts steps between the end of the warm-up and the end of the time."""
-
-    def __init__(self, device: Any, *, seconds: float) -> None:
-        self.device, self.seconds = device, seconds
-        self.steps, self.first_step, self.start = 0, 0.0, 0.0
-
-    def tick(self) -> bool:
-        """A step was issued; whether the time is up."""
-        self.steps += 1
-        if self.steps in (1, WARM_STEPS):
-            self._wait()
-            self.start = time.perf_counter()
-        if self.steps == 1:
-            self.first_step = self.start - STARTED
-        return self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
-
-    def report(self) -> dict[str, float]:
-        import torch
-
-        self._wait()
-        elapsed = time.perf_counter() - self.start
-        figures = {
-            "images_per_second": (self.steps - WARM_STEPS) * BATCH_SIZE / elapsed,
-            "first_step_seconds": self.first_step,
-            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        }
-        if self.device.type == "cuda":
-            figures["peak_device_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
-        return figures
-
-    def _wait(self) -> None:
-        import torch
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]
 
 
-def build_timm(num_classes: int, device: Any) -> Any:
-    import timm
-    import torch
-
-    torch.manual_seed(0)
-    shape = {"img_size": IMAGE_SIZE, "num_classes": num_classes, **ARCHITECTURE}
-    return timm.models.VisionTransformer(**shape).to(device)
-
-
-def make_timm_step(
-    model: Any, device: Any, *, weight_decay: float = ADAMW["weight_decay"], autocast: bool = True
-) -> Callable[[Any, Any], Any]:
-    """The step of a plain loop; it returns the loss."""
-    import torch
-
-    # for a compiled model too: its parameters are the model's own
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ADAMW["lr"], weight_decay=weight_decay, fused=True)
-
-    def step(images: Any, labels: Any) -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def run_plain(root: Path, device: Any, *, seconds: float, compiled: bool = False) -> dict[str, float]:
-    import torch
-    from torch.utils.data import DataLoader
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
-
-    steps = [
-        transforms.RandomCrop(IMAGE_SIZE, padding=4),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ]
-    images = ImageFolder(root / "train", transforms.Compose(steps))
-    loader = DataLoader(
-        images,
-        BATCH_SIZE,
-        shuffle=True,
-        drop_last=True,
-        num_workers=WORKERS,
-        persistent_workers=True,
-        pin_memory=device.type == "cuda",
-    )
-    model = build_timm(len(images.classes), device)
-    step = make_timm_step(torch.compile(model) if compiled else model, device)
-    clock = Clock(device, seconds=seconds)
-    while True:
-        for batch, labels in loader:
-            step(batch.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-            if clock.tick():
-                return clock.report()
-
-
-class TimedBatches:
-    """A loader that ends the run, as a signal would, where its clock says so."""
-
-    def __init__(self, batches: Any, clock: Clock, process: Any) -> None:
-        self.batches, self.clock, self.process = batches, clock, process
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
-        from vit.training.signals import Stopped
-
-        for batch in self.batches.epoch(epoch, **arguments):
-            yield batch  # and come back here after the step
-            if self.process.any(self.clock.tick(), self.clock.device):
-                raise Stopped
-
-
-def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[str, float]:
-    """The whole training loop, but for what it shows and saves between epochs."""
-    from vit.build.run import build_run
-    from vit.config import load_config
-    from vit.runtime.processes import join_processes
-    from vit.training.signals import Stopped
-
-    overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
-    overrides += [f"optimizer.{name}={value}" for name, value in ADAMW.items()]
-    overrides += ["data.name=folder", f"data.root={root}", f"data.cache_dir={cache}"]
-    overrides += ["augment.crop_padding=4", "augment.flip=random"]
-    overrides += [f"data.image_size={IMAGE_SIZE}", f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
-    with tempfile.TemporaryDirectory() as directory, join_processes(str(device)) as (process, name):
-        run = build_run(
-            load_config(None, overrides),
-            directory=Path(directory),
-            process=process,
-            device_name=name,
-            observers=[],
-        )
-        clock = Clock(device, seconds=seconds)
-        run.trainer.train_batches = TimedBatches(run.trainer.train_batches, clock, process)
-        with suppress(Stopped):
-            run.trainer.run()
-        return clock.report() | {"compiled": run.is_compiled} if process.is_main else {}
-
-
-def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
-    """TFLOP/s over one block's four linear layers, each with the two products of its backward pass."""
-    import torch
-
-    width = ARCHITECTURE["embed_dim"]
-    rows = BATCH_SIZE // 4 * ((IMAGE_SIZE // ARCHITECTURE["patch_size"]) ** 2 + 1)
-    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-
-    def draw(*shape: int) -> Any:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    operands = [(draw(rows, k), draw(n, k), draw(rows, n)) for k, n in shapes]
-    results = [(draw(rows, n), draw(rows, k), draw(n, k)) for k, n in shapes]
-
-    def work() -> None:
-        for (x, weight, gradient), (y, dx, dweight) in zip(operands, results, strict=True):
-            torch.mm(x, weight.T, out=y)
-            torch.mm(gradient, weight, out=dx)
-            torch.mm(gradient.T, x, out=dweight)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    times, end = [], time.perf_counter() + seconds / 4
-    while time.perf_counter() < end or len(times) < 10:
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    flops = sum(3 * 2 * rows * k * n for k, n in shapes)
-    return {"matmul_tflops": flops / statistics.median(times) / 1e12}
-
-
-def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
-    """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
-    from vit.data.augment import Augment
-    from vit.data.cache import decode_dataset
-    from vit.data.images import Preprocess
-    from vit.data.loaders import ResidentLoader
-    from vit.data.open import open_dataset
-    from vit.model.vision_transformer import VisionTransformer
-    from vit.optim import create_optimizer, create_schedule
-    from vit.training.step import TrainStep
-
-    preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
-    source = open_dataset("folder", root=str(root)).split("train")
-    dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
-    loader = ResidentLoader(
-        dataset,
-        batch_size=BATCH_SIZE,
-        seed=0,
-        device=device,
-        preprocess=preprocess,
-        augment=Augment(crop_padding=4, flip="random"),
-        shuffle=True,
-        drop_last=True,
-        num_classes=len(dataset.class_names),
-    )
-
-    def train(step: Callable[[Any, Any], Any]) -> list[float]:
-        return [float(step(batch.images, batch.labels)) for batch in islice(loader.epoch(0), AGREEMENT_STEPS)]
-
-    losses = {
-        name: train(
-            make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, autocast=on)
-        )
-        for name, on in (("float32", False), ("plain", True))
-    }
-    model = VisionTransformer(img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE).to(device)
-    model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
-    optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
-    schedule = create_schedule(optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
-    step = TrainStep(model, optimizer, schedule, precision="bfloat16", grad_accum_steps=4)
-    return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
-
-
-def run_arm(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a child process does."""
-    import torch
-
-    root, cache, device, seconds = (
-        arguments.root,
-        arguments.cache,
-        torch.device(arguments.device),
-        arguments.seconds,
-    )
-    if arguments.arm == "matmul":
-        return run_matmul(device, seconds=seconds)
-    if arguments.arm == "agreement":
-        return run_agreement(root, device, cache=cache)
-    if arguments.arm.startswith("engine"):
-        return run_engine(root, device, seconds=seconds, cache=cache)
-    return run_plain(root, device, seconds=seconds, compiled=arguments.arm == "compiled")
-
-
-def start_arm(arm: str, arguments: argparse.Namespace, *, cache: Path) -> dict[str, Any]:
-    """Run one arm in a process of its own; its last line of output is its report."""
+def start_variant(variant: str, arguments: argparse.Namespace, *, cache: Path) -> dict[str, Any]:
+    """Run one variant in a process of its own; its last line of output is its report."""
     launcher = [sys.executable]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled" / arm)}
-    if arm.startswith("engine"):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled" / variant)}
+    if variant.startswith("engine"):
         environment.setdefault("GOMP_SPINCOUNT", "10000")  # as `vit train` does
-    if arm == "engine-2":
+    if variant == "engine-2":
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         environment["OMP_NUM_THREADS"] = "1"
-    options = [
-        f"--arm={arm}",
-        f"--cache={cache}",
-        f"--device={arguments.device}",
-        f"--seconds={arguments.seconds}",
-    ]
-    command = [*launcher, __file__, str(arguments.root), *options]
+    script = str(Path(__file__).with_name("train_variants.py"))
+    options = [f"--cache={cache}", f"--device={arguments.device}", f"--seconds={arguments.seconds}"]
+    command = [*launcher, script, variant, str(arguments.root), *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"arm {arm} failed with exit code {done.returncode}")
+        raise SystemExit(f"variant {variant} failed with exit code {done.returncode}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report: dict[str, Any] = json.loads(lines[-1])
     return report
@@ -303,43 +57,47 @@ def start_arm(arm: str, arguments: argparse.Namespace, *, cache: Path) -> dict[s
 
 def count_flops() -> int:
     """Of a training step, an image: three times the forward pass of the whole model."""
-    from vit.model.presets import compute_flops
-
     return 3 * compute_flops({"img_size": IMAGE_SIZE, "num_classes": 10, **ARCHITECTURE})
 
 
+def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of one variant over the rounds; the first round is cold."""
+    rates = [report["images_per_second"] for report in reports]
+    warm = [report["first_step_seconds"] for report in reports[1:] or reports]
+    summary = {
+        "images_per_second": round(statistics.median(rates), 1),
+        "rounds": [round(rate, 1) for rate in rates],
+        "cold_first_step_seconds": round(reports[0]["first_step_seconds"], 1),
+        "warm_first_step_seconds": round(statistics.median(warm), 1),
+    }
+    for name in ("peak_memory_mib", "peak_device_memory_mib"):
+        if name in reports[0]:
+            summary[name] = round(max(report[name] for report in reports))
+    return summary
+
+
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the rounds, the first round's start, and the ratios."""
-    arms = [arm for arm in rounds[0] if arm != "matmul"]
-    median: dict[str, Any] = {}
-    for arm in arms:
-        rows = [row[arm] for row in rounds]
-        median[arm] = {
-            "images_per_second": round(statistics.median(row["images_per_second"] for row in rows), 1),
-            "rounds": [round(row["images_per_second"], 1) for row in rows],
-            "cold_first_step_seconds": round(rows[0]["first_step_seconds"], 1),
-            "warm_first_step_seconds": round(
-                statistics.median(row["first_step_seconds"] for row in rows[1:] or rows), 1
-            ),
-            "peak_memory_mib": round(max(row["peak_memory_mib"] for row in rows)),
-        }
-        if "peak_device_memory_mib" in rows[0]:
-            median[arm]["peak_device_memory_mib"] = round(max(row["peak_device_memory_mib"] for row in rows))
-    rate = {arm: median[arm]["images_per_second"] for arm in arms}
-    figures: dict[str, Any] = {"arms": median}
-    figures["ratios"] = {
-        f"{arm} / {base}": round(rate[arm] / rate[base], 2)
-        for arm in arms
+    """Of every variant, and the ratios of their rates."""
+    variants = {
+        name: summarise_variant([of_round[name] for of_round in rounds])
+        for name in rounds[0]
+        if name != "matmul"
+    }
+    rates = {name: summary["images_per_second"] for name, summary in variants.items()}
+    summary: dict[str, Any] = {"variants": variants}
+    summary["ratios"] = {
+        f"{name} / {base}": round(rates[name] / rates[base], 2)
+        for name in rates
         for base in ("plain", "compiled", "engine")
-        if arm.startswith("engine") and base in rate and base != arm
+        if name.startswith("engine") and base in rates and base != name
     }
     if "matmul" in rounds[0]:
-        matmul = statistics.median(row["matmul"]["matmul_tflops"] for row in rounds)
-        figures["matmul_tflops"] = round(matmul, 3)
-        figures["share_of_matmul_rate"] = {
-            arm: round(rate[arm] * count_flops() / 1e12 / matmul, 3) for arm in arms
+        matmul = statistics.median(of_round["matmul"]["matmul_tflops"] for of_round in rounds)
+        summary["matmul_tflops"] = round(matmul, 3)
+        summary["fraction_of_matmul_rate"] = {
+            name: round(rate * count_flops() / 1e12 / matmul, 3) for name, rate in rates.items()
         }
-    return figures
+    return summary
 
 
 def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
@@ -361,40 +119,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", type=Path)
-    parser.add_argument("--arms", nargs="+", default=DEFAULT_ARMS, choices=[*DEFAULT_ARMS, "engine-2"])
+    parser.add_argument(
+        "--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, "engine-2"]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of each arm in each round, after warm-up"
+        "--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="folder for train-throughput-<machine>.json")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.arm:
-        print(json.dumps(run_arm(arguments)), flush=True)
-        return
-    from rows import describe_conditions, write_row  # not at the top: start-up of the arms is timed
-
     machine = describe_conditions(arguments.device)
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as directory:
         for number in range(arguments.rounds):
             rounds.append({})
-            for arm in arguments.arms:
-                rounds[-1][arm] = start_arm(arm, arguments, cache=Path(directory))
-                print(f"round {number + 1}, {arm}: {rounds[-1][arm]}", flush=True)
-        agreement = compare_losses(start_arm("agreement", arguments, cache=Path(directory)))
-    row = {
+            for variant in arguments.variants:
+                rounds[-1][variant] = start_variant(variant, arguments, cache=Path(directory))
+                print(f"round {number + 1}, {variant}: {rounds[-1][variant]}", flush=True)
+        agreement = compare_losses(start_variant("agreement", arguments, cache=Path(directory)))
+    result = {
         "machine": machine,
         "images": f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}",
         **summarise(rounds),
         "agreement": agreement,
     }
-    text = json.dumps(row, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if arguments.output:
-        write_row(arguments.output, "train-throughput", row)
+        write_result(arguments.output, "train-throughput", result)
 
 
 if __name__ == "__main__":

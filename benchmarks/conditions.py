@@ -1,4 +1,4 @@
-"""What every row of figures says about where it was measured, and where it is written."""
+"""What every result says about where it was measured, and where it is written."""
 
 import json
 import os
@@ -18,13 +18,8 @@ from vit.runtime.device import describe_device
 
 def describe_conditions(device: torch.device | str) -> dict[str, Any]:
     """Machine, command, commit and versions, as they are now."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
         "device": describe_device(torch.device(device)),
         "threads": torch.get_num_threads(),
@@ -37,11 +32,11 @@ def describe_conditions(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def write_row(folder: Path, name: str, row: Mapping[str, Any]) -> Path:
-    """`row`, which holds what `describe_conditions` said under "machine", as `<name>-<machine>.json`."""
-    path = folder / f"{name}-{machine_slug(row['machine']['device'])}.json"
+def write_result(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
+    """`result`, which holds what `describe_conditions` said under "machine", as `<name>-<machine>.json`."""
+    path = folder / f"{name}-{machine_slug(result['machine']['device'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(row, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

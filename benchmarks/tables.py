@@ -1,0 +1,238 @@
+"""Write the tables of README.md and docs/benchmarks.md from the result files, and draw the learning curves.
+
+    python benchmarks/tables.py            # print them
+    python benchmarks/tables.py --write    # into the two pages, between their marks; and the picture
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is listed as not measured.
+"""
+
+import argparse
+import json
+import re
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+CURVES = ROOT / "docs" / "images" / "learning-curves.png"
+RECIPE = "cifar10-cpu"  # whose curves are drawn
+MINUTES = (1, 3, 5, 10, 20)
+STEMS = {
+    "patch": "patchify stem",
+    "conv": "conv stem",
+    "conv_pool": "pooled conv stem",
+    "conv_pool_residual": "pooled conv stem with a residual convolution",
+}
+
+Results = dict[str, dict[str, Any]]
+
+
+def load_results(kind: str) -> Results:
+    """File name → result, of `recipe-*` or `ablation-*`."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))}
+
+
+def choose_recipe(results: Results) -> Results:
+    """The results of RECIPE, for any length of training."""
+    return {name: result for name, result in results.items() if name.startswith(f"recipe-{RECIPE}")}
+
+
+def format_accuracy(metric: dict[str, Any] | None) -> str:
+    """'80.1 ± 0.3 %'."""
+    if metric is None:
+        return "–"
+    spread = metric["standard_deviation"]
+    return f"{100 * metric['mean']:.1f}" + (f" ± {100 * spread:.1f} %" if spread is not None else " %")
+
+
+def name_recipe(result: dict[str, Any]) -> str:
+    """The recipe's file and what was changed in it."""
+    changes = " ".join(
+        item for item in result["overrides"] if not item.startswith(("data.name=", "data.root="))
+    )
+    return f"`{result['recipe'].removeprefix('configs/')}`" + (f" `{changes}`" if changes else "")
+
+
+def mean_seconds(runs: list[dict[str, Any]], *, cold: bool) -> str:
+    seconds = [run["seconds"] for run in runs if run["cold"] == cold]
+    return f"{sum(seconds) / len(seconds):.0f}" if seconds else "–"
+
+
+def describe_stem(config: dict[str, Any]) -> str:
+    """What the model has beside encoder blocks with full attention."""
+    registers = config["model"]["reg_tokens"]
+    return STEMS[config["model"]["stem"]] + (f", {registers} registers" if registers else "")
+
+
+def build_summary(results: Results) -> str:
+    """README's table."""
+    lines = ["| recipe | test top-1 | seconds | seeds | machine |", "|---|---|---|---|---|"]
+    for result in results.values():
+        ours = result["ours"]
+        lines.append(
+            f"| {name_recipe(result)} | {format_accuracy(ours['test_top1'])} | "
+            f"{mean_seconds(result['runs'], cold=True)} | {ours['seeds']} | {result['machine']['device']} |"
+        )
+    return "\n".join(lines)
+
+
+def build_recipes(results: Results) -> str:
+    lines = [
+        "| recipe | stem | test top-1 | with mirrored image | seconds from process start, cold / warm | seeds | "
+        "machine | result file |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        ours = result["ours"]
+        times = " / ".join(mean_seconds(result["runs"], cold=cold) for cold in (True, False))
+        mirrors = result["config"]["augment"]["flip"] != "none"  # else a mirrored image has another class
+        lines.append(
+            f"| {name_recipe(result)} | {describe_stem(result['config'])} | "
+            f"{format_accuracy(ours['test_top1'])} | "
+            f"{format_accuracy(ours.get('test_top1_mirrored') if mirrors else None)} | {times} | "
+            f"{ours['seeds']} | {result['machine']['device']} | `{name}.json` |"
+        )
+    measured = {result["recipe"] for result in results.values()}
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        recipe = path.relative_to(ROOT).as_posix()
+        if recipe not in measured:
+            lines.append(f"| `{recipe.removeprefix('configs/')}` | | not measured | | | | | |")
+    return "\n".join(lines)
+
+
+def build_baseline_lines(results: Results) -> list[str]:
+    lines = []
+    for name, result in results.items():
+        timed = result["time_to"]
+        if result["baseline"] is None or timed["ratio"] is None:
+            continue
+        bound = "" if timed["baseline_reached_it"] else "more than "
+        last = result["baseline_runs"][0]
+        lines.append(
+            f"{name_recipe(result)} reaches {timed['top1']:.0%} on the validation split after "
+            f"{timed['ours_seconds']:.0f} s; timm's model of the same width and depth in a plain loop takes "
+            f"{bound}{timed['baseline_seconds']:.0f} s ({bound}{timed['ratio']:.1f} ×; it ends at "
+            f"{format_accuracy(result['baseline']['test_top1'])} on the test images after "
+            f"{last['seconds']:.0f} s). Result file: `{name}.json`."
+        )
+    return lines
+
+
+def build_minutes(results: Results) -> str:
+    """Validation accuracy some minutes after process start: the mean over seeds of the last one so far."""
+
+    def at(curves: list[list[dict[str, float]]], minutes: int) -> str:
+        reached = [[point["top1"] for point in curve if point["seconds"] <= 60 * minutes] for curve in curves]
+        if not all(reached):
+            return "–"
+        ended = all(curve[-1]["seconds"] <= 60 * minutes for curve in curves)
+        return f"{100 * sum(of[-1] for of in reached) / len(reached):.1f}{' (ended)' if ended else ''}"
+
+    if not results:
+        return ""
+    lines = [
+        f"| validation top-1, %, after | {' | '.join(f'{minutes} min' for minutes in MINUTES)} |",
+        f"|---|{'---|' * len(MINUTES)}",
+    ]
+    for result in results.values():
+        variants = {
+            name_recipe(result): result["runs"],
+            "timm's model, plain loop": result["baseline_runs"],
+        }
+        for variant, runs in variants.items():
+            if runs:
+                cells = " | ".join(at([run["curve"] for run in runs], minutes) for minutes in MINUTES)
+                lines.append(f"| {variant} | {cells} |")
+    return "\n".join(lines)
+
+
+def build_ablation(ablations: Results) -> str:
+    """The steps of each ablation up to the recipe, and the alternatives that were not taken."""
+    lines: list[str] = []
+    for ablation in ablations.values():
+        lines += [
+            f"| ablation of {name_recipe(ablation | {'overrides': []})} | test top-1 | seconds | seeds |",
+            "|---|---|---|---|",
+        ]
+        for number, (name, step) in enumerate(ablation["steps"].items()):
+            label = name if number == 0 or name.startswith("+") else f"instead: {name}"
+            warm = any(not run["cold"] for run in step["runs"])
+            lines.append(
+                f"| {label} | {format_accuracy(step['ours']['test_top1'])} | "
+                f"{mean_seconds(step['runs'], cold=not warm)} | {step['ours']['seeds']} |"
+            )
+    return "\n".join(lines)
+
+
+def draw_curves(results: Results, path: Path) -> None:
+    """Validation accuracy against minutes since process start: ours by seed, and the baseline's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150, layout="constrained")
+    colours = cycle(["#0072b2", "#56b4e9", "#009e73"])  # Okabe and Ito's, told apart by the colour-blind
+    shown: set[str] = set()
+    for result in results.values():
+        name, colour = f"vit train {result['recipe']}", next(colours)
+        variants = [(name, colour, run["curve"]) for run in result["runs"]]
+        variants += [("timm's model, plain loop", "#d55e00", run["curve"]) for run in result["baseline_runs"]]
+        for label, line_colour, curve in variants:
+            axes.plot(
+                [point["seconds"] / 60 for point in curve],
+                [100 * point["top1"] for point in curve],
+                color=line_colour,
+                marker=".",
+                linewidth=1.2,
+                label=None if label in shown else label,
+            )
+            shown.add(label)
+    axes.set_xlabel("minutes since process start, start-up included")
+    axes.set_ylabel("validation top-1, %")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def build_tables() -> dict[str, str]:
+    """Name of the mark → what stands below it."""
+    recipes = load_results("recipe")
+    blocks = [build_recipes(recipes), *build_baseline_lines(recipes), build_minutes(choose_recipe(recipes))]
+    return {
+        "summary": build_summary(recipes),
+        "recipes": "\n\n".join(block for block in blocks if block),
+        "ablation": build_ablation(load_results("ablation")),
+    }
+
+
+def fill_page(page: str, tables: dict[str, str]) -> str:
+    """`page` with each marked table written anew."""
+    for name, table in tables.items():
+        page = re.sub(
+            rf"(<!-- results: {name} -->\n).*?(<!-- end -->)",
+            lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/benchmarks.md")
+    options = parser.parse_args()
+    tables = build_tables()
+    print("\n\n".join(tables.values()))
+    if options.write:
+        for page in PAGES:
+            page.write_text(fill_page(page.read_text(), tables))
+        draw_curves(choose_recipe(load_results("recipe")), CURVES)
+
+
+if __name__ == "__main__":
+    main()

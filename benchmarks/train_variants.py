@@ -1,0 +1,265 @@
+"""What each variant of `train_throughput.py` runs, in a process of its own; prints its report as one line of JSON."""
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+STARTED = (
+    time.perf_counter()
+)  # of this process, but for the interpreter; what follows is imported where it is used
+
+ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
+IMAGE_SIZE, BATCH_SIZE, WORKERS, WARM_STEPS, AGREEMENT_STEPS = 32, 256, 2, 4, 30
+ADAMW = {"lr": 1e-3, "weight_decay": 0.05}
+
+
+class Clock:
+    """Counts steps between the end of the warm-up and the end of the time."""
+
+    def __init__(self, device: Any, *, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+        self.steps, self.first_step, self.start = 0, 0.0, 0.0
+
+    def tick(self) -> bool:
+        """A step was issued; whether the time is up."""
+        self.steps += 1
+        if self.steps in (1, WARM_STEPS):
+            self._wait()
+            self.start = time.perf_counter()
+        if self.steps == 1:
+            self.first_step = self.start - STARTED
+        return self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
+
+    def report(self) -> dict[str, float]:
+        import torch
+
+        self._wait()
+        elapsed = time.perf_counter() - self.start
+        report = {
+            "images_per_second": (self.steps - WARM_STEPS) * BATCH_SIZE / elapsed,
+            "first_step_seconds": self.first_step,
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        if self.device.type == "cuda":
+            report["peak_device_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return report
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def build_timm(num_classes: int, device: Any) -> Any:
+    import timm
+    import torch
+
+    torch.manual_seed(0)
+    shape = {"img_size": IMAGE_SIZE, "num_classes": num_classes, **ARCHITECTURE}
+    return timm.models.VisionTransformer(**shape).to(device)
+
+
+def make_timm_step(
+    model: Any, device: Any, *, weight_decay: float = ADAMW["weight_decay"], autocast: bool = True
+) -> Callable[[Any, Any], Any]:
+    """The step of a plain loop; it returns the loss."""
+    import torch
+
+    # for a compiled model too: its parameters are the model's own
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ADAMW["lr"], weight_decay=weight_decay, fused=True)
+
+    def step(images: Any, labels: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def run_plain(root: Path, device: Any, *, seconds: float, compiled: bool = False) -> dict[str, float]:
+    import torch
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    steps = [
+        transforms.RandomCrop(IMAGE_SIZE, padding=4),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ]
+    images = ImageFolder(root / "train", transforms.Compose(steps))
+    loader = DataLoader(
+        images,
+        BATCH_SIZE,
+        shuffle=True,
+        drop_last=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        pin_memory=device.type == "cuda",
+    )
+    model = build_timm(len(images.classes), device)
+    step = make_timm_step(torch.compile(model) if compiled else model, device)
+    clock = Clock(device, seconds=seconds)
+    while True:
+        for batch, labels in loader:
+            step(batch.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+            if clock.tick():
+                return clock.report()
+
+
+class TimedBatches:
+    """A loader that ends the run, as a signal would, where its clock says so."""
+
+    def __init__(self, batches: Any, clock: Clock, process: Any) -> None:
+        self.batches, self.clock, self.process = batches, clock, process
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
+        from vit.training.signals import Stopped
+
+        for batch in self.batches.epoch(epoch, **arguments):
+            yield batch  # and come back here after the step
+            if self.process.any(self.clock.tick(), self.clock.device):
+                raise Stopped
+
+
+def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[str, float]:
+    """The whole training loop, but for what it shows and saves between epochs."""
+    from vit.build.run import build_run
+    from vit.config import load_config
+    from vit.runtime.processes import join_processes
+    from vit.training.signals import Stopped
+
+    overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
+    overrides += [f"optimizer.{name}={value}" for name, value in ADAMW.items()]
+    overrides += ["data.name=folder", f"data.root={root}", f"data.cache_dir={cache}"]
+    overrides += ["augment.crop_padding=4", "augment.flip=random"]
+    overrides += [f"data.image_size={IMAGE_SIZE}", f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
+    with tempfile.TemporaryDirectory() as directory, join_processes(str(device)) as (process, name):
+        run = build_run(
+            load_config(None, overrides),
+            directory=Path(directory),
+            process=process,
+            device_name=name,
+            observers=[],
+        )
+        clock = Clock(device, seconds=seconds)
+        run.trainer.train_batches = TimedBatches(run.trainer.train_batches, clock, process)
+        with suppress(Stopped):
+            run.trainer.run()
+        return clock.report() | {"compiled": run.is_compiled} if process.is_main else {}
+
+
+def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
+    """TFLOP/s over one block's four linear layers, each with the two products of its backward pass."""
+    import torch
+
+    width = ARCHITECTURE["embed_dim"]
+    rows = BATCH_SIZE // 4 * ((IMAGE_SIZE // ARCHITECTURE["patch_size"]) ** 2 + 1)
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    operands = [(draw(rows, k), draw(n, k), draw(rows, n)) for k, n in shapes]
+    results = [(draw(rows, n), draw(rows, k), draw(n, k)) for k, n in shapes]
+
+    def work() -> None:
+        for (x, weight, gradient), (y, dx, dweight) in zip(operands, results, strict=True):
+            torch.mm(x, weight.T, out=y)
+            torch.mm(gradient, weight, out=dx)
+            torch.mm(gradient.T, x, out=dweight)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times, end = [], time.perf_counter() + seconds / 4
+    while time.perf_counter() < end or len(times) < 10:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    flops = sum(3 * 2 * rows * k * n for k, n in shapes)
+    return {"matmul_tflops": flops / statistics.median(times) / 1e12}
+
+
+def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
+    """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
+    from vit.data.augment import Augment
+    from vit.data.cache import decode_dataset
+    from vit.data.images import Preprocess
+    from vit.data.loaders import ResidentLoader
+    from vit.data.open import open_dataset
+    from vit.model.vision_transformer import VisionTransformer
+    from vit.optim import create_optimizer, create_schedule
+    from vit.training.step import TrainStep
+
+    preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
+    source = open_dataset("folder", root=str(root)).split("train")
+    dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
+    loader = ResidentLoader(
+        dataset,
+        batch_size=BATCH_SIZE,
+        seed=0,
+        device=device,
+        preprocess=preprocess,
+        augment=Augment(crop_padding=4, flip="random"),
+        shuffle=True,
+        drop_last=True,
+        num_classes=len(dataset.class_names),
+    )
+
+    def train(step: Callable[[Any, Any], Any]) -> list[float]:
+        return [float(step(batch.images, batch.labels)) for batch in islice(loader.epoch(0), AGREEMENT_STEPS)]
+
+    losses = {
+        name: train(
+            make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, autocast=on)
+        )
+        for name, on in (("float32", False), ("plain", True))
+    }
+    model = VisionTransformer(img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE).to(device)
+    model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
+    optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
+    schedule = create_schedule(optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
+    step = TrainStep(model, optimizer, schedule, precision="bfloat16", grad_accum_steps=4)
+    return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variant", choices=["plain", "compiled", "engine", "engine-2", "matmul", "agreement"])
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    options = parser.parse_args()
+    import torch
+
+    device, seconds = torch.device(options.device), options.seconds
+    if options.variant == "matmul":
+        report: dict[str, Any] = run_matmul(device, seconds=seconds)
+    elif options.variant == "agreement":
+        report = run_agreement(options.root, device, cache=options.cache)
+    elif options.variant.startswith("engine"):
+        report = run_engine(options.root, device, seconds=seconds, cache=options.cache)
+    else:
+        report = run_plain(options.root, device, seconds=seconds, compiled=options.variant == "compiled")
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
