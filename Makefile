@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint docs notebooks records soak clean
+.PHONY: demo test lint docs notebooks results soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -34,9 +34,9 @@ docs: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev
 	MPLBACKEND=module://matplotlib_inline.backend_inline $(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
 
-# The README's table of recipes, from the rows under benchmarks/results
-records: $(VENV)/.installed
-	$(BIN)/python benchmarks/records.py
+# The tables of README.md and docs/benchmarks.md, from benchmarks/results
+results: $(VENV)/.installed
+	$(BIN)/python benchmarks/tables.py --write
 
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
