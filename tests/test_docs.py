@@ -73,9 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
         image.convert("RGB").crop((0, 0, 240, 240)).save(folder / "photo.png")
     before = Path.cwd()
     os.chdir(folder)
-    cli.succeed(
-        "train", "digits", "train.epochs=3", "train.device=cpu", "--output", "runs/digits"
-    )
+    cli.succeed("train", "digits", "train.epochs=3", "train.device=cpu", "--output", "runs/digits")
     yield folder
     os.chdir(before)
 
@@ -137,6 +135,17 @@ def test_the_walk_names_functions_where_they_are() -> None:
     assert len(hops) > 20
     for path, name in hops:
         assert re.search(rf"^ *(def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+
+
+def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    code = " ".join(path.read_text() for path in sorted((ROOT / "vit").rglob("*.py")))
+    code = re.sub(r"[\"']\s*f?[\"']", "", " ".join(code.split()))  # joined, as the compiler does
+    messages = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    for message in messages:
+        # what is left between names, numbers and paths
+        constant = re.split(r"'[^']*'|[^\s,;]*[\d/.=…][^\s,;]*|--\w+", message)
+        assert max(constant, key=len).strip(" ,;()") in code, message
 
 
 @pytest.mark.parametrize("page", GENERATED)
