@@ -16,7 +16,7 @@ import pytest
 import typer
 from PIL import Image
 
-from vit.api import find_recipe
+from vit.build.recipe import find_recipe
 from vit.cli.main import app
 from vit.config import RENAMED_KEYS, load_config
 
