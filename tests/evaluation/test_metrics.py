@@ -112,3 +112,8 @@ def test_a_weight_counts_like_as_many_images(make_predictions: MakePredictions) 
     repeated = compute_metrics(score_logits(logits.repeat(weights, axis=0), labels.repeat(weights)))
     weighted = compute_metrics(score_logits(logits, labels), weights.astype(np.float64))
     assert weighted == pytest.approx(repeated, abs=1e-12)
+
+
+def test_logits_that_are_not_numbers_are_no_hits() -> None:
+    logits = np.array([[np.nan, np.nan, np.nan], [np.nan, 5.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32)
+    assert score_logits(logits, np.array([0, 1, 0])).correct.tolist() == [False, False, True]

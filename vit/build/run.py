@@ -19,7 +19,7 @@ from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
-from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -229,9 +229,8 @@ def build_evaluate(
             device=device,
             precision=precision,
         )
-        logits = predictor.predict(read, count=len(dataset))
-        metrics = compute_metrics(score_logits(logits, dataset.labels))
-        return metrics["loss"], metrics["top1"]
+        scores = score_logits(predictor.predict(read, count=len(dataset)), dataset.labels)
+        return float(scores.loss.mean()), float(scores.correct.mean())
 
     return evaluate
 
