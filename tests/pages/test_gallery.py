@@ -183,9 +183,9 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     dog = browser.execute_script(PIXELS, first)
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
-    figures = browser.find_elements("class name", "figures")[0].text
-    assert "deletion gap" in figures
-    assert "in prefix tokens" in figures
+    facts = browser.find_elements("class name", "facts")[0].text
+    assert "deletion gap" in facts
+    assert "in prefix tokens" in facts
 
 
 @pytest.mark.browser

@@ -65,17 +65,27 @@ class Evaluation(BaseModel):
 
     schema_version: int = SCHEMA_VERSION
 
-    top1: float = Field(description="fraction of images whose label is the highest logit")
-    top5: float = Field(description="fraction of images whose label is among the five highest logits")
-    loss: float = Field(description="mean cross-entropy of the logits, nats")
-    macro_f1: float = Field(description="mean F1 of the classes that occur as label or prediction")
-    macro_precision: float
-    macro_recall: float
-    ece: float = Field(description="expected calibration error, 15 bins of equal width")
-    brier: float = Field(
-        description="squared difference of probabilities and one-hot labels, summed over classes"
+    top1: float = Field(
+        title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
     )
-    nll: float = Field(description="mean cross-entropy of the probabilities: the loss after the temperature")
+    top5: float = Field(
+        title="Top-5 accuracy", description="fraction of images whose label is among the five highest logits"
+    )
+    loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
+    macro_f1: float = Field(
+        title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
+    )
+    macro_precision: float = Field(title="Macro precision", description="mean precision of the same classes")
+    macro_recall: float = Field(title="Macro recall", description="mean recall of the same classes")
+    ece: float = Field(
+        title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
+    )
+    brier: float = Field(
+        title="Brier score", description="squared difference of probabilities and one-hot label, 0 to 2"
+    )
+    nll: float = Field(
+        title="Negative log-likelihood", description="mean cross-entropy after temperature scaling, nats"
+    )
     intervals: dict[str, tuple[float, float]] = Field(
         description="95 % bootstrap confidence interval of each of these"
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from matplotlib.ticker import MaxNLocator
 
+from vit.evaluation.metrics import Bin
+
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 400, 250
@@ -13,11 +15,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 42  # room for the axes
 
 @dataclass(frozen=True)
 class Mark:
-    """A point or bar in pixels of the chart, with the words that pointing at it shows."""
+    """A point or bar in pixels of the chart, and its tooltip."""
 
     x: float
     y: float
-    text: str
+    text: str = ""
     width: float = 0
     height: float = 0
 
@@ -74,31 +76,27 @@ def build_line_chart(
     return Chart(title, x_label, y_label, across.ticks, up.ticks, lines=lines)
 
 
-def build_reliability_chart(bins: Sequence[tuple[float, float, float, int]]) -> Chart:
-    """Accuracy against confidence: `bins` are (lower, upper, accuracy, count), all but count 0…1."""
-    across = _Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True)
-    up = _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True)
+def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
+    """Accuracy against confidence."""
+    across, up = (
+        _Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True),
+        _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True),
+    )
     bars = [
         Mark(
-            x=across.place(lower) + 1,
-            y=up.place(accuracy),
-            width=across.place(upper) - across.place(lower) - 2,
-            height=up.place(0) - up.place(accuracy),
-            text=f"confidence {lower:.2f} to {upper:.2f}: {accuracy:.1%} of {count} images right",
+            across.place(each.lower) + 1,
+            up.place(each.accuracy),
+            f"confidence {each.lower:.2f} to {each.upper:.2f}: {each.accuracy:.1%} of {each.count} images correct",
+            width=across.place(each.upper) - across.place(each.lower) - 2,
+            height=up.place(0) - up.place(each.accuracy),
         )
-        for lower, upper, accuracy, count in bins
-        if count
+        for each in bins
+        if each.count
     ]
-    ideal = [Mark(across.place(value), up.place(value), "") for value in (0.0, 1.0)]
-    return Chart(
-        "Reliability",
-        "confidence",
-        "accuracy",
-        across.ticks,
-        up.ticks,
-        lines=[Line("perfectly calibrated", ideal, style=1)],
-        bars=bars,
+    ideal = Line(
+        "perfectly calibrated", [Mark(across.place(value), up.place(value)) for value in (0, 1)], style=1
     )
+    return Chart("Reliability", "confidence", "accuracy", across.ticks, up.ticks, lines=[ideal], bars=bars)
 
 
 class _Axis:

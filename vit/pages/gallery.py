@@ -1,7 +1,6 @@
-"""The gallery: one HTML file in which attention maps are compared, faded and asked about patch by patch."""
+"""The gallery: one HTML file to compare attention maps, and to see what each patch attends to."""
 
 import base64
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,13 @@ from vit.explanation.render.explained import ExplainedImage, ExplainedMap
 from vit.explanation.render.overlay import palette, quantise, relative_to_uniform
 from vit.explanation.render.patch_attention import PatchAttention
 from vit.pages.page import render_page
+from vit.pages.pictures import encode_picture
 from vit.runtime.files import write_text
 
 MOST_IMAGES = 64
 _BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
 _PATCH_ATTENTION_BYTES = 166_000  # of them, before base64: rollout and every layer of a 14×14 grid
-_PHOTO_BYTES = 32_000
+_PHOTO_CHARACTERS = 42_700  # a JPEG of 32,000 bytes in base64
 _PHOTO_SIDE = 400  # pixels
 
 
@@ -110,17 +110,13 @@ def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _encode_photo(image: Image.Image) -> str:
-    """A JPEG of at most `_PHOTO_BYTES` as a data address; small images are not enlarged."""
+    """A JPEG of bounded size as a data address; small images are not enlarged."""
     if max(image.size) > _PHOTO_SIDE:
         image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
-    content = b""
-    for quality in (88, 75, 60, 40):
-        file = io.BytesIO()
-        image.save(file, format="JPEG", quality=quality, optimize=True)
-        content = file.getvalue()
-        if len(content) <= _PHOTO_BYTES:
-            break
-    return "data:image/jpeg;base64," + base64.b64encode(content).decode()
+    encoded = (encode_picture(image, quality=quality) for quality in (88, 75, 60, 40))
+    return next(
+        (text for text in encoded if len(text) <= _PHOTO_CHARACTERS), encode_picture(image, quality=40)
+    )
 
 
 def _encode(values: np.ndarray) -> str:

@@ -1,0 +1,97 @@
+"""The confusion matrix of a report: which classes are shown, in which orders, and the images behind each number."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from vit.evaluation.images import Images
+from vit.evaluation.metrics import Ints, Scores, compute_confusion
+from vit.pages.pictures import encode_thumbnail
+
+_MOST_CLASSES = 40  # of more, those with the most errors are shown
+_LISTED = 100  # images of a cell
+_PICTURED = 24  # of these, at most so many with a thumbnail
+_THUMBNAIL_BYTES = 3_000_000  # of all cells, encoded: keeps the page below 10 MB
+
+
+def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> dict[str, Any]:
+    """What the template needs: names, counts, support and orders of the classes shown, cells, confused pairs."""
+    confusion = compute_confusion(scores)
+    shown = _choose_classes(confusion)
+    counts, shown_names = confusion[np.ix_(shown, shown)], [names[index] for index in shown]
+    return {
+        "names": shown_names,
+        "counts": counts.tolist(),
+        "support": confusion.sum(axis=1)[shown].tolist(),
+        "num_classes": len(names),
+        "orders": _order_classes(counts, shown_names),
+        "cells": _describe_cells(scores, shown, images),
+        "pairs": _list_confused_pairs(confusion, names),
+    }
+
+
+def _choose_classes(confusion: Ints) -> list[int]:
+    """All classes, or where they are too many to show those with the most errors."""
+    if len(confusion) <= _MOST_CLASSES:
+        return list(range(len(confusion)))
+    errors = confusion.sum(axis=0) + confusion.sum(axis=1) - 2 * confusion.diagonal()
+    return sorted(np.argsort(-errors, kind="stable")[:_MOST_CLASSES].tolist())
+
+
+def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
+    """Orders of the classes, by the names that the page gives them."""
+    fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
+    orders = {
+        "the model's order": np.arange(len(counts)),
+        "name": np.array(sorted(range(len(names)), key=lambda index: names[index])),
+        "worst recall first": np.argsort(fractions.diagonal(), kind="stable"),
+        "most images first": np.argsort(-counts.sum(axis=1), kind="stable"),
+    }
+    if len(counts) > 2:
+        # classes that are often confused lie side by side
+        distance = 1 - (fractions + fractions.T) / 2
+        np.fill_diagonal(distance, 0)
+        tree = linkage(squareform(distance, checks=False), "average", optimal_ordering=True)
+        orders["confused classes together"] = leaves_list(tree)
+    return {name: order.tolist() for name, order in orders.items()}
+
+
+def _list_confused_pairs(confusion: Ints, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The ten most frequent errors."""
+    errors = confusion - np.diag(confusion.diagonal())
+    largest = np.argsort(-errors, axis=None, kind="stable")[:10].tolist()
+    return [
+        {"label": names[row], "predicted": names[column], "count": int(errors[row, column])}
+        for row, column in (divmod(index, len(errors)) for index in largest)
+        if errors[row, column]
+    ]
+
+
+def _describe_cells(scores: Scores, shown: Sequence[int], images: Images) -> dict[str, list[list[Any]]]:
+    """ "row,column" → [path, confidence, thumbnail or null] of the first images of each cell, the most confident
+    first. The cells take turns, so that each has some thumbnails when not all images can have one."""
+    position = np.full(scores.num_classes, -1)
+    position[list(shown)] = np.arange(len(shown))
+    rows, columns = position[scores.labels], position[scores.predicted]
+    cells: dict[tuple[int, int], list[int]] = {}
+    for index in np.lexsort((-scores.confidence, columns, rows)).tolist():
+        if rows[index] >= 0 <= columns[index]:
+            cells.setdefault((int(rows[index]), int(columns[index])), []).append(index)
+    thumbnails: dict[int, str] = {}
+    room = _THUMBNAIL_BYTES
+    for turn in range(_PICTURED):
+        for _, members in sorted(cells.items(), key=lambda cell: cell[0][0] == cell[0][1]):  # errors first
+            if turn < len(members) and room > 0:
+                index = members[turn]
+                thumbnails[index] = encode_thumbnail(images.read(index, index + 1)[0])
+                room -= len(thumbnails[index])
+    return {
+        f"{row},{column}": [
+            [images.ids[index], round(float(scores.confidence[index]), 4), thumbnails.get(index)]
+            for index in members[:_LISTED]
+        ]
+        for (row, column), members in cells.items()
+    }
