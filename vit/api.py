@@ -20,7 +20,7 @@ from vit.evaluation.evaluate import evaluate_bundle
 from vit.evaluation.images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.evaluation.result import EvaluationResult
-from vit.explanation.faithfulness.benchmark import Plan, measure
+from vit.explanation.faithfulness.benchmark import measure
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.faithfulness.summary import FaithfulnessResult
 from vit.explanation.methods.table import METHODS, find_methods
@@ -197,11 +197,12 @@ def measure_faithfulness(
     where = next(bundle.model.parameters()).device
     with show_progress("faithfulness", None) as advance:
         measurement = measure(
-            bundle.model,
-            images.to(where),
-            classes.to(where),
-            Plan(methods=tuple(names), batch_size=batch_size, seed=seed),
-            pixel_std=bundle.preprocess.std,
+            bundle,
+            images,
+            classes,
+            methods=names,
+            batch_size=batch_size,
+            seed=seed,
             on_progress=lambda what: advance(1, what),
         )
     conditions = {

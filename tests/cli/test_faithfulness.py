@@ -18,7 +18,7 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
     assert figures["split"] == "test"
     assert len(set(figures["image_ids"])) == 16
     assert set(figures["metrics"]["deletion"]["methods"]) == {
-        "rollout", "gae", "oracle", "random", "centre", "edges",
+        "rollout", "gae", "leave-one-out", "random", "centre", "edges",
     }  # fmt: skip
     assert {"faithfulness.md", "faithfulness.png", "faithfulness.npz"} <= {p.name for p in output.iterdir()}
 

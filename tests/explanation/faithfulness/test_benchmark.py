@@ -1,4 +1,4 @@
-"""The harness can tell a good map from a random one, and its numbers are what they are said to be."""
+"""The benchmark tells a good map from a random one, and its numbers are what they are said to be."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
 from vit.explanation.faithfulness.baselines import centre_maps, edge_maps, random_maps
-from vit.explanation.faithfulness.benchmark import TAKEN_AWAY, Measurement, Plan, build_mosaics, measure
+from vit.explanation.faithfulness.benchmark import Measurement, measure
+from vit.explanation.faithfulness.grid_pointing import build_mosaics
 from vit.explanation.faithfulness.metrics import (
+    REMOVED,
     compute_pointing,
     compute_saco,
     estimate,
@@ -22,38 +26,46 @@ from vit.explanation.methods.table import METHODS
 
 @pytest.fixture(scope="module")
 def measurement(trained) -> Measurement:
-    plan = Plan(methods=("rollout", "gae"), fill_images=8, mosaics=24)
-    few = slice(128)
-    return measure(trained.model, trained.images[few], trained.classes[few], plan, pixel_std=(1.0, 1.0, 1.0))
+    preprocess = Preprocess(image_size=(24, 24), std=(1.0, 1.0, 1.0))
+    bundle = Bundle(trained.model, preprocess, tuple("0123456789g"), name="digits", sha256="0" * 64)
+    few, settings = slice(128), {"painted_images": 8, "mosaics": 24}
+    return measure(bundle, trained.images[few], trained.classes[few], methods=("rollout", "gae"), **settings)
 
 
-def test_the_harness_is_valid(measurement: Measurement) -> None:
-    """The oracle beats random on each metric with disjoint intervals; a random map's SaCo interval contains
+def test_the_metrics_tell_a_good_map_from_a_random_one(measurement: Measurement) -> None:
+    """Leave-one-out beats random on each metric with disjoint intervals; a random map's SaCo interval contains
     0."""
-    assert summarise(measurement)["valid"] == {
-        "oracle beats random: deletion": True,
-        "oracle beats random: insertion": True,
-        "oracle beats random: saco": True,
-        "oracle beats random: grid_pointing": True,
+    assert summarise(measurement)["checks"] == {
+        "leave-one-out beats random: deletion": True,
+        "leave-one-out beats random: insertion": True,
+        "leave-one-out beats random: saco": True,
+        "leave-one-out beats random: grid_pointing": True,
         "random SaCo is about 0": True,
     }
 
 
 def test_areas_are_trapezoids_of_the_stored_curves(measurement: Measurement) -> None:
     for name, curves in measurement.curves.items():
-        expected = np.trapezoid(curves["deletion"], TAKEN_AWAY, axis=1) / 0.9
+        expected = np.trapezoid(curves["deletion"], REMOVED, axis=1) / 0.9
         assert np.abs(measurement.values["deletion"][name] - expected).max() < 1e-5
 
 
 def test_every_metric_holds_every_map_it_can(measurement: Measurement) -> None:
-    for metric in ("deletion", "insertion", "saco", "oracle_correlation", "deletion_mean", "insertion_blur"):
+    for metric in (
+        "deletion",
+        "insertion",
+        "saco",
+        "leave_one_out_correlation",
+        "deletion_mean",
+        "insertion_blur",
+    ):
         assert set(measurement.values[metric]) == {
-            "rollout", "gae", "oracle", "centre", "edges", "random",
+            "rollout", "gae", "leave-one-out", "centre", "edges", "random",
         }  # fmt: skip
     assert all(np.isfinite(v).all() for values in measurement.values.values() for v in values.values())
 
 
-def test_a_map_that_knows_no_class_points_by_chance(measurement: Measurement) -> None:
+def test_a_map_that_does_not_depend_on_the_class_points_by_chance(measurement: Measurement) -> None:
     assert np.abs(measurement.values["grid_pointing"]["rollout"] - 0.25).max() < 1e-6
 
 
@@ -76,7 +88,7 @@ def test_planted_evidence_is_found(trained, planted) -> None:
     demanded."""
     accuracy = planted.measure_pointing(trained.model, trained.images, trained.classes, trained.glyph)
     print(accuracy)
-    assert accuracy["oracle"] >= 0.9
+    assert accuracy["leave-one-out"] >= 0.9
     assert max(accuracy[method] for method in METHODS) >= 0.9
     assert min(accuracy.values()) < 0.5  # and some do point elsewhere: the test can tell
 
@@ -129,16 +141,16 @@ def test_intervals_are_paired_and_cover_the_mean() -> None:
 
 
 def test_win_rate_counts_ties_half_and_knows_the_direction() -> None:
-    method, control = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 2.0, 4.0, 5.0])
-    assert win_rate(method, control, higher_is_better=True) == 0.375
-    assert win_rate(method, control, higher_is_better=False) == 0.625
+    method, baseline = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 2.0, 4.0, 5.0])
+    assert win_rate(method, baseline, higher_is_better=True) == 0.375
+    assert win_rate(method, baseline, higher_is_better=False) == 0.625
 
 
 def test_order_falls_and_ties_stay_in_reading_order() -> None:
     assert find_order(torch.tensor([[[1.0, 3.0], [3.0, 2.0]]])).tolist() == [[1, 2, 3, 0]]
 
 
-def test_controls_know_only_what_they_should() -> None:
+def test_baselines_depend_only_on_what_they_should() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = random_maps(2, (4, 4), generator=generator)
     assert not torch.equal(noise, random_maps(2, (4, 4), generator=generator))

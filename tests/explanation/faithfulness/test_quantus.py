@@ -1,7 +1,7 @@
-"""Deletion, the oracle's correlation and pointing equal Quantus's on the same model, images and maps.
+"""Deletion, the correlation with leave-one-out and pointing equal Quantus's on the same model, images and maps.
 
-Quantus (Hedström et al. 2023) flips features of painted images, so the oracle is of painting over, not of leaving
-tokens out. It has no SaCo; its max-sensitivity divides by the norm of the first map alone, where ours is bounded.
+Quantus (Hedström et al. 2023) flips features of painted images, so leave-one-out is by painting over here, not by
+leaving tokens out. It has no SaCo; its max-sensitivity divides by the norm of the first map alone, ours is bounded.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def test_deletion_is_pixel_flipping(painted: dict[str, Any]) -> None:
     assert np.abs(curve.numpy() - expected).max() < 1e-5
 
 
-def test_correlation_with_the_oracle_is_the_faithfulness_estimate(painted: dict[str, Any]) -> None:
+def test_correlation_with_leave_one_out_is_the_faithfulness_estimate(painted: dict[str, Any]) -> None:
     estimate = quantus.FaithfulnessEstimate(
         features_in_step=painted["features_in_step"],
         perturb_baseline=0.0,
@@ -64,8 +64,8 @@ def test_correlation_with_the_oracle_is_the_faithfulness_estimate(painted: dict[
         **AS_IT_IS,
     )
     maps = painted["maps"]
-    harm = leave_one_out(painted["predict"], batch=len(maps), patches=PATCHES, device=maps.device)
-    found = rank_correlation(maps, harm.unflatten(1, GRID))
+    drops = leave_one_out(painted["predict"], batch=len(maps), patches=PATCHES, device=maps.device)
+    found = rank_correlation(maps, drops.unflatten(1, GRID))
     expected = np.array(estimate(**painted["arguments"]))
     assert np.ptp(expected) > 0.2
     assert np.abs(found.numpy() - expected).max() < 1e-5

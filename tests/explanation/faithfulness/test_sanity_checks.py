@@ -1,4 +1,4 @@
-"""The report with a map says what it should for maps whose worth is known."""
+"""Sanity checks say what they should of maps that are known to be good or bad."""
 
 import numpy as np
 import torch
@@ -27,13 +27,13 @@ def test_rank_correlation_with_a_constant_is_zero() -> None:
     assert rank_correlation(torch.ones(1, 4, 4), torch.rand(1, 4, 4)) == 0
 
 
-def test_the_oracle_beats_random_orders_and_its_reverse_does_not(trained) -> None:
+def test_leave_one_out_beats_random_orders_and_its_reverse_does_not(trained) -> None:
     images, classes = trained.images[:40], trained.classes[:40]
     deletion = RandomDeletion(trained.model, images, classes, grid=(4, 4))
     predict = build_predictor(trained.model, images, classes, grid=(4, 4))
-    oracle = leave_one_out(predict, batch=40, patches=16, device=images.device).reshape(40, 4, 4)
-    gap, beaten = deletion.compare(oracle)
-    reverse_gap, reverse_beaten = deletion.compare(-oracle)
+    drops = leave_one_out(predict, batch=40, patches=16, device=images.device).reshape(40, 4, 4)
+    gap, beaten = deletion.compare(drops)
+    reverse_gap, reverse_beaten = deletion.compare(-drops)
     assert gap.mean() > 0.2
     assert beaten.mean() > 0.8
     assert set(beaten.tolist()) <= {tenths / 10 for tenths in range(11)}  # 9 of 10 is no less than 0.9

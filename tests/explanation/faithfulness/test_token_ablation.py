@@ -77,7 +77,7 @@ def test_painting_leaves_kept_patches_their_pixels(ours: Build, fill: str) -> No
 
 def test_an_unknown_fill_lists_the_known_ones(ours: Build) -> None:
     model, images = ours()
-    with pytest.raises(ValueError, match="unknown fill 'black'; known: auto, drop, mean, blur"):
+    with pytest.raises(ValueError, match="unknown fill 'black'; known: auto, blur, drop, mean"):
         build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill="black")
 
 

@@ -1,11 +1,11 @@
-"""Maps that know nothing of the model, and one that asks it directly: what methods have to be better than."""
+"""Maps that don't depend on the model: what methods have to be better than."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-RANDOM_DRAWS = 5
+RANDOM_MAPS = 5  # of each image; their metrics are averaged
 
 
 def random_maps(

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from vit.explanation.faithfulness.token_ablation import Predict
+from vit.explanation.faithfulness.token_ablation import FRACTIONS, Predict
 
-TAKEN_AWAY = tuple(step / 10 for step in range(10))  # fractions of the patches, of deletion curves
-LEFT = tuple((step + 1) / 10 for step in range(10))  # of insertion curves
+REMOVED = FRACTIONS  # fractions of the patches, of deletion curves
+KEPT = tuple((step + 1) / 10 for step in range(10))  # of insertion curves
 SACO_GROUPS = 10
 RESAMPLES = 2000
 
@@ -29,26 +29,26 @@ def compute_saco(
 ) -> Float[Tensor, " B"]:
     """Salience-guided faithfulness coefficient (Wu et al. 2024, algorithm 1), -1 to 1.
 
-    Patches fall by rank into at most `groups` groups of equal size (a larger group would do more harm by
-    itself, so a remainder, the least salient patches, is left out). For each pair of groups, the difference
-    of their salience counts for the map if taking the more salient one away hurts at least as much, against
-    it otherwise.
+    Patches fall by rank into at most `groups` groups of equal size (removing a larger group would lower the
+    probability more by itself, so a remainder, the least salient patches, is left out). For each pair of groups, the
+    difference of their salience counts for the map if removing the more salient one lowers the probability at least
+    as much, against it otherwise.
     """
     order, values = find_order(maps), maps.flatten(1)
     size = -(-order.shape[1] // groups)
     groups = order.shape[1] // size
     everything = torch.arange(order.shape[1], device=order.device).expand_as(order)
     whole = predict(everything)
-    salience, harm = [], []
+    salience, drops = [], []
     for group in order[:, : groups * size].chunk(groups, dim=1):
-        away = torch.zeros_like(order, dtype=torch.bool).scatter_(1, group, True)
+        removed = torch.zeros_like(order, dtype=torch.bool).scatter_(1, group, True)
         salience.append(values.gather(1, group).mean(dim=1))
-        harm.append(whole - predict(everything[~away].reshape(len(order), -1)))
+        drops.append(whole - predict(everything[~removed].reshape(len(order), -1)))
     more, less = torch.triu_indices(groups, groups, offset=1)
     weight = torch.stack(salience, dim=1)
     weight = weight[:, more] - weight[:, less]
-    drops = torch.stack(harm, dim=1)
-    agrees = torch.where(drops[:, more] >= drops[:, less], 1.0, -1.0)
+    drop = torch.stack(drops, dim=1)
+    agrees = torch.where(drop[:, more] >= drop[:, less], 1.0, -1.0)
     total = weight.abs().sum(dim=1)
     return torch.where(total > 0, (agrees * weight).sum(dim=1) / total.clamp_min(1e-30), 0.0)
 
@@ -56,11 +56,11 @@ def compute_saco(
 def compute_pointing(
     maps: Float[Tensor, "B rows columns"], inside: Bool[Tensor, "B rows columns"]
 ) -> Float[Tensor, " B"]:
-    """The share of the positive relevance that lies `inside`; by its area where there is none."""
+    """The fraction of the positive relevance that lies `inside`; by its area where there is none."""
     positive = maps.clamp_min(0)
     total = positive.sum(dim=(1, 2))
-    share = (positive * inside).sum(dim=(1, 2)) / total.clamp_min(1e-30)
-    return torch.where(total > 0, share, inside.float().mean(dim=(1, 2)))
+    fraction = (positive * inside).sum(dim=(1, 2)) / total.clamp_min(1e-30)
+    return torch.where(total > 0, fraction, inside.float().mean(dim=(1, 2)))
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ class Estimate:
 def estimate(values: Mapping[str, Float[np.ndarray, " n"]], *, seed: int = 0) -> dict[str, Estimate]:
     """The mean of each method with a percentile bootstrap interval. The resamples of images are shared."""
     count = len(next(iter(values.values())))
-    draws = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    resamples = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
     estimates = {}
     for name, of_images in values.items():
-        means = of_images[draws].mean(axis=1)
+        means = of_images[resamples].mean(axis=1)
         low, high = np.quantile(means, [0.025, 0.975])
         estimates[name] = Estimate(float(of_images.mean()), float(low), float(high))
     return estimates
 
 
 def win_rate(
-    method: Float[np.ndarray, " n"], control: Float[np.ndarray, " n"], *, higher_is_better: bool
+    method: Float[np.ndarray, " n"], baseline: Float[np.ndarray, " n"], *, higher_is_better: bool
 ) -> float:
-    """The share of images on which the method is better than the control; a tie is half."""
-    difference = method - control if higher_is_better else control - method
+    """The fraction of images on which the method is better than the baseline; a tie is half."""
+    difference = method - baseline if higher_is_better else baseline - method
     return float((difference > 0).mean() + (difference == 0).mean() / 2)
 
 

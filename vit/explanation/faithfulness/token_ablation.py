@@ -1,8 +1,8 @@
-"""What happens to a class's probability when patches are taken away.
+"""The probability of a class when patches are removed.
 
-A vision transformer takes any number of tokens, so a patch is taken away by leaving its token out after the
-position embedding: nothing is painted over, and no image is made that the model never saw the like of
-(Jain et al. 2022). Painting over, with the mean or a blur, is there to compare.
+A vision transformer takes any number of tokens, so a patch is removed by leaving its token out after the position
+embedding: nothing is painted over, and no image is made that is unlike those of the training (Jain et al. 2022).
+Painting over, with the mean or a blur, is there to compare.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,10 @@ from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.layers import RotaryLayer
 from vit.explanation.capture.readout import count_prefix_tokens
 from vit.model.logits import compute_logits
+from vit.runtime.arguments import check_choice
 
 FILLS = ("auto", "drop", "mean", "blur")
-FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches taken away: 0 to 0.9
+FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches removed: 0 to 0.9
 
 Predict = Callable[[Int[Tensor, "B kept"]], Float[Tensor, " B"]]
 
@@ -67,8 +68,7 @@ def build_predictor(
     `fill`: "drop" leaves the other tokens out, "mean" paints their pixels with the image's mean colour,
     "blur" with a Gaussian blur of the image; "auto" is "drop" where the model allows it, else "mean".
     """
-    if fill not in FILLS:
-        raise ValueError(f"unknown fill {fill!r}; known: {', '.join(FILLS)}")
+    check_choice(fill, FILLS, name="fill")
     if fill == "auto":
         fill = "drop" if can_drop_tokens(model) else "mean"
     paint = images.mean(dim=(-1, -2), keepdim=True)
@@ -92,15 +92,15 @@ def build_predictor(
 def deletion_curve(
     predict: Predict, order: Int[Tensor, "B P"], *, fractions: Sequence[float] = FRACTIONS
 ) -> Float[Tensor, "B steps"]:
-    """Probabilities while the first patches of `order` are taken away, at each fraction of the patches."""
+    """Probabilities while the first patches of `order` are removed, at each fraction of the patches."""
     patches = order.shape[1]
-    return torch.stack([predict(order[:, round(share * patches) :]) for share in fractions], dim=1)
+    return torch.stack([predict(order[:, round(fraction * patches) :]) for fraction in fractions], dim=1)
 
 
 def leave_one_out(
     predict: Predict, *, batch: int, patches: int, device: torch.device
 ) -> Float[Tensor, "B P"]:
-    """How far the probability falls when one patch is taken away: the oracle that maps are compared with."""
+    """The drop in probability when one patch is left out (leave-one-out occlusion)."""
     everything = torch.arange(patches, device=device).expand(batch, -1)
     whole = predict(everything)
     without = [
