@@ -71,7 +71,6 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("augment={resized_crop_scale: [0.5, 1], crop_padding: 4}", "augment: .*two ways to crop"),
         ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
         ("train.grad_accum_steps=3", "batch_size 128 is not a multiple of train.grad_accum_steps 3"),
-        ("train.device=gpu", "use auto, cpu, cuda"),
         ("train", "not of the form key.path=value"),
         ("train.epochs.x=3", r"train\.epochs"),
     ],

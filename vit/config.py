@@ -1,8 +1,7 @@
 """Every setting, typed, on one page.
 
-A configuration is a YAML file plus `key.path=value` overrides, validated once. Whatever is not named keeps the
-default below. Values travel on from here as plain arguments; only `vit/build/` and the commands see this
-schema.
+A configuration is a YAML file plus `key.path=value` overrides, validated once; what is not named keeps the default
+below. Only `vit/build/` and the commands see this schema: everything else takes values as plain arguments.
 """
 
 import difflib
@@ -12,20 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.functional_validators import field_validator, model_validator
 
 from vit.runtime.arguments import Precision, as_pair
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 # first name → present name; old ones are read wherever a configuration is
 RENAMED_KEYS = {
@@ -46,9 +39,7 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images come from, how they are split and brought to size."""
 
-    name: str = (
-        "digits"  # cifar10, folder, …: a name in vit.data.open.FINDERS, checked when the data is opened
-    )
+    name: str = "digits"  # cifar10, folder, …: one of vit.data.open.FINDERS
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     image_size: Size = 32
@@ -62,21 +53,15 @@ class DataConfig(_Section):
     memory_fraction: float = Field(0.4, gt=0, le=1)  # of the device's memory, for pipeline auto
     workers: int | None = Field(None, ge=0)  # processes; None: one a core
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)  # more unreadable images are refused
-    cache_dir: Path | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
+    cache_dir: AbsolutePath | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
 
     @field_validator("root")
     @classmethod
-    def _absolute_root(cls, root: str | None, info: ValidationInfo) -> str | None:
+    def _absolute_root(cls, root: str | None, info: Any) -> str | None:
         """A folder stays the same one from every directory; shard patterns and commands are kept as written."""
-        is_pattern = info.data.get("name") == "webdataset" and re.search(
-            r"[*?\[{$]|^pipe:|::|\.tar", root or ""
-        )
+        pattern = r"[*?\[{$]|^pipe:|::|\.tar"
+        is_pattern = info.data.get("name") == "webdataset" and re.search(pattern, root or "")
         return root if root is None or is_pattern else str(Path(root).expanduser().absolute())
-
-    @field_validator("cache_dir")
-    @classmethod
-    def _absolute_cache(cls, cache_dir: Path | None) -> Path | None:
-        return None if cache_dir is None else cache_dir.expanduser().absolute()
 
 
 class AugmentConfig(_Section):
@@ -158,7 +143,7 @@ class TrainConfig(_Section):
     batch_size: int = Field(128, gt=0)  # images a step, over all processes
     grad_accum_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"  # micro-batches a step
     seed: int = Field(0, ge=0)
-    device: str = "auto"
+    device: str = "auto"  # cpu, cuda or cuda:N; auto: a GPU where there is one
     precision: Literal["auto", Precision] = "auto"
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
@@ -175,13 +160,6 @@ class TrainConfig(_Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     parallel: Literal["ddp", "fsdp"] = "ddp"
 
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, device: str) -> str:
-        if device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError("use auto, cpu, cuda or cuda:N")
-        return device
-
 
 class Config(_Section):
     """A whole run."""
@@ -197,32 +175,31 @@ class Config(_Section):
     def _fits(self) -> Self:
         if self.model.init is None and self.data.crop_pct is None:
             object.__setattr__(self, "data", self.data.model_copy(update={"crop_pct": 1.0}))
-        # other models bring their own shape; it is checked when they are built
-        if self.model.init is None and self.model.preset is None:
-            if self.model.embed_dim % self.model.num_heads:
+        model, train = self.model, self.train
+        if (
+            model.init is None and model.preset is None
+        ):  # others have their own shape, checked when they are built
+            if model.embed_dim % model.num_heads:
                 raise ValueError(
-                    f"model.embed_dim {self.model.embed_dim} is not a multiple of model.num_heads "
-                    f"{self.model.num_heads}"
+                    f"model.embed_dim {model.embed_dim} is not a multiple of model.num_heads {model.num_heads}"
                 )
-            sizes = [self.data.image_size, *(size for _, size in self.train.image_sizes or [])]
-            for size in sizes:
-                for side, patch in zip(
-                    as_pair(size, name="data.image_size"),
-                    as_pair(self.model.patch_size, name="model.patch_size"),
-                    strict=True,
-                ):
-                    if side % patch:
-                        lower = side // patch * patch
-                        choice = f"{lower} or {lower + patch}" if lower else f"{patch}"
-                        raise ValueError(
-                            f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}"
-                        )
-        if self.train.grad_accum_steps != "auto" and self.train.batch_size % self.train.grad_accum_steps:
+            for size in [self.data.image_size, *(size for _, size in train.image_sizes or [])]:
+                _check_divisible(size, model.patch_size)
+        if train.grad_accum_steps != "auto" and train.batch_size % train.grad_accum_steps:
             raise ValueError(
-                f"train.batch_size {self.train.batch_size} is not a multiple of train.grad_accum_steps "
-                f"{self.train.grad_accum_steps}"
+                f"train.batch_size {train.batch_size} is not a multiple of train.grad_accum_steps "
+                f"{train.grad_accum_steps}"
             )
         return self
+
+
+def _check_divisible(image_size: Size, patch_size: Size) -> None:
+    sides = as_pair(image_size, name="data.image_size")
+    for side, patch in zip(sides, as_pair(patch_size, name="model.patch_size"), strict=True):
+        if side % patch:
+            lower = side // patch * patch
+            choice = f"{lower} or {lower + patch}" if lower else f"{patch}"
+            raise ValueError(f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}")
 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
@@ -250,17 +227,14 @@ def restore_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rename_keys(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    renamed: dict[str, Any] = {}
-    for section, keys in values.items():
-        if not isinstance(keys, dict):
-            renamed[section] = keys
-            continue
-        renamed[section] = {}
-        for key, value in keys.items():
-            name = names.get(f"{section}.{key}", f"{section}.{key}").partition(".")[2]
-            if name != key and name in keys:
-                raise ValueError(f"{section}.{key} is the old name of {section}.{name}; give one of them")
-            renamed[section][name] = value
+    renamed = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in values.items()}
+    for old, new in names.items():
+        (section, old_key), new_key = old.split("."), new.partition(".")[2]
+        keys = renamed.get(section)
+        if isinstance(keys, dict) and old_key in keys:
+            if new_key in keys:
+                raise ValueError(f"{old} is the old name of {new}; give one of them")
+            keys[new_key] = keys.pop(old_key)
     return renamed
 
 
@@ -274,11 +248,8 @@ def plain_values(config: Config) -> dict[str, Any]:
 
 def flatten_config(config: Config) -> dict[str, Any]:
     """'section.key' → value."""
-    return {
-        f"{section}.{key}": value
-        for section, keys in config.model_dump().items()
-        for key, value in keys.items()
-    }
+    sections = config.model_dump().items()
+    return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
 
 def dump_config(config: Config) -> str:
@@ -319,7 +290,7 @@ def _explain(error: Any) -> str:
     path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
-        known = [name for name in _known_keys() if name.count(".") == key.count(".")]
+        known = list(Config.model_fields) if "." not in key else list(flatten_config(Config()))
         # a right name in the wrong section is as common a slip as a misspelt one
         near = [name for name in known if name.rpartition(".")[2] == path[-1]]
         near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -328,13 +299,3 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     return f"{key}: {message}, not {error['input']!r}" if key else message
-
-
-def _known_keys() -> list[str]:
-    sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    return list(sections) + [
-        f"{section}.{name}"
-        for section, model in sections.items()
-        if isinstance(model, type) and issubclass(model, _Section)
-        for name in model.model_fields
-    ]

@@ -193,10 +193,7 @@ def _build_optimizer(
 ) -> tuple[Optimizer, LRScheduler]:
     settings, schedule = config.optimizer, config.schedule
     optimizer = create_optimizer(
-        settings.name,
-        model,
-        **settings.model_dump(exclude={"name"}),
-        muon_dtype=getattr(torch, precision),
+        settings.name, model, **settings.model_dump(exclude={"name"}), muon_dtype=getattr(torch, precision)
     )
     warmup_steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
     return optimizer, create_schedule(
@@ -294,9 +291,7 @@ def _should_compile(config: Config, plan: TrainingPlan, model: VisionTransformer
         return False
     total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
     return should_compile(
-        next(model.parameters()).device.type,
-        total_flops=total_flops,
-        num_sizes=len(plan.image_sizes) or 1,
+        next(model.parameters()).device.type, total_flops=total_flops, num_sizes=len(plan.image_sizes) or 1
     )
 
 
