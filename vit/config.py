@@ -279,10 +279,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise ValueError(f"override {override!r}: {section} is a value, not a section")
     try:
-        value = yaml.safe_load(text)
+        values[last] = yaml.safe_load(text)
     except yaml.YAMLError:
-        value = text  # a name with a colon or a bracket in it
-    values[last] = value
+        values[last] = text  # a name with a colon or a bracket in it
 
 
 def _explain(error: Any) -> str:

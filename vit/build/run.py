@@ -10,31 +10,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from vit.build.attention_images import AttentionImages, write_training_batch
 from vit.build.data import Data, Loader, build_data, build_dataset, build_train_loader
+from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
-from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
 from vit.runtime.arguments import as_pair
-from vit.runtime.cache_dir import default_cache_dir
-from vit.runtime.device import Precision, choose_device, choose_precision
+from vit.runtime.device import choose_device, choose_precision
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
-from vit.training.compilation import keep_compiled_code, should_compile
+from vit.training.compilation import should_compile
 from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
 from vit.training.loop import Trainer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
-from vit.training.parallel import unwrap_for_evaluation, wrap_model
+from vit.training.parallel import wrap_model
 from vit.training.plan import TrainingPlan
 from vit.training.state import gather_weights
 from vit.training.step import TrainStep
@@ -101,57 +97,42 @@ def build_run(
     observers: list[Observer] | None = None,
 ) -> Run:
     """All the parts of a training run, ready to start or to resume."""
-    device = choose_device(device_name)
-    train = config.train
-    _set_up_torch(device, deterministic=train.deterministic)
+    train, device = config.train, choose_device(device_name)
+    precision, is_sharded = choose_precision(train.precision, device), train.parallel == "fsdp"
+    torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
+    # else every new tensor is written twice, a debugging aid
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    keep_freed_memory()
     dataset = build_dataset(config)
     model, pretrained = build_model(config, num_classes=len(dataset.split("train").class_names))
     data = build_data(config, dataset, device=device, pretrained=pretrained)
-    is_sharded = train.parallel == "fsdp"
     if not is_sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
-    precision = choose_precision(train.precision, device)
-    is_compiled = _should_compile(config, plan, model)
-    if is_compiled:
-        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
-    image_size = data.preprocess.image_size
-    batch_size = plan.batch_size // process.world_size
+    sizes: dict[str, Any] = {
+        "batch_size": plan.batch_size // process.world_size,
+        "image_size": data.preprocess.image_size,
+    }
     grad_accum_steps = train.grad_accum_steps
     if grad_accum_steps == "auto":
-        grad_accum_steps = choose_grad_accum_steps(
-            model, batch_size=batch_size, image_size=image_size, device=device
-        )
+        grad_accum_steps = choose_grad_accum_steps(model, device=device, **sizes)
     step_cost = None
     if not is_sharded:
-        micro_batch_size = -(-batch_size // grad_accum_steps)
-        step_cost = measure_step_cost(
-            model,
-            (3, *image_size),
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            precision=precision,
-        )
-    parallel_model, average_model = _wrap_models(config, model, process=process, device=device)
-    optimizer, schedule = _build_optimizer(config, model, plan=plan, precision=precision)
-    step = TrainStep(
-        parallel_model,
-        optimizer,
-        schedule,
-        precision=precision,
-        label_smoothing=train.label_smoothing,
-        clip_grad=train.clip_grad,
-        grad_accum_steps=grad_accum_steps,
-        ema_decay=train.ema_decay,
-        average_model=average_model,
-        halt_on_nonfinite=train.on_nonfinite == "stop",
-        compile=is_compiled,
-    )
+        step_cost = measure_step_cost(model, grad_accum_steps=grad_accum_steps, precision=precision, **sizes)
+    is_compiled = _should_compile(config, plan, model)
     if observers is None and process.is_main:
         observers = build_observers(config, data, train_loader, directory=directory)
     trainer = Trainer(
-        step,
+        build_step(
+            config,
+            model,
+            plan=plan,
+            process=process,
+            device=device,
+            grad_accum_steps=grad_accum_steps,
+            compile=is_compiled,
+        ),
         plan=plan,
         train_batches=train_loader,
         evaluate=build_evaluate(data, device=device, precision=precision),
@@ -165,91 +146,67 @@ def build_run(
     return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
 
 
-def _set_up_torch(device: torch.device, *, deterministic: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic and device.type == "cuda")
-    # else every new tensor is written twice, a debugging aid
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    keep_freed_memory()
-
-
-def _wrap_models(
-    config: Config, model: VisionTransformer, *, process: Process, device: torch.device
-) -> tuple[nn.Module, nn.Module | None]:
-    """The model wrapped for its processes, and the one that keeps the weights' average."""
-    parallel = config.train.parallel
-    if parallel == "fsdp" and config.optimizer.name == "muon":
+def build_step(
+    config: Config,
+    model: VisionTransformer,
+    *,
+    plan: TrainingPlan,
+    process: Process,
+    device: torch.device,
+    grad_accum_steps: int,
+    compile: bool,
+) -> TrainStep:
+    """The model wrapped for its processes, with its average, optimizer and schedule."""
+    train, schedule = config.train, config.schedule
+    if train.parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError(
             "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
         )
-    average_model = copy.deepcopy(model) if config.train.ema_decay else None
-    parallel_model = wrap_model(model, process=process, parallel=parallel, device=device)
-    if average_model is not None and parallel == "fsdp":
-        wrap_model(average_model, process=process, parallel=parallel, device=device)
-    return parallel_model, average_model
-
-
-def _build_optimizer(
-    config: Config, model: VisionTransformer, *, plan: TrainingPlan, precision: Precision
-) -> tuple[Optimizer, LRScheduler]:
-    settings, schedule = config.optimizer, config.schedule
+    precision = choose_precision(train.precision, device)
+    average_model = copy.deepcopy(model) if train.ema_decay else None
+    parallel_model = wrap_model(model, process=process, parallel=train.parallel, device=device)
+    if average_model is not None and train.parallel == "fsdp":
+        wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(
-        settings.name, model, **settings.model_dump(exclude={"name"}), muon_dtype=getattr(torch, precision)
+        model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision)
     )
     warmup_steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
-    return optimizer, create_schedule(
+    return TrainStep(
+        parallel_model,
         optimizer,
-        name=schedule.name,
-        warmup_steps=min(warmup_steps, plan.total_steps - 1),
-        total_steps=plan.total_steps,
-        cooldown_fraction=schedule.cooldown_fraction,
+        create_schedule(
+            optimizer,
+            name=schedule.name,
+            warmup_steps=min(warmup_steps, plan.total_steps - 1),
+            total_steps=plan.total_steps,
+            cooldown_fraction=schedule.cooldown_fraction,
+        ),
+        precision=precision,
+        label_smoothing=train.label_smoothing,
+        clip_grad=train.clip_grad,
+        grad_accum_steps=grad_accum_steps,
+        ema_decay=train.ema_decay,
+        average_model=average_model,
+        halt_on_nonfinite=train.on_nonfinite == "stop",
+        compile=compile,
     )
-
-
-def build_evaluate(
-    data: Data, *, device: torch.device, precision: Precision
-) -> Callable[[nn.Module], tuple[float, float]] | None:
-    """(loss, top-1) of a model on the validation images, computed as `vit evaluate` computes them; None without."""
-    dataset, preprocess = data.validation, data.preprocess
-    if dataset is None:
-        return None
-
-    def read(start: int, stop: int) -> Pixels:
-        assert dataset is not None and dataset.images is not None  # noqa: PT018
-        return preprocess.crop(dataset.images[start:stop])
-
-    def evaluate(model: nn.Module) -> tuple[float, float]:
-        predictor = Predictor(
-            model=unwrap_for_evaluation(model),
-            preprocess=preprocess,
-            num_classes=len(dataset.class_names),
-            batch_size=choose_batch_size(device),
-            device=device,
-            precision=precision,
-        )
-        scores = score_logits(predictor.predict(read, count=len(dataset)), dataset.labels)
-        return float(scores.loss.mean()), float(scores.correct.mean())
-
-    return evaluate
 
 
 def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> TrainingPlan:
     """How long, and what happens when."""
     train = config.train
     total_steps = train.epochs * steps_per_epoch
+    shared = {"epochs", "seed", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
+    shared |= {"on_nonfinite"}
     return TrainingPlan(
-        epochs=train.epochs,
         steps_per_epoch=steps_per_epoch,
         total_steps=min(total_steps, train.max_steps or total_steps),
-        seed=train.seed,
         batch_size=batch_size,
-        evaluate_every_epochs=train.evaluate_every_epochs,
-        checkpoint_every_steps=train.checkpoint_every_steps,
-        keep_every_epochs=train.keep_every_epochs,
         mix_until=config.augment.mix_until,
         image_sizes=tuple(
             (until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()
         ),
-        on_nonfinite=train.on_nonfinite,
+        **train.model_dump(include=shared),
     )
 
 
@@ -267,11 +224,8 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
     def show_batch(writer: "SummaryWriter") -> None:
         write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
 
-    return [
-        ProgressBar(),
-        MetricsFile(directory),
-        TensorBoard(directory, at_start=show_batch, at_evaluation=attention),
-    ]
+    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention)
+    return [ProgressBar(), MetricsFile(directory), tensorboard]
 
 
 def find_changes(config: Config, saved: Path) -> list[str]:

@@ -27,10 +27,10 @@ class StepCost:
 
 def measure_step_cost(
     model: nn.Module,
-    image_shape: tuple[int, int, int],
     *,
     batch_size: int,
-    micro_batch_size: int,
+    image_size: tuple[int, int],
+    grad_accum_steps: int,
     precision: Precision,
 ) -> StepCost:
     """Run forward and backward on blank images, one micro-batch's at most, and scale up to the batch.
@@ -39,10 +39,11 @@ def measure_step_cost(
     estimate.
     """
     device = next(model.parameters()).device
+    micro_batch_size = -(-batch_size // grad_accum_steps)
     count = min(_MEASURED_IMAGES, micro_batch_size)
     with torch.random.fork_rng():
         trial = copy.deepcopy(model).train()
-        images = torch.zeros(count, *image_shape, device=device)
+        images = torch.zeros(count, 3, *image_size, device=device)
         labels = torch.zeros(count, dtype=torch.int64, device=device)
         kept: dict[int, int] = {}
 

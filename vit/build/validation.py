@@ -1,0 +1,41 @@
+"""Validation while a model trains: the numbers that `vit evaluate` would report."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vit.build.data import Data
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
+from vit.runtime.device import Precision
+from vit.training.parallel import unwrap_for_evaluation
+
+
+def build_evaluate(
+    data: Data, *, device: torch.device, precision: Precision
+) -> Callable[[nn.Module], tuple[float, float]] | None:
+    """A function from a model to its (mean cross-entropy, top-1 from 0 to 1) on the validation images, to be called
+    in all processes; None without such images."""
+    dataset, preprocess = data.validation, data.preprocess
+    if dataset is None:
+        return None
+    images, labels, num_classes = dataset.images, dataset.labels, len(dataset.class_names)
+    assert images is not None, "validation images are always decoded"
+
+    def read(start: int, stop: int) -> Pixels:
+        return preprocess.crop(images[start:stop])
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        predictor = Predictor(
+            unwrap_for_evaluation(model),
+            preprocess,
+            num_classes,
+            choose_batch_size(device),
+            device,
+            precision,
+        )
+        scores = score_logits(predictor.predict(read, count=len(labels)), labels)
+        return float(scores.loss.mean()), float(scores.correct.mean())
+
+    return evaluate
