@@ -75,8 +75,8 @@ class Evaluation(BaseModel):
     macro_f1: float = Field(
         title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
     )
-    macro_precision: float = Field(title="Macro precision", description="mean precision of the same classes")
-    macro_recall: float = Field(title="Macro recall", description="mean recall of the same classes")
+    macro_precision: float = Field(title="Macro precision", description="mean precision of the classes that occur")
+    macro_recall: float = Field(title="Macro recall", description="mean recall of the classes that occur")
     ece: float = Field(
         title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
     )

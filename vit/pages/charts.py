@@ -10,7 +10,7 @@ from vit.evaluation.metrics import Bin
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 400, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 42  # room for the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 42  # room for the axes
 
 
 @dataclass(frozen=True)
