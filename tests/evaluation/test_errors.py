@@ -24,10 +24,10 @@ def test_planted_label_errors_come_first(make_predictions: MakePredictions) -> N
     planted = np.random.default_rng(0).choice(sure, 30, replace=False)
     wrong = labels.copy()
     wrong[planted] = (wrong[planted] + 3) % 10
-    found, total = find_label_errors(logits, wrong, temperature=1.0, count=30)
+    found, total = find_label_errors(logits, score_logits(logits, wrong), count=30)
     assert len(set(found) & set(planted)) >= 25
     assert total >= 30
-    clean, clean_total = find_label_errors(logits, labels, temperature=1.0, count=3000)
+    clean, clean_total = find_label_errors(logits, score_logits(logits, labels), count=3000)
     assert clean_total <= total - 28
     assert len(clean) == clean_total
 
@@ -37,4 +37,4 @@ def test_few_errors_are_no_trouble() -> None:
     scores = score_logits(logits, np.arange(3))
     assert len(find_confident_mistakes(scores, count=16)) == 0
     assert len(find_uncertain_hits(scores, count=16)) == 3
-    assert find_label_errors(logits, np.arange(3), temperature=1.0, count=16)[1] == 0
+    assert find_label_errors(logits, score_logits(logits, np.arange(3)), count=16)[1] == 0

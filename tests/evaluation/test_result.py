@@ -28,13 +28,13 @@ def test_every_headline_key_is_there_and_described() -> None:
 
 
 def test_predictions_keep_every_digit_and_odd_names(make_evaluation: MakeEvaluation) -> None:
-    predictions = load_predictions(make_evaluation("a", RANKS) / "predictions.csv")
-    assert predictions.ids[3] == "test/0003.png"
-    assert predictions.labels == ["class 0", "class 1", "class 2", "class 3"]
-    assert predictions.predicted[0] == "class 0"
-    assert predictions.rank.tolist() == RANKS.tolist()
+    columns = load_predictions(make_evaluation("a", RANKS) / "predictions.csv")
+    assert columns["path"][3] == "test/0003.png"
+    assert columns["label"] == ["class 0", "class 1", "class 2", "class 3"]
+    assert columns["predicted"][0] == "class 0"
+    assert [int(rank) for rank in columns["rank"]] == RANKS.tolist()
     exact = np.log(np.exp(1.0) + 3) - 1  # cross-entropy of the logits 1, 0, 0, 0
-    assert predictions.loss[0] == pytest.approx(exact, abs=1e-15)
+    assert float(columns["loss"][0]) == pytest.approx(exact, abs=1e-15)
 
 
 def test_a_wrong_line_is_named(make_evaluation: MakeEvaluation) -> None:

@@ -16,7 +16,6 @@ from vit.evaluation.result import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
-    Predictions,
     load_evaluation,
     load_predictions,
 )
@@ -29,15 +28,13 @@ _EXACT_UP_TO = 1000  # discordant images; above, the chi-square form agrees to t
 
 @dataclass(frozen=True)
 class NamedEvaluation:
-    """One evaluation to compare. Its predictions are in the order of the first one's images."""
+    """One evaluation to compare, with its images in the order of the first one's."""
 
     name: str
     evaluation: Evaluation
-    predictions: Predictions
-
-    @property
-    def correct(self) -> NDArray[np.bool_]:
-        return np.equal(self.predictions.rank, 0)
+    ids: list[str]
+    labels: list[str]
+    correct: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -137,21 +134,9 @@ def load_evaluations(directories: Sequence[Path]) -> list[NamedEvaluation]:
     """Read evaluations. Raises ValueError where there are fewer than two or their images differ."""
     if len(directories) < 2:
         raise ValueError("a comparison needs two or more evaluations")
-    loaded: list[NamedEvaluation] = []
     common = os.path.commonpath([directory.resolve().parent for directory in directories])
-    for directory in directories:
-        if not (directory / EVALUATION_FILE).is_file():
-            raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
-        evaluation = load_evaluation(directory / EVALUATION_FILE)
-        predictions = load_predictions(directory / PREDICTIONS_FILE)
-        if len(predictions.ids) != evaluation.num_images:
-            raise ValueError(
-                f"{directory / PREDICTIONS_FILE} has {len(predictions.ids)} predictions of "
-                f"{evaluation.num_images} images; evaluate again"
-            )
-        one = NamedEvaluation(os.path.relpath(directory.resolve(), common), evaluation, predictions)
-        loaded.append(_align(one, loaded[0]) if loaded else one)
-    return loaded
+    loaded = [_load(directory, os.path.relpath(directory.resolve(), common)) for directory in directories]
+    return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
 
 
 def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
@@ -179,7 +164,7 @@ def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int 
     p_value = None
     if len(correct_a) == len(correct_b) == 1:
         p_value = compute_mcnemar(int((mean_a > mean_b).sum()), int((mean_b > mean_a).sum()))
-    first = a.evaluations[0].predictions
+    first = a.evaluations[0]
     ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
@@ -207,29 +192,35 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
 
 
+def _load(directory: Path, name: str) -> NamedEvaluation:
+    if not (directory / EVALUATION_FILE).is_file():
+        raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
+    evaluation, path = load_evaluation(directory / EVALUATION_FILE), directory / PREDICTIONS_FILE
+    columns = load_predictions(path)
+    ids = columns["path"]
+    if len(ids) != evaluation.num_images:
+        raise ValueError(
+            f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
+        )
+    return NamedEvaluation(name, evaluation, ids, columns["label"], np.array(columns["rank"]) == "0")
+
+
 def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
-    """`other` with its predictions in the order of `first`; ValueError where they are of other images."""
-    a, b, predictions = first.evaluation, other.evaluation, other.predictions
+    """`other` with its images in the order of `first`; ValueError where they are other images."""
+    a, b = first.evaluation, other.evaluation
     if a.fingerprint != b.fingerprint:
         raise ValueError(
             f"{first.name} and {other.name} were evaluated on different images "
             f"({a.data} {a.split} {a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]}); "
             "evaluate both on the same"
         )
-    position = {name: index for index, name in enumerate(predictions.ids)}
-    if len(position) < len(predictions.ids) or set(position) != set(first.predictions.ids):
+    position = {name: index for index, name in enumerate(other.ids)}
+    if len(position) < len(other.ids) or set(position) != set(first.ids):
         raise ValueError(
             f"{first.name} and {other.name} name the same images differently; evaluate both on one copy"
         )
-    order = [position[name] for name in first.predictions.ids]
-    aligned = Predictions(
-        ids=first.predictions.ids,
-        labels=[predictions.labels[index] for index in order],
-        predicted=[predictions.predicted[index] for index in order],
-        loss=predictions.loss[order],
-        rank=predictions.rank[order],
-    )
-    return replace(other, predictions=aligned)
+    order = [position[name] for name in first.ids]
+    return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
 
 
 def _bootstrap_difference(

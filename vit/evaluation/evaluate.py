@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def evaluate_bundle(
             "per_class": compute_per_class(scores, bundle.class_names),
             "reliability": compute_reliability(scores),
             "calibration": _describe_calibration(bundle, logits, images.labels),
-            "examples": _choose_examples(scores, logits, images, bundle, count=num_examples),
+            "examples": _choose_examples(logits, scores, images, bundle.class_names, count=num_examples),
             "corruptions": corrupted,
             "mean_corruption_error": None if corrupted is None else average_error(corrupted),
             "sweeps": sweeps or None,
@@ -186,26 +186,24 @@ def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calib
 
 
 def _choose_examples(
-    scores: Scores, logits: Logits, images: Images, bundle: Bundle, *, count: int
+    logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int
 ) -> Examples:
     def describe(indices: Ints) -> list[Example]:
         return [
             Example(
                 path=images.ids[index],
-                label=bundle.class_names[scores.labels[index]],
-                predicted=bundle.class_names[scores.predicted[index]],
+                label=names[scores.labels[index]],
+                predicted=names[scores.predicted[index]],
                 probability=float(scores.confidence[index]),
                 label_probability=float(scores.label_probability[index]),
             )
             for index in indices.tolist()
         ]
 
-    suspects, num_suspects = find_label_errors(
-        logits, images.labels, temperature=bundle.temperature, count=count
-    )
+    label_errors, num_label_errors = find_label_errors(logits, scores, count=count)
     return Examples(
         confident_mistakes=describe(find_confident_mistakes(scores, count=count)),
         uncertain_hits=describe(find_uncertain_hits(scores, count=count)),
-        label_errors=describe(suspects),
-        num_label_errors=num_suspects,
+        label_errors=describe(label_errors),
+        num_label_errors=num_label_errors,
     )

@@ -5,6 +5,7 @@ counts of a draw with replacement it is one bootstrap replicate (`intervals.py`)
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_BINS = 15
-_CHUNK = 4096  # images scored at a time: bounds the float64 copy of the logits
+CHUNK = 4096  # images scored at a time: bounds the float64 copy of the logits
 _TINY = np.finfo(float).tiny  # a ratio without a denominator is 0
 
 
@@ -32,6 +33,7 @@ class Scores:
     brier: Floats  # squared difference of probabilities and one-hot label, summed over classes, 0…2
     rank: Ints  # classes ahead of the label, 0 if it is correct; of equal logits the first class is ahead
     num_classes: int
+    temperature: float
 
     @property
     def correct(self) -> NDArray[np.bool_]:
@@ -66,30 +68,40 @@ class Bin:
 
 def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: float = 1.0) -> Scores:
     """Score logits [n, C] against labels [n] (0…C-1); probabilities are softmax(logits / temperature)."""
-    columns: dict[str, list[NDArray[np.generic]]] = {}
-    for start in range(0, len(labels), _CHUNK):
-        part, truth = logits[start : start + _CHUNK].astype(np.float64), labels[start : start + _CHUNK]
-        rows = np.arange(len(truth))
-        log_probabilities = log_softmax(part / temperature, axis=1)
-        probabilities = np.exp(log_probabilities)
-        own = part[rows, truth][:, None]
-        # an image with NaN among its logits is never a hit
-        behind = (part < own) | ((part == own) & (np.arange(part.shape[1]) >= truth[:, None]))
-        predicted = part.argmax(axis=1)
-        scored = {
-            "predicted": predicted,
-            "confidence": probabilities[rows, predicted],
-            "label_probability": probabilities[rows, truth],
-            "loss": -log_softmax(part, axis=1)[rows, truth],
-            "nll": -log_probabilities[rows, truth],
-            # sum over classes of (p - y)^2, with y one at the label
-            "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[rows, truth] + 1,
-            "rank": part.shape[1] - behind.sum(axis=1),
-        }
-        for name, values in scored.items():
-            columns.setdefault(name, []).append(values)
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    return Scores(labels=labels, num_classes=logits.shape[1], **joined)
+    chunks = [
+        _score_chunk(
+            logits[start : start + CHUNK].astype(np.float64), labels[start : start + CHUNK], temperature
+        )
+        for start in range(0, len(labels), CHUNK)
+    ]
+    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return Scores(labels=labels, num_classes=logits.shape[1], temperature=temperature, **columns)
+
+
+def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
+    """log softmax(logits / temperature) of [n, C]."""
+    result: Floats = log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1)
+    return result
+
+
+def _score_chunk(logits: Floats, labels: Ints, temperature: float) -> dict[str, NDArray[Any]]:
+    rows = np.arange(len(labels))
+    log_probabilities = compute_log_probabilities(logits, temperature)
+    probabilities = np.exp(log_probabilities)
+    own = logits[rows, labels][:, None]
+    # an image with NaN among its logits is never correct
+    behind = (logits < own) | ((logits == own) & (np.arange(logits.shape[1]) >= labels[:, None]))
+    predicted = logits.argmax(axis=1)
+    return {
+        "predicted": predicted,
+        "confidence": probabilities[rows, predicted],
+        "label_probability": probabilities[rows, labels],
+        "loss": -compute_log_probabilities(logits, 1.0)[rows, labels],
+        "nll": -log_probabilities[rows, labels],
+        # sum over classes of (p - y)^2, with y one at the label
+        "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[rows, labels] + 1,
+        "rank": logits.shape[1] - behind.sum(axis=1),
+    }
 
 
 def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, float]:
@@ -149,16 +161,9 @@ def compute_reliability(scores: Scores) -> list[Bin]:
     count = np.bincount(bins, minlength=NUM_BINS)
     confidence = np.bincount(bins, scores.confidence, minlength=NUM_BINS) / np.maximum(count, 1)
     accuracy = np.bincount(bins, scores.correct, minlength=NUM_BINS) / np.maximum(count, 1)
-    return [
-        Bin(
-            lower=index / NUM_BINS,
-            upper=(index + 1) / NUM_BINS,
-            count=int(count[index]),
-            confidence=float(confidence[index]),
-            accuracy=float(accuracy[index]),
-        )
-        for index in range(NUM_BINS)
-    ]
+    edges = np.arange(NUM_BINS + 1) / NUM_BINS
+    columns = (edges[:-1], edges[1:], count, confidence, accuracy)
+    return [Bin(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _bins(confidence: Floats) -> Ints:

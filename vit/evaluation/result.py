@@ -5,20 +5,20 @@ changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, nev
 """
 
 import csv
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vit.bundle import Bundle
 from vit.evaluation.cost import Cost
 from vit.evaluation.images import Duplication, Images
-from vit.evaluation.metrics import Bin, ClassMetrics, Floats, Ints, Scores, compute_confusion
+from vit.evaluation.metrics import Bin, ClassMetrics, Scores, compute_confusion
 from vit.evaluation.plots import draw_confusion
-from vit.runtime.files import write_atomically, write_text
+from vit.runtime.files import write_text
 from vit.runtime.output_dir import prepare_output
 
 SCHEMA_VERSION = 1
@@ -75,7 +75,9 @@ class Evaluation(BaseModel):
     macro_f1: float = Field(
         title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
     )
-    macro_precision: float = Field(title="Macro precision", description="mean precision of the classes that occur")
+    macro_precision: float = Field(
+        title="Macro precision", description="mean precision of the classes that occur"
+    )
     macro_recall: float = Field(title="Macro recall", description="mean recall of the classes that occur")
     ece: float = Field(
         title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
@@ -136,17 +138,6 @@ class Evaluation(BaseModel):
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """The columns of a predictions file that a comparison needs."""
-
-    ids: list[str]
-    labels: list[str]  # class names, as are the predicted
-    predicted: list[str]
-    loss: Floats
-    rank: Ints
-
-
-@dataclass(frozen=True)
 class EvaluationResult:
     """An `Evaluation`, and what each image contributed to it.
 
@@ -178,28 +169,18 @@ class EvaluationResult:
 
 
 def save_predictions(path: Path, scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> None:
-    """One line for each image, floats in full precision."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            numbers = (scores.confidence, scores.label_probability, scores.loss, scores.rank)
-            writer.writerows(
-                zip(
-                    ids,
-                    (class_names[label] for label in scores.labels),
-                    (class_names[label] for label in scores.predicted),
-                    *(column.tolist() for column in numbers),
-                    strict=True,
-                )
-            )
-
-    write_atomically(path, write)
+    """Write one line for each image, floats in full precision."""
+    labels, predicted = ([class_names[i] for i in indices] for indices in (scores.labels, scores.predicted))
+    numbers = (scores.confidence, scores.label_probability, scores.loss, scores.rank)
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    writer.writerows(zip(ids, labels, predicted, *(column.tolist() for column in numbers), strict=True))
+    write_text(path, file.getvalue())
 
 
-def load_predictions(path: Path) -> Predictions:
-    """Read a predictions file. Raises ValueError naming the line that is wrong."""
+def load_predictions(path: Path) -> dict[str, list[str]]:
+    """The columns of a predictions file by name. Raises ValueError naming the line that is wrong."""
     rows: list[list[str]] = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.reader(file)
@@ -211,14 +192,7 @@ def load_predictions(path: Path) -> Predictions:
                     f"{path} line {reader.line_num} has {len(row)} fields instead of {len(COLUMNS)}"
                 )
             rows.append(row)
-    columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS)
-    try:
-        loss, rank = np.array(columns[5], dtype=np.float64), np.array(columns[6], dtype=np.int64)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; evaluate again") from error
-    return Predictions(
-        ids=list(columns[0]), labels=list(columns[1]), predicted=list(columns[2]), loss=loss, rank=rank
-    )
+    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
@@ -232,7 +206,7 @@ def load_evaluation(path: Path) -> Evaluation:
         return Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(map(str, first["loc"]))
         raise ValueError(
             f"{path} is not an evaluation of this version: {key} {first['msg']}; evaluate again"
         ) from None
