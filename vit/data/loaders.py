@@ -105,12 +105,7 @@ class _Loader(ABC):
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
     def epoch(
-        self,
-        epoch: int,
-        *,
-        start_step: int = 0,
-        image_size: tuple[int, int] | None = None,
-        mix: bool = True,
+        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None, mix: bool = True
     ) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on, scaled to `image_size`, without mixing on request."""
         rng = StatelessRandom(self.seed, epoch)
@@ -216,10 +211,7 @@ class WorkerLoader(_Loader):
             ids = self._schedule.sample_ids(epoch, step)
             pixels = pixels.to(self.device, non_blocking=True)
             own = torch.arange(len(ids))
-            yield (
-                ids,
-                cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size),
-            )
+            yield (ids, cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size))
 
 
 class _DecodedSteps(Dataset[Tensor | str]):
