@@ -157,8 +157,8 @@ def test_policy_operations_equal_torchvisions_one_by_one(ranges: Ranges, strengt
     magnitude = {
         "ShearX": ranges.shear,
         "ShearY": ranges.shear,
-        "TranslateX": ranges.translate_share * 32 + ranges.translate_pixels,
-        "TranslateY": ranges.translate_share * 32 + ranges.translate_pixels,
+        "TranslateX": ranges.translate_fraction * 32 + ranges.translate_pixels,
+        "TranslateY": ranges.translate_fraction * 32 + ranges.translate_pixels,
         "Rotate": ranges.rotate,
         "Brightness": ranges.enhance,
         "Color": ranges.enhance,

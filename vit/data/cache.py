@@ -14,7 +14,6 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +28,7 @@ from vit.runtime.progress import show_progress
 
 _FORMAT = 2  # raise it when the files or the pixels in them change
 _BLOCK = 1 << 24  # bytes under one checksum
-_CHECKED_BLOCKS = 128  # 2 GiB: a larger dataset is checked in this many places
+_CHECKED_BLOCKS = 128  # 2 GiB: of a larger file only so many are checked
 _CHUNK = 256  # images a task
 _SAMPLE = 200  # images in which traces of JPEG are looked for
 _FEW = 1000  # images below which starting processes costs more than it saves
@@ -76,14 +75,14 @@ def decode_dataset(
     progress: bool = True,
     interpolation: Literal["bicubic", "bilinear"] = "bicubic",
 ) -> DecodedDataset:
-    """Decode every image of `source` once, scaled and cut to `size` (H, W), or open the dataset made earlier.
+    """Decode every image of `source` once, scaled and cut to `size` (H, W), or open what was decoded earlier.
 
     Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
-    decode, by default one a core; 0 is this process. Raises ValueError when more than `max_unreadable_fraction` of the
-    images are unreadable, OSError when the cache can't be written or is full.
+    decode, by default one a core; 0 is this process. Raises ValueError when more than
+    `max_unreadable_fraction` of the images are unreadable, OSError when the cache can't be written or is full.
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    cache = cache_dir or default_cache_dir()
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
     key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
     shape = "scan" if size is None else f"{size[0]}x{size[1]}"
@@ -91,7 +90,8 @@ def decode_dataset(
     dataset = _open_decoded(folder, source)
     if dataset is None:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             dataset = _open_decoded(folder, source)  # another process may have built it while we waited
             if dataset is None:
                 _build(source, folder, preprocess, workers, progress)
@@ -101,17 +101,10 @@ def decode_dataset(
     if bad > max_unreadable_fraction * len(source) or bad == len(source):
         name, reason = dataset.unreadable[0]
         raise ValueError(
-            f"{bad} of {len(source)} images can't be read, more than the allowed share of {max_unreadable_fraction}; "
-            f"the first is {name}: {reason}"
+            f"{bad} of {len(source)} images can't be read, more than the allowed fraction of "
+            f"{max_unreadable_fraction}; the first is {name}: {reason}"
         )
     return dataset
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # --- building --------------------
@@ -133,8 +126,8 @@ def _build(
     building.mkdir()
     try:
         pixels = building / "images.u8"
-        row_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
-        _allocate(pixels, row_bytes * len(source))
+        image_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
+        _allocate(pixels, image_bytes * len(source))
         digests, perceptual = np.zeros((2, len(source)), dtype=np.uint64)
         failures: dict[int, str] = {}
         for chunk in _decode_all(source, pixels, preprocess, workers, progress):
@@ -142,7 +135,7 @@ def _build(
             digests[place], perceptual[place] = chunk.digests, chunk.perceptual
             failures.update(chunk.failures)
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
-        _compact(pixels, good, row_bytes)
+        _compact(pixels, good, image_bytes)
         np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
         sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
         note = jpeg_note(source.class_names, map(sample.read, range(len(sample))))
@@ -169,10 +162,9 @@ def _allocate(path: Path, size: int) -> None:
 def _decode_all(
     source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
 ) -> Iterator[_Decoded]:
-    tasks = (
-        (source.subset(range(start, min(start + _CHUNK, len(source)))), start, pixels, preprocess)
-        for start in range(0, len(source), _CHUNK)
-    )
+    starts = range(0, len(source), _CHUNK)
+    chunks = (source.subset(range(start, min(start + _CHUNK, len(source)))) for start in starts)
+    tasks = ((chunk, start, pixels, preprocess) for chunk, start in zip(chunks, starts, strict=True))
     with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
         if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader):
             results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
@@ -188,12 +180,13 @@ def _decode_all(
 
 
 def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Decoded:
-    """Decode a run of images into rows start, start + 1, … of the file."""
+    """Decode a chunk of images into places start, start + 1, … of the file."""
     out = None
     if preprocess is not None:
         shape = (len(source), *preprocess.image_size, 3)
-        row_bytes = int(np.prod(shape[1:]))
-        out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * row_bytes, shape=shape)
+        out = np.memmap(
+            pixels, dtype=np.uint8, mode="r+", offset=start * int(np.prod(shape[1:])), shape=shape
+        )
     decoded = _Decoded(start, [], [], [])
     for index in range(len(source)):
         digest = perceptual = 0
@@ -210,27 +203,23 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
     return decoded
 
 
-def _compact(pixels: Path, good: np.ndarray, row_bytes: int) -> None:
-    """Close the gaps of unreadable images; `good` ascends, so a row never lands on one still needed."""
-    if not row_bytes:
-        return
-    rows = pixels.stat().st_size // row_bytes
-    if len(good) == rows:
-        return
-    if len(good):
-        images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=(rows, row_bytes))
+def _compact(pixels: Path, good: np.ndarray, image_bytes: int) -> None:
+    """Close the gaps of unreadable images; `good` ascends, so no image lands on one still needed."""
+    count = pixels.stat().st_size // image_bytes if image_bytes else 0
+    if len(good) < count and len(good):
+        images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=(count, image_bytes))
         for start in range(0, len(good), _CHUNK):
             chosen = good[start : start + _CHUNK]
             images[start : start + len(chosen)] = images[chosen]
         del images
-    os.truncate(pixels, len(good) * row_bytes)
+    os.truncate(pixels, len(good) * image_bytes)
 
 
 # --- opening --------------------
 
 
 def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
-    """The dataset in `folder`, or None where there is none, or a damaged one."""
+    """The decoded dataset in `folder`, or None where there is none, or a damaged one."""
     try:
         index = json.loads((folder / "index.json").read_text())
         with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:

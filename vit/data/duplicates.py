@@ -1,4 +1,4 @@
-"""Is this the same picture? Hashes of pixels and of looks, duplicates between sets, traces of JPEG coding."""
+"""Duplicates and near-duplicates between sets, by hashes of pixels and perceptual hashes; traces of JPEG."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 from scipy.fft import dctn
 
-NEAR = 4  # bits of 64 by which look-alikes may differ
-_PLAIN = 8  # hashes with fewer bits set or unset are of flat pictures, which all look alike
+NEAR = 4  # bits of 64 by which near-duplicates may differ
+_PLAIN = 8  # hashes with fewer bits set or unset are of flat images, which are all similar
 _PAIRS = 1 << 22  # candidates compared at once: 32 MiB a temporary
 _CIFAR10 = frozenset("airplane automobile bird cat deer dog frog horse ship truck".split())  # noqa: SIM905
 
@@ -23,11 +23,11 @@ def hash_pixels(image: Image.Image) -> int:
 
 
 def compute_dhash(image: Image.Image) -> int:
-    """64-bit difference hash (dHash) of an RGB image, which survives recoding, rescaling and small crops.
+    """64-bit difference hash (dHash) of an RGB image, hardly changed by recoding, rescaling and small crops.
 
     32 bits say whether a cell of a 4×8 grey grid is brighter than its left neighbour, 32 whether one of an
-    8×4 grid is brighter than the one above. Below 16 pixels there is too little to go by and it is 0, which
-    `find_duplicates` passes over: of the 8×8 digits, half the test images would resemble a training image.
+    8×4 grid is brighter than the one above. Below 16 pixels it is 0, which `find_duplicates` ignores: of the
+    8×8 digits, half the test images would resemble a training image.
     """
     if min(image.size) < 16:
         return 0
@@ -43,7 +43,7 @@ class Duplicates:
     """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query."""
 
     exact: np.ndarray  # same pixels
-    near: np.ndarray  # same looks, other pixels: the closest
+    near: np.ndarray  # other pixels, the closest perceptual hash
     near_distance: np.ndarray  # bits that differ, [len(near)]
 
 
@@ -53,25 +53,25 @@ def find_duplicates(
     *,
     max_distance: int = NEAR,
 ) -> Duplicates:
-    """Find images that were in training; each argument is (digests, perceptual), uint64 [n].
+    """Find images that were in training; each argument is (digests, perceptual hashes), uint64 [n].
 
     Exact pairs are certain, near ones are suspects. Of the 10,000 test images of CIFAR-10 (JPEG copy) 100
-    have a near pair among the 50,000 training images at 4 bits; 99 of those share their label, and of 24
-    looked at, 23 were the same picture (208 at 6 bits, 198 of one label). Of planted copies 94 % recoded at
-    JPEG quality 40 are found, all rescaled ones, and half of those cropped by a pixel on each side. Pictures
-    so flat that their hashes are nearly all zeros or ones are compared by their pixels alone.
+    have a near pair among the 50,000 training images at 4 bits; 99 of those have the same label, and 23 of 24
+    examined were the same picture (208 at 6 bits, 198 of one label). Of planted copies 94 % recoded at JPEG
+    quality 40 are found, all rescaled ones, and half of those cropped by a pixel on each side. Images so flat
+    that their hashes are nearly all zeros or ones are compared by their pixels alone.
     """
-    (digests, looks), (training_digests, training_looks) = hashes, training_hashes
+    (digests, dhashes), (training_digests, training_dhashes) = hashes, training_hashes
     order = np.argsort(training_digests, kind="stable")
     place = np.searchsorted(training_digests[order], digests)
     candidate = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(digests), np.int64)
     same = training_digests[candidate] == digests if len(order) else np.zeros(len(digests), bool)
     exact = np.flatnonzero(same)
-    queries = np.flatnonzero(~same & _is_telling(looks))
-    training = np.flatnonzero(_is_telling(training_looks))
+    queries = np.flatnonzero(~same & _is_telling(dhashes))
+    training = np.flatnonzero(_is_telling(training_dhashes))
     best = np.full(len(queries), max_distance + 1)
     match = np.zeros(len(queries), dtype=np.int64)
-    for query, other, distance in _close_pairs(looks[queries], training_looks[training], max_distance):
+    for query, other, distance in _close_pairs(dhashes[queries], training_dhashes[training], max_distance):
         # the closest of each query: sorted by distance, then training index, the first one counts
         ranked = np.lexsort((other, distance, query))
         first = ranked[np.r_[True, np.diff(query[ranked]) > 0]]
@@ -86,34 +86,34 @@ def find_duplicates(
     )
 
 
-def _is_telling(looks: np.ndarray) -> np.ndarray:
-    ones = np.bitwise_count(looks)
+def _is_telling(dhashes: np.ndarray) -> np.ndarray:
+    ones = np.bitwise_count(dhashes)
     telling: np.ndarray = (ones >= _PLAIN) & (ones <= 64 - _PLAIN)
     return telling
 
 
 def _close_pairs(
-    looks: np.ndarray, training: np.ndarray, max_distance: int
+    queries: np.ndarray, training: np.ndarray, max_distance: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Runs of (query, training index, distance ≤ max_distance).
 
     Of max_distance + 1 bands of the 64 bits at least one is equal in every such pair (pigeonhole), so only
-    images that share a band are compared.
+    images with a band in common are compared.
     """
     edges = np.linspace(0, 64, max_distance + 2).astype(int)
     for low, high in pairwise(edges.tolist()):
         band = np.uint64((1 << high) - (1 << low))
         order = np.argsort(training & band, kind="stable")
         sorted_band = (training & band)[order]
-        start = np.searchsorted(sorted_band, looks & band, side="left")
-        count = np.searchsorted(sorted_band, looks & band, side="right") - start
+        start = np.searchsorted(sorted_band, queries & band, side="left")
+        count = np.searchsorted(sorted_band, queries & band, side="right") - start
         total = np.concatenate([[0], np.cumsum(count)])
         # pair number p belongs to the query whose span of `total` holds p
         for first in range(0, int(total[-1]), _PAIRS):
             pair = np.arange(first, min(first + _PAIRS, int(total[-1])))
             query = np.searchsorted(total, pair, side="right") - 1
             other = order[start[query] + pair - total[query]]
-            distance = np.bitwise_count(looks[query] ^ training[other]).astype(np.int64)
+            distance = np.bitwise_count(queries[query] ^ training[other]).astype(np.int64)
             close = distance <= max_distance
             if close.any():
                 yield query[close], other[close], distance[close]
@@ -122,10 +122,9 @@ def _close_pairs(
 def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> str | None:
     """A sentence when a sample of 32×32 images was JPEG-encoded, as the well-known copy of CIFAR-10 is.
 
-    Rounding in JPEG empties the high frequencies of 8×8 blocks on the coding grid, and only there, so the
-    share of smooth blocks is compared with that of blocks half a step off the grid: at quality 75 they
-    differ by 0.6, at 95 by 0.1, on pixels that were never encoded by 0.04. The original CIFAR-10 itself was
-    not at hand when this was measured; stand-ins were photographs scaled to 32×32.
+    JPEG sets high frequencies of 8×8 blocks on the coding grid to zero, and only there, so the fraction of
+    smooth blocks is compared with that of blocks half a step off the grid: at quality 75 they differ by 0.6,
+    at 95 by 0.1, on photographs scaled to 32×32 that were never encoded by 0.04.
     """
     planes = []
     for image in images:
@@ -135,14 +134,14 @@ def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> st
     if not planes:
         return None
     grey = np.stack(planes)
-    if _smooth_share(grey) - _smooth_share(grey[:, 4:28, 4:28]) < 0.15:
+    if _smooth_fraction(grey) - _smooth_fraction(grey[:, 4:28, 4:28]) < 0.15:
         return None
     name = "CIFAR-10 (JPEG copy)" if set(class_names) == _CIFAR10 else "JPEG-encoded 32×32 images"
-    return f"{name}: not comparable with figures on the original pixels"
+    return f"{name}: not comparable with results on the original pixels"
 
 
-def _smooth_share(grey: np.ndarray) -> float:
-    """Share of 8×8 blocks of [n, H, W] without high frequencies in both directions."""
+def _smooth_fraction(grey: np.ndarray) -> float:
+    """Fraction of 8×8 blocks of [n, H, W] without high frequencies in both directions."""
     n, height, width = grey.shape
     blocks = grey.reshape(n, height // 8, 8, width // 8, 8).transpose(0, 1, 3, 2, 4).reshape(-1, 8, 8)
     spectrum = dctn(blocks, axes=(1, 2), norm="ortho")

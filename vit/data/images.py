@@ -109,11 +109,9 @@ class Preprocess:
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Pixels [H, W, 3] of an RGB image."""
-        height, width = self.resize_size
-        if image.size != (width, height):
-            image = image.resize(
-                (width, height), _RESAMPLING[self.interpolation], box=self._cover(image.size)
-            )
+        size = self.resize_size[::-1]
+        if image.size != size:
+            image = image.resize(size, _RESAMPLING[self.interpolation], box=self._cover(image.size))
         return self.crop(np.asarray(image))
 
     def crop(self, pixels: np.ndarray) -> np.ndarray:
@@ -122,7 +120,7 @@ class Preprocess:
         return pixels[..., top : top + self.image_size[0], left : left + self.image_size[1], :]
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
-        """Where `to_uint8` looks on an image of `size` (width, height)."""
+        """What `to_uint8` takes of an image of `size` (width, height)."""
         left, top, right, _ = self._cover(size)
         pixel = (right - left) / self.resize_size[1]  # original pixels per pixel of the input
         margin_top, margin_left = self._margins()
@@ -175,6 +173,5 @@ class Preprocess:
         return left, top, min(left + target_width * pixel, width), min(top + target_height * pixel, height)
 
     def _margins(self) -> tuple[int, int]:
-        return (self.resize_size[0] - self.image_size[0]) // 2, (
-            self.resize_size[1] - self.image_size[1]
-        ) // 2
+        (height, width), (inner_height, inner_width) = self.resize_size, self.image_size
+        return (height - inner_height) // 2, (width - inner_width) // 2

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+Images = Float[Tensor, "B 3 H W"]  # 0..255
+Factors = Float[Tensor, " B"]
 _GREY = (0.2989, 0.587, 0.114)  # ITU-R 601-2, as in torchvision
 
 
@@ -28,7 +30,7 @@ def gather_pixels(
 
 def resized_crop(
     pixels: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]
-) -> Float[Tensor, "B 3 H W"]:
+) -> Images:
     """Cut out (left, top, right, bottom), whole numbers, and scale to size, bilinear and antialiased."""
     left, top, right, bottom = boxes.unbind(1)
     down = _resize_weights(top, bottom, source=pixels.shape[1], target=size[0])  # [B, H, S]
@@ -39,7 +41,7 @@ def resized_crop(
 
 
 def _resize_weights(
-    start: Float[Tensor, " B"], stop: Float[Tensor, " B"], *, source: int, target: int
+    start: Factors, stop: Factors, *, source: int, target: int
 ) -> Float[Tensor, "B target source"]:
     """Rows of a triangle filter that sum to one; its half width is the larger of the two pixels."""
     scale = ((stop - start) / target)[:, None, None]
@@ -50,7 +52,7 @@ def _resize_weights(
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def affine(images: Float[Tensor, "B 3 H W"], matrices: Float[Tensor, "B 2 3"]) -> Float[Tensor, "B 3 H W"]:
+def affine(images: Images, matrices: Float[Tensor, "B 2 3"]) -> Images:
     """Output pixel (x, y), from the centre, is the input's at matrix · (x, y, 1); bilinear, black outside."""
     height, width = images.shape[-2:]
     theta = matrices.clone()
@@ -62,37 +64,37 @@ def affine(images: Float[Tensor, "B 3 H W"], matrices: Float[Tensor, "B 2 3"]) -
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def _per_sample(values: Float[Tensor, " B"]) -> Float[Tensor, "B 1 1 1"]:
+def _per_sample(values: Factors) -> Float[Tensor, "B 1 1 1"]:
     return values[:, None, None, None]
 
 
-def _blend(images: Tensor, other: Tensor, factor: Float[Tensor, " B"]) -> Float[Tensor, "B 3 H W"]:
+def _blend(images: Tensor, other: Tensor, factor: Factors) -> Images:
     """`other` at factor 0, the image at 1, beyond it above 1."""
     return (other + _per_sample(factor) * (images - other)).clamp(0, 255)
 
 
-def to_grey(images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B 1 H W"]:
+def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
     """Luma."""
     weights = torch.tensor(_GREY, device=images.device, dtype=images.dtype)
     return torch.einsum("bchw,c->bhw", images, weights)[:, None]
 
 
-def adjust_brightness(images: Float[Tensor, "B 3 H W"], factor: Float[Tensor, " B"]) -> Tensor:
+def adjust_brightness(images: Images, factor: Factors) -> Tensor:
     """Towards black."""
     return (images * _per_sample(factor)).clamp(0, 255)
 
 
-def adjust_contrast(images: Float[Tensor, "B 3 H W"], factor: Float[Tensor, " B"]) -> Tensor:
+def adjust_contrast(images: Images, factor: Factors) -> Tensor:
     """Towards the mean luma."""
     return _blend(images, to_grey(images).mean(dim=(2, 3), keepdim=True), factor)
 
 
-def adjust_saturation(images: Float[Tensor, "B 3 H W"], factor: Float[Tensor, " B"]) -> Tensor:
+def adjust_saturation(images: Images, factor: Factors) -> Tensor:
     """Towards grey."""
     return _blend(images, to_grey(images), factor)
 
 
-def adjust_sharpness(images: Float[Tensor, "B 3 H W"], factor: Float[Tensor, " B"]) -> Tensor:
+def adjust_sharpness(images: Images, factor: Factors) -> Tensor:
     """Towards a 3×3 blur; the outermost pixels stay."""
     kernel = torch.ones(3, 1, 3, 3, device=images.device, dtype=images.dtype)
     kernel[:, :, 1, 1] = 5
@@ -101,25 +103,25 @@ def adjust_sharpness(images: Float[Tensor, "B 3 H W"], factor: Float[Tensor, " B
     return _blend(images, blurred, factor)
 
 
-def posterize(images: Float[Tensor, "B 3 H W"], bits: Float[Tensor, " B"]) -> Tensor:
+def posterize(images: Images, bits: Factors) -> Tensor:
     """Keep the upper `bits` (0..8) of each value."""
     step = _per_sample(2 ** (8 - bits))
     return (images.round() / step).floor() * step
 
 
-def solarize(images: Float[Tensor, "B 3 H W"], threshold: Float[Tensor, " B"]) -> Tensor:
+def solarize(images: Images, threshold: Factors) -> Tensor:
     """Invert the values from the threshold on."""
     return torch.where(images >= _per_sample(threshold), 255 - images, images)
 
 
-def autocontrast(images: Float[Tensor, "B 3 H W"]) -> Tensor:
+def autocontrast(images: Images) -> Tensor:
     """Stretch each channel to 0..255; a channel of one value stays."""
     low, high = images.amin(dim=(2, 3), keepdim=True), images.amax(dim=(2, 3), keepdim=True)
     span = high - low
     return torch.where(span > 0, (images - low) * (255 / span.clamp(min=1e-3)), images).clamp(0, 255)
 
 
-def equalize(images: Float[Tensor, "B 3 H W"]) -> Tensor:
+def equalize(images: Images) -> Tensor:
     """Flatten each channel's histogram, by Pillow's integer rule."""
     values = images.round().long().flatten(2)  # [B, 3, P]
     histogram = torch.zeros(*values.shape[:2], 256, dtype=torch.int64, device=values.device)

@@ -1,4 +1,4 @@
-"""Batches whose order and every draw are functions of (seed, epoch, sample).
+"""Batches whose order and random numbers are functions of (seed, epoch, sample).
 
 So a run that stops in mid-epoch goes on at `start_step` with the batches it would have had, and neither the
 number of workers nor of ranks changes what a sample looks like.
@@ -19,14 +19,17 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
+from vit.data.augment import Augment, Size, cut_pixels, finish_images, mix_batch
 from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
-from vit.data.random import StatelessRandom
+from vit.data.random import SampleIds, StatelessRandom
 from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, use_one_thread
 
 _PREFETCH = 2  # batches that each worker decodes ahead
+
+
+Steps = Generator[tuple[SampleIds, Tensor], None, None]
 
 
 class Batch(NamedTuple):
@@ -49,25 +52,25 @@ class _Schedule:
     rank: int
     world_size: int
 
-    def sample_ids(self, epoch: int, step: int) -> Int64[Tensor, " B"]:
+    def sample_ids(self, epoch: int, step: int) -> SampleIds:
         order = _order(self.num_samples, StatelessRandom(self.seed, epoch) if self.shuffle else None)
         batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-        share = -(-len(batch) // self.world_size)
+        each = -(-len(batch) // self.world_size)
         if len(batch) < self.batch_size:
-            share += share % 2  # so that neighbours, which may be mixed, stay together
-        return batch[self.rank * share : (self.rank + 1) * share]
+            each += each % 2  # so that neighbours, which may be mixed, stay together
+        return batch[self.rank * each : (self.rank + 1) * each]
 
 
 @lru_cache(maxsize=2)
-def _order(n: int, rng: StatelessRandom | None) -> Int64[Tensor, " n"]:
+def _order(n: int, rng: StatelessRandom | None) -> SampleIds:
     return torch.arange(n) if rng is None else rng.permutation(n)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Loader(ABC):
-    """What both loaders share.
+    """What both loaders have in common.
 
-    `batch_size` counts the samples of all ranks; a rank takes its contiguous part of every batch. The last
+    `batch_size` counts the samples of all ranks; a rank takes a contiguous chunk of every batch. The last
     batch may be smaller when `drop_last` is false, and empty on some ranks.
     """
 
@@ -115,28 +118,19 @@ class _Loader(ABC):
                 yield self._finish(pixels, ids, rng, size, mix=mix and self._augment.mixes)
 
     @abstractmethod
-    def _pixels(
-        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
-    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         """(sample ids on the host, what `cut_pixels` gives) of each step."""
 
     def _finish(
-        self,
-        pixels: Tensor,
-        ids: Int64[Tensor, " B"],
-        rng: StatelessRandom,
-        size: tuple[int, int],
-        *,
-        mix: bool,
+        self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool
     ) -> Batch:
-        images = finish_images(
-            pixels, ids, rng=rng, augment=self._augment, preprocess=self.preprocess, size=size
-        )
+        augment = self._augment
+        images = finish_images(pixels, ids, rng=rng, augment=augment, preprocess=self.preprocess, size=size)
         labels = self.labels[ids].to(self.device, non_blocking=True)
         targets = labels
         if mix:
             images, targets = mix_batch(
-                images, labels, ids, rng=rng, augment=self._augment, num_classes=self.num_classes
+                images, labels, ids, rng=rng, augment=augment, num_classes=self.num_classes
             )
         return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
 
@@ -151,9 +145,7 @@ class ResidentLoader(_Loader):
         assert self.dataset.images.shape[1:3] == self.preprocess.resize_size
         self.images = torch.from_numpy(self.dataset.images).to(self.device)
 
-    def _pixels(
-        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
-    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         cut_size = self.preprocess.image_size if self._augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
             ids = self._schedule.sample_ids(rng.epoch, step)
@@ -193,14 +185,12 @@ class WorkerLoader(_Loader):
             persistent_workers=workers > 0,
             prefetch_factor=_PREFETCH if workers else None,
             pin_memory=torch.device(self.device).type == "cuda",
-            worker_init_fn=_prepare_worker,
+            worker_init_fn=use_one_thread,
             multiprocessing_context=self.start_method if workers else None,
             generator=torch.Generator(),  # or each epoch would take a number from torch's own
         )
 
-    def _pixels(
-        self, rng: StatelessRandom, start_step: int, size: tuple[int, int]
-    ) -> Generator[tuple[Int64[Tensor, " B"], Tensor], None, None]:
+    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
             self._decoder = self._start_workers()
@@ -231,10 +221,6 @@ class _DecodedSteps(Dataset[Tensor | str]):
             except (ValueError, OSError) as error:
                 return f"{self.source.ids[index]} was readable before, but no longer: {error}"
         return torch.from_numpy(pixels)
-
-
-def _prepare_worker(_: int) -> None:
-    use_one_thread()
 
 
 def choose_pipeline(

@@ -1,7 +1,7 @@
-"""One of fourteen operations for each sample: the alphabet of RandAugment and TrivialAugment.
+"""One of fourteen operations for each sample, those of RandAugment and TrivialAugment.
 
-Ranges are torchvision's. `strength` in 0..1 becomes an operation's magnitude; those with a direction draw
-its sign.
+Ranges are torchvision's. `strength` in 0..1 becomes an operation's magnitude, with a random sign where it has
+a direction.
 """
 
 import math
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vit.data import kernels
-from vit.data.random import StatelessRandom
+from vit.data.random import SampleIds, StatelessRandom
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Ranges:
     """Magnitudes at strength 1."""
 
     shear: float  # tangent of the angle
-    translate_share: float  # of the image's side, in addition to
+    translate_fraction: float  # of the image's side, in addition to
     translate_pixels: float
     rotate: float  # degrees
     enhance: float  # brightness, colour, contrast and sharpness factors are 1 ± this
@@ -44,25 +44,22 @@ OPERATIONS = (*_GEOMETRIC, *_ENHANCING, "posterize", "solarize", "autocontrast",
 def apply_operations(
     images: Float[Tensor, "B 3 H W"],
     rng: StatelessRandom,
-    sample_ids: Int64[Tensor, " B"],
+    ids: SampleIds,
     strength: Float[Tensor, " B"],
     *,
     stream: str,
     ranges: Ranges,
 ) -> Float[Tensor, "B 3 H W"]:
-    """Apply an operation drawn for each sample; `sample_ids` and `strength` are on the host."""
-    chosen = rng.integers(stream, sample_ids, below=len(OPERATIONS))
-    signed = torch.where(rng.bits(f"{stream} sign", sample_ids) < 0, -strength, strength)
+    """Apply an operation drawn for each sample; the sample `ids` and `strength` are on the host."""
+    chosen = rng.integers(stream, ids, below=len(OPERATIONS))
+    signed = torch.where(rng.bits(f"{stream} sign", ids) < 0, -strength, strength)
     result = images.clone()
     # the host knows who gets what, so that no list of indices is ever read back from the device
     for number in range(len(_GEOMETRIC), len(OPERATIONS)):
         members = torch.nonzero(chosen == number).flatten()
         if len(members):
-            place = members.to(images.device, non_blocking=True)
-            colored = _recolor(
-                OPERATIONS[number], images[place], strength[members], signed[members], ranges=ranges
-            )
-            result[place] = colored
+            place, name = members.to(images.device, non_blocking=True), OPERATIONS[number]
+            result[place] = _recolor(name, images[place], strength[members], signed[members], ranges=ranges)
     moved = torch.nonzero((chosen > 0) & (chosen < len(_GEOMETRIC))).flatten()
     if len(moved):
         size = (images.shape[2], images.shape[3])
@@ -82,34 +79,25 @@ def compute_matrices(
         return torch.where(chosen == OPERATIONS.index(name), signed * reach, 0.0)
 
     def shift(axis: str, side: int) -> Tensor:
-        pixels = ranges.translate_share * side + ranges.translate_pixels
+        pixels = ranges.translate_fraction * side + ranges.translate_pixels
         return only(f"translate {axis}", pixels).trunc()
 
-    angle, shear_x, shear_y = (
-        only("rotate", math.radians(ranges.rotate)),
-        only("shear x", ranges.shear),
-        only("shear y", ranges.shear),
-    )
+    angle = only("rotate", math.radians(ranges.rotate))
+    shear_x, shear_y = only("shear x", ranges.shear), only("shear y", ranges.shear)
     # shears leave the upper left corner where it is, so they move the centre
     across = [angle.cos(), shear_x - angle.sin(), shear_x * height / 2 - shift("x", width)]
     down = [shear_y + angle.sin(), angle.cos(), shear_y * width / 2 - shift("y", height)]
     return torch.stack([torch.stack(across, dim=1), torch.stack(down, dim=1)], dim=1)
 
 
-def _recolor(
-    name: str,
-    images: Float[Tensor, "B 3 H W"],
-    strength: Float[Tensor, " B"],
-    signed: Float[Tensor, " B"],
-    *,
-    ranges: Ranges,
-) -> Tensor:
-    device = images.device
-    if name in _ENHANCING:
-        return _ENHANCING[name](images, (1 + signed * ranges.enhance).to(device, non_blocking=True))
+def _recolor(name: str, images: Tensor, strength: Tensor, signed: Tensor, *, ranges: Ranges) -> Tensor:
+    if name in ("autocontrast", "equalize"):
+        return {"autocontrast": kernels.autocontrast, "equalize": kernels.equalize}[name](images)
+    operation: Callable[[Tensor, Tensor], Tensor]
     if name == "posterize":
-        bits = 8 - (strength * ranges.posterize).round()
-        return kernels.posterize(images, bits.to(device, non_blocking=True))
-    if name == "solarize":
-        return kernels.solarize(images, (255 * (1 - strength)).to(device, non_blocking=True))
-    return {"autocontrast": kernels.autocontrast, "equalize": kernels.equalize}[name](images)
+        operation, magnitude = kernels.posterize, 8 - (strength * ranges.posterize).round()
+    elif name == "solarize":
+        operation, magnitude = kernels.solarize, 255 * (1 - strength)
+    else:
+        operation, magnitude = _ENHANCING[name], 1 + signed * ranges.enhance
+    return operation(images, magnitude.to(images.device, non_blocking=True))

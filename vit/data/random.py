@@ -11,29 +11,17 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
+SampleIds = Int64[Tensor, " B"]  # each sample's index in its dataset, on the host
 
-
-def _signed(value: int) -> int:
-    """The int64 that holds the same 64 bits."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
+# splitmix64's constants as the int64 of the same bits
+_GOLDEN, _FIRST, _SECOND = (
+    constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def _shift_right(value: Int64[Tensor, " n"], bits: int) -> Int64[Tensor, " n"]:
     """Logical shift: torch's own copies the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _hash(values: Int64[Tensor, " n"], key: int) -> Int64[Tensor, " n"]:
-    """splitmix64's output for the states key + (value + 1) * golden ratio: a bijection of the values."""
-    mixed = (values + 1) * _signed(_GOLDEN) + _signed(key)
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(_FIRST)
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(_SECOND)
-    return mixed ^ _shift_right(mixed, 31)
 
 
 @dataclass(frozen=True)
@@ -43,14 +31,17 @@ class StatelessRandom:
     seed: int
     epoch: int
 
-    def key(self, stream: str) -> int:
-        """64 bits that stand for (seed, epoch, stream)."""
-        name = f"{self.seed}/{self.epoch}/{stream}".encode()
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-
     def bits(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """64 random bits for each sample."""
-        return _hash(sample_ids, self.key(stream))
+        """64 random bits for each sample: splitmix64's output for the states key + (id + 1) · golden ratio.
+
+        The key is a hash of (seed, epoch, stream). The output is a bijection of the ids.
+        """
+        name = f"{self.seed}/{self.epoch}/{stream}".encode()
+        key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+        mixed = (sample_ids + 1) * _GOLDEN + key
+        mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
+        mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
+        return mixed ^ _shift_right(mixed, 31)
 
     def uniform(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Float32[Tensor, " n"]:
         """In [0, 1), multiples of 2⁻²⁴: exact in float32."""

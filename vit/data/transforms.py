@@ -50,7 +50,7 @@ def _random_crop(size: tuple[int, int], augment: Augment) -> Any:
     return albumentations.Compose([crop, flip])
 
 
-def use_one_thread() -> None:
+def use_one_thread(_worker: int) -> None:
     """OpenCV would start a thread for each core in every worker."""
     import cv2
 

@@ -80,10 +80,8 @@ def find_shards(options: FindOptions) -> FoundSplits:
     if "validation" in splits and "test" not in splits:
         splits["test"], origins["test"] = splits.pop("validation"), origins["validation"]
     index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
-    return {
-        split: FoundSplit(origins[split], partial(_load, split, splits, index, options.classes))
-        for split in splits
-    }
+    load = partial(_load, splits, index, options.classes)
+    return {split: FoundSplit(origins[split], partial(load, split)) for split in splits}
 
 
 def list_shards(folder: Path) -> dict[str, list[Path]]:
@@ -135,20 +133,17 @@ _Index = Callable[[Path], list[tuple[str, str, int, int]]]
 
 
 def _load(
-    split: str, splits: Mapping[str, Sequence[Path]], index: _Index, classes: Sequence[str] | None
+    splits: Mapping[str, Sequence[Path]], index: _Index, classes: Sequence[str] | None, split: str
 ) -> ImageSource:
     everything = [shard for shards in splits.values() for shard in shards]
     texts = {text for shard in everything for _, text, _, _ in index(shard)}
     class_names, numbers = _number_classes(texts, everything[0].parent)
-    names: list[str] = []
-    labels: list[int] = []
-    places: list[tuple[int, int, int]] = []
-    for number, shard in enumerate(splits[split]):
-        for key, text, offset, size in index(shard):
-            names.append(f"{shard.name}/{key}")
-            labels.append(numbers[text])
-            places.append((number, offset, size))
-    reader = ShardReader(splits[split], names, np.array(places, dtype=np.int64))
+    shards = splits[split]
+    samples = [(number, shard, *sample) for number, shard in enumerate(shards) for sample in index(shard)]
+    names = [f"{shard.name}/{key}" for _, shard, key, *_ in samples]
+    labels = [numbers[text] for _, _, _, text, *_ in samples]
+    places = np.array([(number, *place) for number, _, _, _, *place in samples], dtype=np.int64)
+    reader = ShardReader(shards, names, places)
     source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, reader=reader)
     return keep_classes(source, classes)
 
@@ -184,13 +179,9 @@ def _number_classes(texts: set[str], folder: Path) -> tuple[list[str], dict[str,
     """Class names, and label text → label. Numbers count the lines of classes.txt, if there is one."""
     if all(text.isdecimal() for text in texts):
         numbers = {text: int(text) for text in texts}
-        listed = folder / "classes.txt"
-        lines = (
-            listed.read_text().splitlines()
-            if listed.is_file()
-            else map(str, range(max(numbers.values()) + 1))
-        )
-        names = [line.strip() for line in lines if line.strip()]
+        listed, names = folder / "classes.txt", [str(number) for number in range(max(numbers.values()) + 1)]
+        if listed.is_file():
+            names = [line.strip() for line in listed.read_text().splitlines() if line.strip()]
         if max(numbers.values()) >= len(names):
             raise ValueError(f"{listed} names {len(names)} classes, but a label is {max(numbers.values())}")
     else:
