@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.sets.source import ArrayReader, ImageSource, make_source
+from vit.data.sets.source import ArrayReader, ImageSource
 
 MakeFolder = Callable[..., Path]
 
@@ -36,9 +36,9 @@ def make_folder(tmp_path: Path) -> MakeFolder:
 def array_source() -> ImageSource:
     """Sixty random 12×10 pictures of three classes."""
     pixels = np.random.default_rng(7).integers(0, 256, (60, 12, 10, 3), dtype=np.uint8)
-    return make_source(
-        "arrays",
-        class_names=["a", "b", "c"],
+    return ImageSource(
+        name="arrays",
+        class_names=("a", "b", "c"),
         labels=np.arange(60) % 3,
         ids=[f"train/{index:05d}" for index in range(60)],
         reader=ArrayReader(pixels),

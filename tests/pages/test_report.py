@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
-from vit.data.sets.source import ArrayReader, make_source
+from vit.data.sets.source import ArrayReader, ImageSource
 from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.cost import Cost
 from vit.evaluation.errors import find_confident_mistakes
@@ -41,7 +41,9 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     scores = score_logits(logits.astype(np.float32), labels)
     ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
     pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    source = make_source("made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels))
+    source = ImageSource(
+        name="made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels)
+    )
     dataset = DecodedDataset(
         name="made up",
         split="test",

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from vit.data.sets.source import (
     FileReader,
     FindOptions,
@@ -16,7 +18,6 @@ from vit.data.sets.source import (
     ImageSource,
     choose_classes,
     keep_classes,
-    make_source,
 )
 
 IMAGE_SUFFIXES = (
@@ -119,8 +120,14 @@ def _scan(
     if ignored:
         what = f"{ignored} hidden files or files that are no images were ignored in {split_folder.name}/"
         notes = (*notes, what)
-    names, reader = [aliases.get(folder, folder) for folder in folders], FileReader(root, paths)
-    return make_source(name, class_names=names, labels=labels, ids=paths, reader=reader, notes=notes)
+    return ImageSource(
+        name=name,
+        class_names=tuple(aliases.get(folder, folder) for folder in folders),
+        labels=np.array(labels),
+        ids=paths,
+        reader=FileReader(root, paths),
+        notes=notes,
+    )
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -158,15 +165,15 @@ def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> Fo
                 raise ValueError(f"{where}: {row[0]} was already listed")
             seen.add(row[0])
             rows.setdefault(split, []).append((row[0], row[1]))
-    class_names = sorted({label for listed in rows.values() for _, label in listed})
+    class_names = tuple(sorted({label for listed in rows.values() for _, label in listed}))
     if len(class_names) < 2:
         raise ValueError(f"{file} names {len(class_names)} classes; a classifier needs at least two")
 
     def load(split: str) -> ImageSource:
         paths, names = zip(*rows[split], strict=True)
         numbers = {class_name: number for number, class_name in enumerate(class_names)}
-        labels, reader = [numbers[label] for label in names], FileReader(root, paths)
-        source = make_source(name, class_names=class_names, labels=labels, ids=paths, reader=reader)
+        labels, reader = np.array([numbers[label] for label in names]), FileReader(root, paths)
+        source = ImageSource(name=name, class_names=class_names, labels=labels, ids=paths, reader=reader)
         return keep_classes(source, classes)
 
     return {split: FoundSplit(f"{split} in labels.csv", partial(load, split)) for split in rows}

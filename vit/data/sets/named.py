@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
-from vit.data.sets.source import (
-    ArrayReader,
-    FindOptions,
-    FoundSplit,
-    FoundSplits,
-    ImageSource,
-    keep_classes,
-    make_source,
-)
+from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes
 from vit.runtime.cache_dir import default_cache_dir
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
@@ -33,9 +25,9 @@ def find_digits(options: FindOptions) -> FoundSplits:
 
         digits = load_digits()
         grey = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        source = make_source(
-            "digits",
-            class_names=[str(digit) for digit in range(10)],
+        source = ImageSource(
+            name="digits",
+            class_names=tuple("0123456789"),
             labels=digits.target,
             ids=[f"digits/{index:05d}" for index in range(len(grey))],
             reader=ArrayReader(np.repeat(grey[..., None], 3, axis=-1)),
@@ -56,10 +48,10 @@ def find_cifar(name: str, options: FindOptions) -> FoundSplits:
         make = partial(dataset, folder, train=split == "train")
         archive = f"{dataset.filename} (from {dataset.url})"
         data = _fetch(make, name, folder, archive, download=options.download)
-        source = make_source(
-            name,
-            class_names=data.classes,
-            labels=data.targets,
+        source = ImageSource(
+            name=name,
+            class_names=tuple(data.classes),
+            labels=np.array(data.targets),
             ids=[f"{split}/{index:05d}" for index in range(len(data.data))],
             reader=ArrayReader(data.data),
         )

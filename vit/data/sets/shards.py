@@ -23,7 +23,7 @@ from PIL import Image
 
 from vit.data.images import read_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes, make_source
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes
 
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
@@ -141,10 +141,10 @@ def _load(
     shards = splits[split]
     samples = [(number, shard, *sample) for number, shard in enumerate(shards) for sample in index(shard)]
     names = [f"{shard.name}/{key}" for _, shard, key, *_ in samples]
-    labels = [numbers[text] for _, _, _, text, *_ in samples]
+    labels = np.array([numbers[text] for _, _, _, text, *_ in samples])
     places = np.array([(number, *place) for number, _, _, _, *place in samples], dtype=np.int64)
     reader = ShardReader(shards, names, places)
-    source = make_source("webdataset", class_names=class_names, labels=labels, ids=names, reader=reader)
+    source = ImageSource(name="webdataset", class_names=class_names, labels=labels, ids=names, reader=reader)
     return keep_classes(source, classes)
 
 
@@ -175,7 +175,7 @@ def _index(shard: Path) -> list[tuple[str, str, int, int]]:
     return [(key, texts[key], *place) for key, place in images.items()]
 
 
-def _number_classes(texts: set[str], folder: Path) -> tuple[list[str], dict[str, int]]:
+def _number_classes(texts: set[str], folder: Path) -> tuple[tuple[str, ...], dict[str, int]]:
     """Class names, and label text → label. Numbers count the lines of classes.txt, if there is one."""
     if all(text.isdecimal() for text in texts):
         numbers = {text: int(text) for text in texts}
@@ -189,4 +189,4 @@ def _number_classes(texts: set[str], folder: Path) -> tuple[list[str], dict[str,
         numbers = {name: number for number, name in enumerate(names)}
     if len(names) < 2:
         raise ValueError(f"{folder} holds one class, {names[0]!r}; a classifier needs at least two")
-    return names, numbers
+    return tuple(names), numbers

@@ -63,12 +63,12 @@ class FileReader:
         return FileReader(self.root, [self.paths[index] for index in indices])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ImageSource:
     """Labelled images of one split. Each id is a path below the root, or such as "test/00012"."""
 
     name: str
-    split: str
+    split: str = "all"
     class_names: tuple[str, ...]
     labels: np.ndarray  # int64 [n]
     ids: Sequence[str]
@@ -123,20 +123,6 @@ class FoundSplit:
 FoundSplits = Mapping[str, FoundSplit]  # "train", "validation", "test", those that there are
 
 
-def make_source(
-    name: str,
-    *,
-    class_names: Sequence[str],
-    labels: Sequence[int] | np.ndarray,
-    ids: Sequence[str],
-    reader: ImageReader,
-    notes: tuple[str, ...] = (),
-) -> ImageSource:
-    """All images of a reader, not yet split."""
-    numbers = np.asarray(labels, dtype=np.int64)
-    return ImageSource(name, "all", tuple(class_names), numbers, ids, reader, notes)
-
-
 def join_sources(sources: Sequence[ImageSource]) -> ImageSource:
     """One source of the images of several, which name the same classes."""
     first = sources[0]
@@ -144,8 +130,8 @@ def join_sources(sources: Sequence[ImageSource]) -> ImageSource:
     if len(sources) == 1:
         return replace(first, split="all")
     places = [(number, index) for number, source in enumerate(sources) for index in range(len(source))]
-    return make_source(
-        first.name,
+    return ImageSource(
+        name=first.name,
         class_names=first.class_names,
         labels=np.concatenate([source.labels for source in sources]),
         ids=[name for source in sources for name in source.ids],
@@ -168,10 +154,10 @@ class _JoinedReader:
 
     def subset(self, indices: np.ndarray) -> _JoinedReader:
         chosen = self.places[indices]
-        readers, places = list(self.readers), chosen.copy()
-        for number, reader in enumerate(readers):
+        places, readers = chosen.copy(), []
+        for number, reader in enumerate(self.readers):
             own = chosen[:, 0] == number
-            readers[number] = reader.subset(chosen[own, 1])
+            readers.append(reader.subset(chosen[own, 1]))
             places[own, 1] = np.arange(own.sum())
         return _JoinedReader(readers, places)
 
