@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from vit.api import compare, evaluate, measure_faithfulness, predict, train
+    from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.capture import capture_attention
     from vit.explanation.explain import explain_images
     from vit.explanation.methods.rollout import attention_rollout
+    from vit.explanation.render.overlay import save_overlay
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
 
 _NAMES = {
-    "vit.api": ("compare", "evaluate", "measure_faithfulness", "predict", "train"),
+    "vit.api": ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train"),
     "vit.bundle": ("Bundle", "load_bundle"),
     "vit.explanation.capture.capture": ("capture_attention",),
     "vit.explanation.explain": ("explain_images",),
     "vit.explanation.methods.rollout": ("attention_rollout",),
+    "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
     "vit.model.vision_transformer": ("VisionTransformer",),
 }
@@ -36,11 +38,13 @@ __all__ = [
     "capture_attention",
     "compare",
     "evaluate",
+    "explain",
     "explain_images",
     "load_bundle",
     "load_timm",
     "measure_faithfulness",
     "predict",
+    "save_overlay",
     "train",
 ]
 

@@ -13,21 +13,27 @@ from vit.build.run import Run, build_run
 from vit.build.summary import draw_batch
 from vit.bundle import Bundle, collect_versions, load_model
 from vit.config import dump_config
-from vit.data.inputs import ImageInputs
+from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import evaluate_bundle
 from vit.evaluation.images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.evaluation.result import EvaluationResult
+from vit.explanation.explain import choose_settings, explain_items
 from vit.explanation.faithfulness.benchmark import measure
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.faithfulness.summary import FaithfulnessResult
-from vit.explanation.methods.table import METHODS, find_methods
+from vit.explanation.items import find_items
+from vit.explanation.methods.table import METHODS, MapOptions, find_methods
+from vit.explanation.render.write import MapWriter
+from vit.explanation.result import Explanations
+from vit.pages.explanations import EXTRA_FORMATS, check_formats, write_explanations
 from vit.pages.report import PAGES
 from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import write_text
 from vit.runtime.memory import keep_freed_memory
+from vit.runtime.output_dir import prepare_output
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
 from vit.training.result import TrainingResult
@@ -157,6 +163,58 @@ def iterate_predictions(
     yield from predict_images(
         _load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision
     )
+
+
+def explain(
+    model: ModelLike,
+    images: ImageInputs | None = None,
+    *,
+    methods: str | Sequence[str] = ("rollout",),
+    target: int | str = "auto",
+    options: MapOptions | None = None,
+    scale: str = "image",
+    sanity_checks: bool | None = None,
+    count: int = 16,
+    batch_size: int | None = None,
+    device: str = "auto",
+    precision: str = "float32",
+    random_weights: bool = False,
+    output: str | Path | None = None,
+    formats: Sequence[str] = ("png", "npz"),
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Explanations:
+    """Compute attention maps: `.maps` holds a tensor for each method, [images, rows, columns].
+
+    `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them; by default `count` images of the
+    model's own test split. `target`: "auto" (the predicted class), a class's name or index, "all" or "top3".
+    `sanity_checks` are made by default of up to 64 images. With `output` every batch is written there as soon as it is
+    explained, in the `formats` png, npz, html and tensorboard; `resume` continues such an export, and only the images
+    that it lacks are in the result.
+
+    Raises ValueError for an unknown method, option or class, and where no image can be read.
+    """
+    bundle = _load(model, device, random_weights=random_weights)
+    given, trained_on = None if images is None else list(list_images(images)), bundle.config.get("data", {})
+    number = count if given is None else len(given)
+    settings = choose_settings(
+        bundle,
+        methods=methods,
+        target=target,
+        options=options,
+        scale=scale,
+        sanity_checks=number <= 64 if sanity_checks is None else sanity_checks,
+        batch_size=batch_size,
+        precision=precision,
+    )
+    if output is None:
+        items = find_items(given, trained_on=trained_on, count=count)
+        return replace(explain_items(bundle, items, settings), extra_formats=EXTRA_FORMATS)
+    writer = MapWriter(output, bundle, settings, formats=check_formats(formats), resume=resume)
+    items = find_items(given, trained_on=trained_on, count=count, done=writer.paths, taken=writer.names)
+    if not resume:
+        prepare_output(Path(output), overwrite=overwrite)
+    return write_explanations(items, writer)
 
 
 def compare(evaluations: Sequence[str | Path]) -> Comparison:

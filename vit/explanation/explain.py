@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from jaxtyping import Float
 from PIL import Image
@@ -26,7 +27,8 @@ from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Setti
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
 from vit.explanation.render.patch_attention import collect_patch_attention
 from vit.explanation.result import Explanation, Explanations
-from vit.runtime.device import Precision, autocast
+from vit.runtime.device import autocast, choose_precision
+from vit.runtime.progress import show_progress
 
 Decoded = tuple[ImageItem, Image.Image, str]
 
@@ -41,18 +43,39 @@ def explain(
     scale: str = "image",
     sanity_checks: bool = False,
     batch_size: int | None = None,
-    precision: Precision = "float32",
-    patch_attention_bytes: int = 0,
+    precision: str = "float32",
 ) -> Explanations:
     """Explain images: paths, folders, PIL images, uint8 arrays, or one of them.
 
     `target`: "auto" (the predicted class), a class's name or index, "all" or "top3". `scale` is of the overlays'
-    colours: image, batch or fixed. `patch_attention_bytes` an image are kept of what each patch attends to. Files that
-    cannot be read are left out, with a warning. Raises ValueError where none can, and for unknown names.
+    colours: image, batch or fixed. Files that cannot be read are left out, with a warning. Raises ValueError where none
+    can, and for unknown names.
     """
-    items = items_from_images(images)
-    if not items:
-        raise ValueError("there are no images to explain")
+    settings = choose_settings(
+        bundle,
+        methods=methods,
+        target=target,
+        options=options,
+        scale=scale,
+        sanity_checks=sanity_checks,
+        batch_size=batch_size,
+        precision=precision,
+    )
+    return explain_items(bundle, items_from_images(images), settings)
+
+
+def choose_settings(
+    bundle: Bundle,
+    *,
+    methods: str | Sequence[str],
+    target: int | str,
+    options: MapOptions | None,
+    scale: str,
+    sanity_checks: bool,
+    batch_size: int | None,
+    precision: str,
+) -> Settings:
+    """Settings with defaults that fit the model. Raises ValueError for what this model does not have."""
     settings = Settings(
         methods=(methods,) if isinstance(methods, str) else tuple(methods),
         options=options or MapOptions(),
@@ -60,30 +83,54 @@ def explain(
         scale=scale,
         sanity_checks=sanity_checks,
         batch_size=batch_size or choose_batch_size(bundle.preprocess.image_size),
-        precision=precision,
+        precision=choose_precision(precision, next(bundle.model.parameters()).device),
     )
-    check_settings(bundle, settings)
+    build_target_chooser(settings.target, bundle.class_names)
+    check_options(settings.options, find_attention_layers(bundle.model))
+    return settings
+
+
+def explain_items(bundle: Bundle, items: Sequence[ImageItem], settings: Settings) -> Explanations:
+    """`explain` for images that have names already."""
+    found = collect_explanations(bundle, items, settings)
+    if not items:
+        raise ValueError("there are no images to explain")
+    if not found.images:
+        raise ValueError(f"none of the {len(items)} images could be read: {found.unreadable[0][1]}")
+    if found.unreadable:
+        reason = found.unreadable[0][1]
+        warnings.warn(f"{len(found.unreadable)} images are left out; the first: {reason}", stacklevel=3)
+    return found
+
+
+def collect_explanations(
+    bundle: Bundle,
+    items: Sequence[ImageItem],
+    settings: Settings,
+    *,
+    observers: Sequence[Callable[[list[ExplainedImage]], object]] = (),
+    on_unreadable: Callable[[ImageItem, str], object] = lambda item, reason: None,
+    patch_attention_bytes: int = 0,
+) -> Explanations:
+    """Explain `items` and call `observers` with each batch.
+
+    Pixels and what each patch attends to go to the observers alone: of many images they don't fit into memory.
+    """
     unreadable: list[tuple[str, str]] = []
-    explained = []
-    for batch in iterate_explanations(
-        bundle,
-        items,
-        settings,
-        on_unreadable=lambda item, reason: unreadable.append((item.path, reason)),
-        patch_attention_bytes=patch_attention_bytes,
-    ):
-        for of_image in batch:
-            of_image.image = None  # many photos don't fit into memory; saving reads them again
-            explained.append(of_image)
-    if not explained:
-        reasons = f": {unreadable[0][1]}" if unreadable else ""
-        raise ValueError(
-            f"none of {len(items)} images could be read{reasons}"
-            if items
-            else "there are no images to explain"
-        )
-    if unreadable:
-        warnings.warn(f"{len(unreadable)} images are left out; the first: {unreadable[0][1]}", stacklevel=2)
+    explained: list[ExplainedImage] = []
+
+    def note(item: ImageItem, reason: str) -> None:
+        unreadable.append((item.path, reason))
+        on_unreadable(item, reason)
+
+    with show_progress("explaining", len(items)) as advance:
+        for batch in iterate_explanations(
+            bundle, items, settings, on_unreadable=note, patch_attention_bytes=patch_attention_bytes
+        ):
+            for observe in observers:
+                observe(batch)
+            explained += [replace(of_image, image=None, patch_attention=[]) for of_image in batch]
+            advance(len(batch))
     return Explanations(bundle, settings, explained, unreadable)
 
 
@@ -106,12 +153,6 @@ def choose_batch_size(image_size: tuple[int, int]) -> int:
     """Few tokens keep two cores busy only in larger batches: 64 images of 65 tokens are explained 1.1 × (float32) to
     1.4 × (bfloat16) as fast as 16 on a 2-core Zen 5."""
     return 64 if max(image_size) <= 64 else 16
-
-
-def check_settings(bundle: Bundle, settings: Settings) -> None:
-    """Raise ValueError for a class or an option that this model does not have."""
-    build_target_chooser(settings.target, bundle.class_names)
-    check_options(settings.options, find_attention_layers(bundle.model))
 
 
 def iterate_explanations(

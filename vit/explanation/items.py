@@ -4,16 +4,18 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.data.images import read_image
 from vit.data.inputs import ImageInputs, list_images
+from vit.data.open import open_for_model
 from vit.data.sets.source import ImageSource
 
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
@@ -26,6 +28,25 @@ class ImageItem:
     path: str
     name: str
     read: Callable[[], tuple[Image.Image, str]]  # the image and the SHA-256 of its file or pixels
+
+
+def find_items(
+    images: Sequence[str | Image.Image] | None,
+    *,
+    trained_on: Mapping[str, Any],
+    count: int,
+    done: Collection[str] = (),
+    taken: Collection[str] = (),
+) -> list[ImageItem]:
+    """The images to explain, but for the paths that are `done`.
+
+    Without `images`, `count` of the test split that `trained_on`, the data section of a configuration, describes.
+    """
+    if images is None:
+        source = open_for_model(None, trained_on=trained_on).split("test")
+        return [item for item in items_from_source(source, count=count) if item.path not in done]
+    left = [image for image in images if not (isinstance(image, str) and image in done)]
+    return items_from_images(left, taken=taken)
 
 
 def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> list[ImageItem]:

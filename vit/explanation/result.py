@@ -12,6 +12,7 @@ from vit.bundle import Bundle
 from vit.explanation.faithfulness.sanity_checks import SanityCheck
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.write import MapWriter
+from vit.runtime.output_dir import prepare_output
 
 FORMATS = ("png", "npz")
 
@@ -97,15 +98,19 @@ class Explanations:
             for name in self.settings.methods
         }
 
-    def save(self, directory: str | Path, *, formats: Sequence[str] = FORMATS) -> None:
-        """Write overlays (png), maps.npz (npz) and manifest.json, as `vit attention` does.
+    def save(
+        self, directory: str | Path, *, formats: Sequence[str] = FORMATS, overwrite: bool = False
+    ) -> None:
+        """Write overlays (png), maps.npz (npz), manifest.json and, for the format html, a gallery.
 
-        Raises ValueError for an unknown format.
+        Raises ValueError for an unknown format, FileExistsError where `directory` holds files, unless `overwrite` is
+        given and an earlier result is there.
         """
         known = (*FORMATS, *self.extra_formats)
         for name in formats:
             if name not in known:
                 raise ValueError(f"unknown format {name!r}; known: {', '.join(known)}")
+        prepare_output(Path(directory), overwrite=overwrite)
         with MapWriter(directory, self.bundle, self.settings, formats=formats) as writer:
             writer.unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
             for of_image in self.images:

@@ -18,6 +18,7 @@ from vit.explanation.render.explained import ExplainedImage, Settings
 from vit.explanation.render.overlay import FIXED_END
 from vit.explanation.render.write import MapWriter
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.output_dir import prepare_output
 
 NAMES = ("cat", "<img src=x onerror=alert(1)>", "dog/wolf", "3", "été")
 
@@ -271,7 +272,7 @@ def test_half_precision_is_of_the_forward_pass_alone(
 
 @pytest.mark.filterwarnings("ignore:1 images are left out")
 def test_a_result_saves_what_the_batches_write(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
-    export(bundle, photos, tmp_path / "streamed", methods=("rollout", "gae"))
+    export(bundle, photos, prepare_output(tmp_path / "streamed"), methods=("rollout", "gae"))
     found = explain(bundle, sorted(photos), methods=("rollout", "gae"), sanity_checks=True, batch_size=2)
     found.save(tmp_path / "saved")
     assert contents(tmp_path / "saved") == contents(tmp_path / "streamed")

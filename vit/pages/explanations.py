@@ -1,0 +1,98 @@
+"""Explanations as files: those of `vit.explanation`, the gallery and TensorBoard."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from vit.explanation.explain import collect_explanations
+from vit.explanation.items import ImageItem
+from vit.explanation.render.explained import ExplainedImage
+from vit.explanation.render.write import MapWriter, draw_map
+from vit.explanation.result import Explanations
+from vit.pages.gallery import MOST_IMAGES, Gallery
+
+FORMATS = ("png", "npz", "html", "tensorboard")
+GALLERY_FILE = "gallery.html"
+
+
+def check_formats(formats: Collection[str]) -> tuple[str, ...]:
+    """`formats` as they are. Raises ValueError for an unknown one."""
+    for name in formats:
+        if name not in FORMATS:
+            raise ValueError(f"unknown --format {name!r}; known: {', '.join(FORMATS)}")
+    return tuple(formats)
+
+
+def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explanations:
+    """Explain `items` and write each batch as soon as it is explained, in the formats of `writer`.
+
+    Raises ValueError where no image could be read.
+    """
+    bundle, directory = writer.bundle, writer.output
+    gallery = Gallery(bundle.class_names) if "html" in writer.formats else None
+    observers: list[Callable[[list[ExplainedImage]], None]] = [writer.add]
+    if gallery:
+        observers.append(gallery.add)
+    if "tensorboard" in writer.formats:
+        observers.append(_TensorBoardImages(directory, bundle.class_names).add)
+    with writer:
+        found = collect_explanations(
+            bundle,
+            items,
+            writer.settings,
+            observers=observers,
+            on_unreadable=writer.add_unreadable,
+            patch_attention_bytes=gallery.patch_attention_bytes if gallery else 0,
+        )
+    if not writer.entries:
+        raise ValueError(f"none of the {len(items)} images could be read; {found.unreadable[0][1]}")
+    if gallery:
+        gallery.write(directory / GALLERY_FILE, title=f"Attention maps of {bundle.name}")
+    return replace(found, extra_formats=EXTRA_FORMATS)
+
+
+def _save_gallery(explanations: Explanations, directory: Path) -> None:
+    """Explains the images that are shown once more, for what each of their patches attends to."""
+    bundle, shown = explanations.bundle, explanations.images[:MOST_IMAGES]
+    gallery = Gallery(bundle.class_names)
+    attention: list[ExplainedImage] = []
+    collect_explanations(
+        bundle,
+        [of_image.item for of_image in shown],
+        replace(explanations.settings, sanity_checks=False),
+        observers=[attention.extend],
+        patch_attention_bytes=gallery.patch_attention_bytes,
+    )
+    pairs = zip(shown, attention, strict=True)
+    gallery.add([replace(of_image, patch_attention=again.patch_attention) for of_image, again in pairs])
+    gallery.add(explanations.images[MOST_IMAGES:])
+    gallery.write(directory / GALLERY_FILE, title=f"Attention maps of {bundle.name}")
+
+
+def _save_tensorboard(explanations: Explanations, directory: Path) -> None:
+    _TensorBoardImages(directory, explanations.bundle.class_names).add(explanations.images)
+
+
+class _TensorBoardImages:
+    """Writes the overlays as images of a TensorBoard run."""
+
+    def __init__(self, directory: Path, class_names: Sequence[str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer, self._class_names = SummaryWriter(directory / "tensorboard"), class_names
+
+    def add(self, explained: Sequence[ExplainedImage]) -> None:
+        for of_image in explained:
+            for found in of_image.maps:
+                picture = np.asarray(draw_map(of_image, found, self._class_names))
+                self._writer.add_image(f"attention/{found.key}", picture, dataformats="HWC")
+        self._writer.flush()
+
+
+# what `Explanations.save` writes beside its own formats
+EXTRA_FORMATS: Mapping[str, Callable[[Explanations, Path], None]] = {
+    "html": _save_gallery,
+    "tensorboard": _save_tensorboard,
+}
