@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ install_import_hook(
     "beartype.beartype",
 )
 
+ROOT = Path(__file__).parents[1]
 TINY_RUN = [
     "data.name=digits",
     "data.image_size=8",
@@ -47,7 +48,7 @@ TINY_RUN = [
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def vit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder of downloads and decoded images, for the whole session: never the user's own."""
     folder = tmp_path_factory.mktemp("vit_cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -110,11 +111,13 @@ class Launcher:
         assert line.startswith("vit: error: ")
         return line
 
-    def start(self, *arguments: object, processes: int = 1, **popen: Any) -> subprocess.Popen[Any]:
-        """`vit ARGUMENTS` as a program of its own, or as so many processes under torchrun; text streams."""
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        command = [sys.executable, "-m", *(torchrun if processes > 1 else []), "vit"]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    def start(
+        self, *arguments: object, processes: int = 1, program: Sequence[str] = ("-m", "vit"), **popen: Any
+    ) -> subprocess.Popen[Any]:
+        """`vit ARGUMENTS`, or another Python program, by itself or as so many processes under torchrun."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *(torchrun if processes > 1 else []), *program]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | popen.pop("env", {})
         return subprocess.Popen([*command, *map(str, arguments)], env=environment, **streams | popen)
 
@@ -126,7 +129,7 @@ class Launcher:
 
 
 @pytest.fixture(scope="session")
-def cli(cache: Path) -> Launcher:
+def cli() -> Launcher:
     return Launcher()
 
 

@@ -1,8 +1,6 @@
 """`vit train`: what it leaves, and one line and exit code 2 for a mistake."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +179,6 @@ def test_a_read_only_place_is_one_line(empty_yaml: Path, tmp_path: Path, cli: La
     assert str(tmp_path / "file") in message
 
 
-def test_importing_the_package_and_the_commands_loads_no_torch() -> None:
+def test_importing_the_package_and_the_commands_loads_no_torch(cli: Launcher) -> None:
     code = "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    cli.finish(cli.start(program=("-c", code)))

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import Launcher
 from vit.data import cache as decoding
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess, read_image
@@ -218,7 +217,7 @@ def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_n
 
 
 def test_a_script_without_main_guard_can_build_with_processes(
-    make_folder: MakeFolder, tmp_path: Path
+    cli: Launcher, make_folder: MakeFolder, tmp_path: Path
 ) -> None:
     source = folder_source(make_folder, count=8)
     script = tmp_path / "script.py"
@@ -235,8 +234,8 @@ def test_a_script_without_main_guard_can_build_with_processes(
             print(len(dataset))
         """)
     )
-    run = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["once", "16"]
+    outcome = cli.finish(cli.start(program=("-W", "error", str(script))))
+    assert outcome.out.split() == ["once", "16"]
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_rest(

@@ -1,8 +1,6 @@
 """Every kind of image file becomes upright RGB, or one sentence; geometry says where the input lies."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tests.conftest import Launcher
 from vit.data.images import Preprocess, read_image
 
 
@@ -185,9 +184,9 @@ def test_preprocess_survives_json_and_refuses_nonsense() -> None:
             Preprocess.from_dict(preprocess.to_dict() | wrong)
 
 
-def test_decoding_needs_no_torch() -> None:
+def test_decoding_needs_no_torch(cli: Launcher) -> None:
     code = "import sys, vit.data.cache; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    cli.finish(cli.start(program=("-c", code)))
 
 
 def test_no_size_and_crop_push_the_box_over_an_edge() -> None:

@@ -293,7 +293,7 @@ class _SilentHandler(SimpleHTTPRequestHandler):
 
 
 def test_a_download_is_checked_and_unpacked(
-    cifar_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cifar_root: Path, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = tmp_path / "served.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -303,13 +303,12 @@ def test_a_download_is_checked_and_unpacked(
     url = f"http://127.0.0.1:{server.server_port}/served.tar.gz"
     monkeypatch.setattr(datasets.CIFAR10, "url", url)
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", datasets.utils.calculate_md5(archive))
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     try:
         assert len(open_dataset("cifar10").split("test")) == 20
     finally:
         server.shutdown()
         server.server_close()
-    assert (tmp_path / "cache" / "downloads" / "cifar10" / "cifar-10-batches-py").is_dir()
+    assert (empty_cache / "downloads" / "cifar10" / "cifar-10-batches-py").is_dir()
 
 
 def test_a_failed_download_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Predictions with known statistics, and a small model file on the digits."""
+"""Predictions with known statistics, and the tiny model's images."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,26 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.evaluation.records import write_evaluation
-from vit.bundle import Bundle, load_bundle, save_bundle
-from vit.data.cache import decode_dataset
-from vit.data.images import Preprocess
+from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import Images, load_images
 from vit.evaluation.metrics import Ints
 from vit.evaluation.predictor import Logits
-from vit.model.vision_transformer import VisionTransformer
 
 MakePredictions = Callable[..., tuple[Logits, Ints]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VIT_CACHE", str(tmp_path_factory.mktemp("vit_cache")))
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -44,38 +33,8 @@ def make_predictions() -> MakePredictions:
 
 
 @pytest.fixture(scope="session")
-def model_file(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Path:
-    """A few steps of training on the digits: better than chance, far from perfect."""
-    torch.manual_seed(0)
-    source = open_dataset("digits").split("train")
-    preprocess = Preprocess((8, 8), mean=(0.3, 0.3, 0.3), std=(0.4, 0.4, 0.4))
-    dataset = decode_dataset(source, size=preprocess.resize_size, progress=False)
-    model = VisionTransformer(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
-    images = preprocess.normalize(torch.from_numpy(np.array(dataset.images)))
-    labels = torch.from_numpy(dataset.labels)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(60):
-        batch = torch.randint(len(labels), (64,))
-        loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    save_bundle(
-        path,
-        model.eval(),
-        preprocess=preprocess,
-        class_names=source.class_names,
-        config={"data": {"name": "digits"}, "train": {"seed": 0}},
-        data={"name": "digits", "fingerprint": dataset.fingerprint},
-        training_hashes=(dataset.digests, dataset.perceptual),
-    )
-    return path
-
-
-@pytest.fixture(scope="session")
-def bundle(model_file: Path) -> Bundle:
-    return load_bundle(model_file)
+def bundle(tiny_bundle: Bundle) -> Bundle:
+    return tiny_bundle
 
 
 @pytest.fixture(scope="session")

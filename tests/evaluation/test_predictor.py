@@ -1,14 +1,12 @@
 """Logits are the model's, whatever the batches and however many processes share them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from tests.conftest import Launcher
 from vit.bundle import Bundle
 from vit.evaluation.images import Images
 from vit.evaluation.predictor import Logits, Precision, Predictor
@@ -96,15 +94,12 @@ dist.destroy_process_group()
 
 
 def test_processes_share_the_images_and_agree_bit_for_bit(
-    model_file: Path, bundle: Bundle, images: Images, tmp_path: Path
+    cli: Launcher, tiny_model_file: Path, bundle: Bundle, images: Images, tmp_path: Path
 ) -> None:
     script = tmp_path / "predict.py"
     script.write_text(SCRIPT)
     world, counts = 3, (100, 31)  # 4 batches, the last of 4 images; one batch, and none for two processes
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    arguments = [str(script), str(model_file), str(tmp_path / "out"), *map(str, counts)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *arguments], check=True, capture_output=True, env=environment, timeout=300)
+    cli.finish(cli.start(tiny_model_file, tmp_path / "out", *counts, processes=world, program=[str(script)]))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

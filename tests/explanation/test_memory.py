@@ -1,10 +1,8 @@
 """Rollout never holds an N×N matrix: measured as the peak memory of a process of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.conftest import Launcher
 
 SCRIPT = """
 import resource, sys
@@ -26,20 +24,18 @@ print(peak() - before)
 """
 
 
-def measure_peak(*sizes: int) -> float:
+def measure_peak(cli: Launcher, *sizes: int) -> float:
     """MiB that an explained forward pass takes above the model."""
-    arguments = [sys.executable, "-c", SCRIPT, *map(str, sizes)]
     # glibc raises this threshold as it goes and then keeps holes in its heap: 330 to 500 MB instead of 320, by luck
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return float(done.stdout)
+    environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    return float(cli.finish(cli.start(*sizes, program=("-c", SCRIPT), env=environment)).out)
 
 
-def test_a_large_image_takes_less_than_its_attention() -> None:
+def test_a_large_image_takes_less_than_its_attention(cli: Launcher) -> None:
     attention = 4 * 4 * 2 * 2305**2 / 2**20  # float32, layers, heads, tokens²: 324 MiB
-    assert measure_peak(768, 128, 4, 2) < attention / 3
+    assert measure_peak(cli, 768, 128, 4, 2) < attention / 3
 
 
 @pytest.mark.slow
-def test_a_base_model_at_1024_pixels_takes_less_than_400_mb() -> None:
-    assert measure_peak(1024, 768, 12, 12) * 2**20 < 400e6
+def test_a_base_model_at_1024_pixels_takes_less_than_400_mb(cli: Launcher) -> None:
+    assert measure_peak(cli, 1024, 768, 12, 12) * 2**20 < 400e6

@@ -1,9 +1,10 @@
 """Memory that is freed is kept for the next allocation."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.conftest import Launcher
 
 _COUNT_FAULTS = """
 import resource
@@ -22,8 +23,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_kept_memory_is_not_faulted_in_again():
-    output = subprocess.run(
-        [sys.executable, "-c", _COUNT_FAULTS], capture_output=True, text=True, check=True
-    ).stdout
-    assert int(output) < 50  # pages; without it 163,840 of 4 KiB, or 320 huge ones
+def test_kept_memory_is_not_faulted_in_again(cli: Launcher) -> None:
+    faults = cli.finish(cli.start(program=("-c", _COUNT_FAULTS))).out
+    assert int(faults) < 50  # pages; without it 163,840 of 4 KiB, or 320 huge ones

@@ -35,18 +35,13 @@ TINY = [
 MakeRun = Callable[..., Run]
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def make_run(cache: Path) -> MakeRun:
+def make_run() -> MakeRun:
     """A tiny run into a directory; more overrides come behind."""
 
     def make(directory: Path, *overrides: str, process: Process | None = None) -> Run:
         directory.mkdir(parents=True, exist_ok=True)
-        config = load_config(None, [*TINY, f"data.cache_dir={cache}", *overrides])
+        config = load_config(None, [*TINY, *overrides])
         return build_run(
             config,
             directory=directory,

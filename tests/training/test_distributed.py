@@ -4,13 +4,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import Launcher, Outcome
 from tests.training.conftest import TINY, read_metrics
 from tests.training.test_kill import done_steps
 from vit.bundle import load_bundle
@@ -28,32 +29,24 @@ OVERRIDES = [
 ]
 
 
-def launch(directory: Path, cache: Path, *arguments: str, processes: int) -> subprocess.Popen[str]:
-    empty = directory.parent / "empty.yaml"
-    empty.touch()
-    run = [
-        "vit",
-        "train",
-        str(empty),
-        *OVERRIDES,
-        f"data.cache_dir={cache}",
-        "--output",
-        str(directory),
-        *arguments,
-    ]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    return subprocess.Popen(
-        [sys.executable, "-m", *(torchrun if processes > 1 else []), *run],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+Start = Callable[..., subprocess.Popen[str]]
+Train = Callable[..., Outcome]
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+@pytest.fixture(scope="module")
+def start(cli: Launcher, empty_yaml: Path) -> Start:
+    """start(directory, …, processes=n) trains into it with so many processes."""
+
+    def start(directory: Path, *arguments: str, processes: int) -> subprocess.Popen[str]:
+        train = ("train", empty_yaml, *OVERRIDES, "--output", directory)
+        return cli.start(*train, *arguments, processes=processes, stdout=subprocess.DEVNULL)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def train(cli: Launcher, start: Start) -> Train:
+    return lambda *arguments, processes: cli.finish(start(*arguments, processes=processes))
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -61,9 +54,9 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "alone"
-    finish(launch(directory, cache, processes=1))
+    train(directory, processes=1)
     assert read_metrics(directory)[-1]["step"] == 50
     return directory
 
@@ -83,35 +76,35 @@ def assert_close(first: Path, second: Path) -> None:
         assert row == pytest.approx(other, abs=1e-3)
 
 
-def test_two_processes_equal_one(alone: Path, cache: Path, tmp_path: Path) -> None:
-    finish(launch(tmp_path / "two", cache, processes=2))
+def test_two_processes_equal_one(alone: Path, train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "two", processes=2)
     assert_close(alone, tmp_path / "two")
 
 
 def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(
-    cache: Path, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     sharded = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=25"]
     sharded += ["train.attention_maps=8"]  # asked for, and not waited for by the process that is alone in it
-    finish(launch(tmp_path / "alone", cache, *sharded, processes=1))
-    finish(launch(tmp_path / "two", cache, *sharded, processes=2))
+    train(tmp_path / "alone", *sharded, processes=1)
+    train(tmp_path / "two", *sharded, processes=2)
     assert_close(tmp_path / "alone", tmp_path / "two")
     halfway(tmp_path / "two")
     shutil.copytree(tmp_path / "two", tmp_path / "two again")
-    finish(launch(tmp_path / "two again", cache, *sharded, "--resume", processes=2))
+    train(tmp_path / "two again", *sharded, "--resume", processes=2)
     for name, tensor in weights(tmp_path / "two").items():
         assert torch.equal(weights(tmp_path / "two again")[name], tensor)
-    finish(launch(tmp_path / "two", cache, *sharded, "--resume", processes=1))
+    train(tmp_path / "two", *sharded, "--resume", processes=1)
     assert_close(tmp_path / "alone", tmp_path / "two")
     halfway(tmp_path / "alone")
-    finish(launch(tmp_path / "alone", cache, *sharded, "--resume", processes=2))
+    train(tmp_path / "alone", *sharded, "--resume", processes=2)
     assert_close(tmp_path / "alone", tmp_path / "two")
 
 
 def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(
-    alone: Path, cache: Path, tmp_path: Path
+    alone: Path, start: Start, train: Train, tmp_path: Path
 ) -> None:
-    job = launch(tmp_path / "run", cache, "train.checkpoint_every_steps=1", processes=2)
+    job = start(tmp_path / "run", "train.checkpoint_every_steps=1", processes=2)
     deadline = time.monotonic() + 120
     while done_steps(tmp_path / "run") < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -122,5 +115,5 @@ def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(
     assert job.returncode != 0
     assert time.monotonic() - died < 30
     assert 5 <= done_steps(tmp_path / "run") < 50
-    finish(launch(tmp_path / "run", cache, "train.checkpoint_every_steps=1", "--resume", processes=1))
+    train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=1)
     assert_close(alone, tmp_path / "run")

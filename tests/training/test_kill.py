@@ -1,15 +1,15 @@
 """Real processes, killed for real: the resumed run equals the uninterrupted one."""
 
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Launcher
 from tests.training.conftest import TINY, read_curves, read_metrics
 from tests.training.test_resume import assert_equal_runs
 
@@ -17,25 +17,17 @@ OVERRIDES = [*TINY, "train.epochs=12", "train.checkpoint_every_steps=1"]
 STEPS = 60
 
 
-def start(directory: Path, cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    empty = directory.parent / "empty.yaml"
-    empty.touch()
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "vit", "train", str(empty), *OVERRIDES, f"data.cache_dir={cache}"),
-            *("--output", str(directory), *arguments),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+Start = Callable[..., subprocess.Popen[str]]
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return errors
+@pytest.fixture
+def start(cli: Launcher, empty_yaml: Path) -> Start:
+    """start(directory, …) trains into it, as a program of its own."""
+
+    def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+        return cli.start("train", empty_yaml, *OVERRIDES, "--output", directory, *arguments)
+
+    return start
 
 
 def done_steps(directory: Path) -> int:
@@ -54,13 +46,13 @@ def wait_for(process: subprocess.Popen[str], directory: Path, *, step: int, whil
             time.sleep(0.002)
 
 
-def kill_often(tmp_path: Path, cache: Path, *, kills: int, seed: int) -> None:
+def kill_often(cli: Launcher, start: Start, tmp_path: Path, *, kills: int, seed: int) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start(whole, cache))
+    cli.finish(start(whole))
     rng = random.Random(seed)
     writing = 0
     for number, step in enumerate(sorted(rng.sample(range(STEPS - 5), kills))):
-        process = start(broken, cache, "--resume")
+        process = start(broken, "--resume")
         wait_for(process, broken, step=step, while_writing=number % 2 == 1)
         time.sleep(rng.random() * 0.01 * (number % 2 == 0))
         process.send_signal(signal.SIGKILL)
@@ -68,26 +60,26 @@ def kill_often(tmp_path: Path, cache: Path, *, kills: int, seed: int) -> None:
         assert process.returncode == -signal.SIGKILL
         writing += any((broken / "checkpoints").glob(".step-*.tmp"))
     assert done_steps(broken) < STEPS, "killed too late to prove anything"
-    finish(start(broken, cache, "--resume"))
+    cli.finish(start(broken, "--resume"))
     assert_equal_runs(whole, broken)
     if kills >= 20:
         assert writing >= 1, "no kill fell into a checkpoint's own write"
 
 
-def test_kill_9_loses_nothing(tmp_path: Path, cache: Path) -> None:
-    kill_often(tmp_path, cache, kills=3, seed=0)
+def test_kill_9_loses_nothing(cli: Launcher, start: Start, tmp_path: Path) -> None:
+    kill_often(cli, start, tmp_path, kills=3, seed=0)
 
 
 @pytest.mark.slow
-def test_kill_9_at_many_points_loses_nothing(tmp_path: Path, cache: Path) -> None:
-    kill_often(tmp_path, cache, kills=24, seed=1)
+def test_kill_9_at_many_points_loses_nothing(cli: Launcher, start: Start, tmp_path: Path) -> None:
+    kill_often(cli, start, tmp_path, kills=24, seed=1)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
-    tmp_path: Path, cache: Path, kind: signal.Signals
+    cli: Launcher, start: Start, tmp_path: Path, kind: signal.Signals
 ) -> None:
-    process = start(tmp_path / "run", cache)
+    process = start(tmp_path / "run")
     wait_for(process, tmp_path / "run", step=3, while_writing=False)
     process.send_signal(kind)
     _, errors = process.communicate(timeout=60)
@@ -95,7 +87,7 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
     step = done_steps(tmp_path / "run")
     assert 3 <= step < STEPS
     assert f"stopped after step {step}" in errors
-    errors = finish(start(tmp_path / "run", cache, "--resume"))
+    errors = cli.finish(start(tmp_path / "run", "--resume")).err
     assert f"resuming after step {step}" in errors
     assert read_metrics(tmp_path / "run")[-1]["step"] == STEPS
     assert [point for point, _ in read_curves(tmp_path / "run")["epoch/val_loss"]] == list(
@@ -103,10 +95,10 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
     )
 
 
-def test_two_runs_cannot_write_one_directory(tmp_path: Path, cache: Path) -> None:
-    first = start(tmp_path / "run", cache, "train.epochs=10000")
+def test_two_runs_cannot_write_one_directory(start: Start, tmp_path: Path) -> None:
+    first = start(tmp_path / "run", "train.epochs=10000")
     wait_for(first, tmp_path / "run", step=1, while_writing=False)
-    second = start(tmp_path / "run", cache, "train.epochs=10000", "--resume")
+    second = start(tmp_path / "run", "train.epochs=10000", "--resume")
     _, errors = second.communicate(timeout=60)
     first.kill()
     first.communicate(timeout=60)

@@ -1,9 +1,6 @@
 """One step by its numbers."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -195,7 +192,7 @@ def compare_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_step_equals_the_plain_one():
+def test_compiled_step_equals_the_plain_one(cli):
     # in a process of its own: here shapes are checked as calls run, which a compiler can't see through
     source = "from tests.training.test_step import compare_compiled; compare_compiled()"
-    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2])
+    cli.finish(cli.start(program=("-c", source)))

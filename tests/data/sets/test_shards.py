@@ -63,8 +63,7 @@ def test_braces_and_globs_name_shards_in_order(tmp_path: Path) -> None:
         open_dataset("webdataset", root=f"{tmp_path}/absent-*.tar").split("train")
 
 
-def test_a_command_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
+def test_a_command_is_run_once_and_kept(tmp_path: Path, empty_cache: Path) -> None:
     shard = write_shard(tmp_path / "x.tar", [0, 1, 1])
     url = f"pipe:cat {shard}"
     first = open_dataset("webdataset", root=url).split("all")
@@ -75,14 +74,11 @@ def test_a_command_is_run_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", ["pipe:exit 3", "pipe:head -c 2000 {shard}", "pipe:true"])
-def test_a_command_that_breaks_off_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
+def test_a_command_that_breaks_off_leaves_nothing(tmp_path: Path, empty_cache: Path, command: str) -> None:
     shard = write_shard(tmp_path / "x.tar", [0, 1, 1])
     with pytest.raises(OSError, match="gave no shard"):
         open_dataset("webdataset", root=command.format(shard=shard)).split("train")
-    assert list((tmp_path / "cache" / "shards").iterdir()) == []
+    assert list((empty_cache / "shards").iterdir()) == []
 
 
 def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
