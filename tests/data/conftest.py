@@ -13,7 +13,7 @@ MakeFolder = Callable[..., Path]
 
 
 def draw_pixels(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
-    """A smooth random picture [H, W, 3], so that JPEG and rescaling keep its looks."""
+    """A smooth random picture [H, W, 3], so that JPEG and rescaling hardly change it."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size[1], size[0]), Image.Resampling.BICUBIC))
 

@@ -52,7 +52,7 @@ def test_crop_with_padding_is_a_shift_of_the_reflected_image_by_each_samples_own
         np.testing.assert_array_equal(got[index].numpy(), padded[top : top + 16, left : left + 20])
 
 
-def test_a_larger_store_is_cut_at_its_centre_and_shifts_show_real_pixels() -> None:
+def test_larger_images_are_cut_at_its_centre_and_shifts_show_real_pixels() -> None:
     images = pictures(size=(22, 26))
     assert torch.equal(cut(Augment(), images=images), images[:, 3:19, 3:23])
     shifted = cut(Augment(crop_padding=3), images=images)
@@ -126,7 +126,7 @@ def test_cutout_sets_one_square_a_sample_to_the_mean() -> None:
     assert (smaller == 0).all(1).any(2).sum(1).max() == 3
 
 
-def test_erasing_hits_its_share_of_samples_with_its_share_of_area() -> None:
+def test_erasing_hits_its_fraction_of_samples_with_its_fraction_of_area() -> None:
     white = torch.full((2000, *SIZE, 3), 255, dtype=torch.uint8)
     hidden = (finish(Augment(re_prob=0.25), white) == 0).all(1).flatten(1).float().mean(1)
     assert (hidden > 0).float().mean() == pytest.approx(0.25, abs=0.03)
@@ -199,19 +199,19 @@ def mixed(augment: Augment, count: int = 400, epoch: int = 0) -> tuple[Tensor, T
     return images, labels, out, targets
 
 
-def test_mixup_blends_neighbours_and_targets_by_the_same_share() -> None:
+def test_mixup_blends_neighbours_and_targets_by_the_same_weight() -> None:
     images, labels, out, targets = mixed(Augment(mixup=0.8))
     for index in range(400):
         partner = index ^ 1
-        share = targets[index, labels[index]].item()
-        assert targets[index, labels[partner]].item() == pytest.approx(1 - share, abs=1e-6)
-        expected = share * images[index] + (1 - share) * images[partner]
+        weight = targets[index, labels[index]].item()
+        assert targets[index, labels[partner]].item() == pytest.approx(1 - weight, abs=1e-6)
+        expected = weight * images[index] + (1 - weight) * images[partner]
         torch.testing.assert_close(out[index], expected, atol=1e-5, rtol=0)
-    shares = targets[torch.arange(400), labels]
-    assert shares.std() > 0.2
+    weights = targets[torch.arange(400), labels]
+    assert weights.std() > 0.2
 
 
-def test_cutmix_shares_are_the_pixel_counts() -> None:
+def test_cutmix_weights_are_the_pixel_counts() -> None:
     images, labels, out, targets = mixed(Augment(cutmix=1.0))
     for index in range(400):
         own = (out[index] == images[index]).all(0)
@@ -237,7 +237,7 @@ def test_the_last_of_an_odd_batch_stays_itself() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.4, 0.8, 1.0, 3.0])
-def test_shares_follow_the_beta_distribution(alpha: float) -> None:
+def test_weights_follow_the_beta_distribution(alpha: float) -> None:
     from scipy.stats import beta, kstest
 
     values = _draw_beta(StatelessRandom(0, 0), "mixup", torch.arange(20_000), alpha).numpy()

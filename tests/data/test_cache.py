@@ -77,7 +77,7 @@ def test_processes_and_this_process_build_the_same(
     np.testing.assert_array_equal(many.perceptual, one.perceptual)
 
 
-def test_a_store_is_decoded_once(array_source: ImageSource, cache: Path) -> None:
+def test_a_dataset_is_decoded_once(array_source: ImageSource, cache: Path) -> None:
     reader = CountingReader(array_source.reader.pixels)
     source, reads = replace(array_source, reader=reader), reader.reads
     first = build(source, cache)
@@ -102,7 +102,7 @@ def test_a_changed_file_is_decoded_again(make_folder: MakeFolder, cache: Path) -
 
 
 @pytest.mark.parametrize("damage", ["pixel", "short", "index", "json", "missing"])
-def test_a_damaged_store_is_built_again(array_source: ImageSource, cache: Path, damage: str) -> None:
+def test_a_damaged_dataset_is_built_again(array_source: ImageSource, cache: Path, damage: str) -> None:
     whole = build(array_source, cache)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
     pixels = bytearray((folder / "images.u8").read_bytes())
@@ -250,14 +250,14 @@ def test_a_full_disk_is_one_error_and_leaves_no_rest(
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
 
 
-def test_the_store_cannot_be_changed_through_its_pixels(array_source: ImageSource, cache: Path) -> None:
+def test_the_cache_cannot_be_changed_through_its_pixels(array_source: ImageSource, cache: Path) -> None:
     dataset = build(array_source, cache)
     before = np.array(dataset.images[0])
     dataset.images[0] = 0
     np.testing.assert_array_equal(build(array_source, cache).images[0], before)
 
 
-def test_a_large_store_is_checked_in_samples_of_its_blocks(
+def test_a_large_dataset_is_checked_in_samples_of_its_blocks(
     array_source: ImageSource, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "_BLOCK", 1000)

@@ -1,4 +1,4 @@
-"""Duplicates are found, exactly by pixels and nearly by looks; flat pictures and strangers are not."""
+"""Duplicates are found, exactly by pixels and nearly by perceptual hashes; flat and unrelated images are not."""
 
 import io
 import time

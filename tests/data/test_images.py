@@ -96,9 +96,9 @@ def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path: Path, suffix: st
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     path = save(Image.fromarray(noise), tmp_path / f"whole.{suffix}")
     data = path.read_bytes()
-    for share in (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99):
+    for fraction in (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99):
         cut = tmp_path / f"cut.{suffix}"
-        cut.write_bytes(data[: int(len(data) * share)])
+        cut.write_bytes(data[: int(len(data) * fraction)])
         with pytest.raises(ValueError, match=rf"cut\.{suffix} can't be read as an image"):
             read_image(cut)
 

@@ -78,7 +78,7 @@ def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: DecodedDat
         torch.testing.assert_close(batch.images, expected)
 
 
-def test_without_shuffling_the_order_is_the_stores(dataset: DecodedDataset) -> None:
+def test_without_shuffling_the_order_is_the_datasets(dataset: DecodedDataset) -> None:
     loader = make(ResidentLoader, dataset, shuffle=False, drop_last=False)
     assert torch.cat([batch.sample_ids for batch in loader.epoch(4)]).tolist() == list(range(60))
 
@@ -99,8 +99,8 @@ def test_an_epoch_goes_on_from_any_step_with_the_batches_it_would_have_had(datas
 
 
 def join_ranks(ranks: list[list[Batch]]) -> Iterator[Batch]:
-    for parts in zip(*ranks, strict=True):
-        yield Batch(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    for batches in zip(*ranks, strict=True):
+        yield Batch(*(torch.cat(fields) for fields in zip(*batches, strict=True)))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -50,7 +50,7 @@ def test_uniforms_and_integers_are_the_upper_bits_exactly(device: str) -> None:
     ]
 
 
-def test_draws_never_change_between_versions() -> None:
+def test_random_numbers_never_change_between_versions() -> None:
     # a resumed run must see the pictures it would have seen
     assert StatelessRandom(0, 0).integers("crop y", torch.arange(8), below=9).tolist() == [
         5,
@@ -89,7 +89,7 @@ def test_every_bit_is_a_fair_coin() -> None:
         ((0, 0, "x", 0), (0, 0, "x", 1)),  # neighbouring samples
     ],
 )
-def test_draws_that_differ_in_one_thing_are_independent(
+def test_random_numbers_that_differ_in_one_thing_are_independent(
     first: tuple[int, int, str, int], second: tuple[int, int, str, int]
 ) -> None:
     left, right = (

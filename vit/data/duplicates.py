@@ -10,7 +10,7 @@ from PIL import Image
 from scipy.fft import dctn
 
 NEAR = 4  # bits of 64 by which near-duplicates may differ
-_PLAIN = 8  # hashes with fewer bits set or unset are of flat images, which are all similar
+_FLAT = 8  # hashes with fewer bits set or unset are of flat images, which are all similar
 _PAIRS = 1 << 22  # candidates compared at once: 32 MiB a temporary
 _CIFAR10 = frozenset("airplane automobile bird cat deer dog frog horse ship truck".split())  # noqa: SIM905
 
@@ -67,8 +67,8 @@ def find_duplicates(
     candidate = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(digests), np.int64)
     same = training_digests[candidate] == digests if len(order) else np.zeros(len(digests), bool)
     exact = np.flatnonzero(same)
-    queries = np.flatnonzero(~same & _is_telling(dhashes))
-    training = np.flatnonzero(_is_telling(training_dhashes))
+    queries = np.flatnonzero(~same & _is_distinctive(dhashes))
+    training = np.flatnonzero(_is_distinctive(training_dhashes))
     best = np.full(len(queries), max_distance + 1)
     match = np.zeros(len(queries), dtype=np.int64)
     for query, other, distance in _close_pairs(dhashes[queries], training_dhashes[training], max_distance):
@@ -86,10 +86,10 @@ def find_duplicates(
     )
 
 
-def _is_telling(dhashes: np.ndarray) -> np.ndarray:
+def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
     ones = np.bitwise_count(dhashes)
-    telling: np.ndarray = (ones >= _PLAIN) & (ones <= 64 - _PLAIN)
-    return telling
+    distinctive: np.ndarray = (ones >= _FLAT) & (ones <= 64 - _FLAT)
+    return distinctive
 
 
 def _close_pairs(

@@ -1,7 +1,7 @@
 """Batches whose order and random numbers are functions of (seed, epoch, sample).
 
 So a run that stops in mid-epoch goes on at `start_step` with the batches it would have had, and neither the
-number of workers nor of ranks changes what a sample looks like.
+number of workers nor of ranks changes a sample's augmentation.
 """
 
 import os
@@ -108,13 +108,13 @@ class _Loader(ABC):
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
     def epoch(
-        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None, mix: bool = True
+        self, epoch: int, *, start_step: int = 0, image_size: Size | None = None, mix: bool = True
     ) -> Iterator[Batch]:
         """The batches of an epoch from `start_step` on, scaled to `image_size`, without mixing on request."""
         rng = StatelessRandom(self.seed, epoch)
         size = image_size or self.preprocess.image_size
-        with closing(self._pixels(rng, start_step, size)) as parts:
-            for ids, pixels in parts:
+        with closing(self._pixels(rng, start_step, size)) as steps:
+            for ids, pixels in steps:
                 yield self._finish(pixels, ids, rng, size, mix=mix and self._augment.mixes)
 
     @abstractmethod

@@ -1,7 +1,6 @@
 """Per-image geometry in decoding workers, and corruptions of test images, through albumentations.
 
-The library looks for a newer version of itself over the network when it is imported; that is switched off
-first.
+On import the library checks over the network for a newer version of itself; that is switched off first.
 """
 
 import os
