@@ -207,6 +207,7 @@ def build_tables() -> dict[str, str]:
         "summary": build_summary(recipes),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
+        "faithfulness": (RESULTS / "faithfulness-cifar10-cpu.md").read_text().strip(),
     }
 
 

@@ -17,7 +17,7 @@ LINES = {"vit": 11_979, "vit/cli": 700, "vit/model/vision_transformer.py": 250, 
 WORDS = (
     "rungs?|ladders?|levers?|rivals?|arms?|textbook|scrambled?|oracles?|harness|controls|backing|glance|likeness|"
     "hash_appearance|knobs?|by heart|shared out|kinds of damage|can't be had|nobody is fooled|mean surprise|"
-    "knows? no|people|persons?"
+    "people|persons?"
 )
 PAGES = [
     ROOT / "README.md",
