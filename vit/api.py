@@ -217,8 +217,8 @@ def explain(
     return write_explanations(items, writer)
 
 
-def compare(evaluations: Sequence[str | Path]) -> Comparison:
-    """Compare evaluations of the same images, given as the directories they were saved in, with the first of them.
+def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
+    """Compare evaluations of the same images, or the directories that they were saved in, with the first of them.
 
     `.pairs` hold the difference in top-1 accuracy with its 95 % interval (paired bootstrap) and McNemar's test; seeds
     of one recipe are one group. Raises ValueError for fewer than two, or of different images.

@@ -16,6 +16,7 @@ from vit.evaluation.result import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
+    EvaluationResult,
     load_evaluation,
     load_predictions,
 )
@@ -116,26 +117,32 @@ class Comparison:
         write_text(prepare_output(Path(directory), overwrite=overwrite) / COMPARISON_FILE, text)
 
 
-def compare_evaluations(directories: Sequence[str | Path]) -> Comparison:
-    """Compare the evaluations in `directories` with the first of them; seeds of one recipe are one group.
+def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
+    """Compare evaluations, or the directories that hold them, with the first; seeds of one recipe are one group.
 
     Where all are seeds of one recipe, they are compared with each other too. Raises ValueError where there are
     fewer than two or their images differ, OSError where one can't be read.
     """
-    evaluations = load_evaluations([Path(directory) for directory in directories])
-    groups = group_seeds(evaluations)
+    named = load_evaluations(evaluations)
+    groups = group_seeds(named)
     if len(groups) > 1:
         return Comparison(groups, [compare_groups(groups[0], other) for other in groups[1:]])
-    seeds = [Group(each.name, [each]) for each in evaluations]
+    seeds = [Group(each.name, [each]) for each in named]
     return Comparison(groups + seeds, [compare_groups(seeds[0], other) for other in seeds[1:]])
 
 
-def load_evaluations(directories: Sequence[Path]) -> list[NamedEvaluation]:
+def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
     """Read evaluations. Raises ValueError where there are fewer than two or their images differ."""
-    if len(directories) < 2:
+    if len(evaluations) < 2:
         raise ValueError("a comparison needs two or more evaluations")
-    common = os.path.commonpath([directory.resolve().parent for directory in directories])
-    loaded = [_load(directory, os.path.relpath(directory.resolve(), common)) for directory in directories]
+    folders = [Path(each).resolve() for each in evaluations if not isinstance(each, EvaluationResult)]
+    common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    loaded = [
+        _take(each, f"{each.evaluation.model} ({number})")
+        if isinstance(each, EvaluationResult)
+        else _load(Path(each), os.path.relpath(Path(each).resolve(), common))
+        for number, each in enumerate(evaluations, start=1)
+    ]
     return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
 
 
@@ -190,6 +197,12 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     if discordant <= _EXACT_UP_TO:
         return float(binomtest(only_a, discordant).pvalue)
     return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
+
+
+def _take(result: EvaluationResult, name: str) -> NamedEvaluation:
+    scores, names = result.scores, result.bundle.class_names
+    labels = [names[label] for label in scores.labels.tolist()]
+    return NamedEvaluation(name, result.evaluation, list(result.images.ids), labels, scores.correct)
 
 
 def _load(directory: Path, name: str) -> NamedEvaluation:

@@ -1,0 +1,312 @@
+"""The Python interface: each function on tiny data, and what its result saves is what the command writes."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.conftest import TINY_RUN, Launcher
+from vit.build.recipe import find_recipe
+from vit.bundle import Bundle
+from vit.config import load_config
+
+ROOT = Path(__file__).parents[1]
+FUNCTIONS = ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    random = np.random.default_rng(0)
+    return [Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def photos(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number, picture in enumerate(pictures):
+        picture.save(folder / f"{number}.png")
+    return folder
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+# --- names -------------------------------------------------------------------------------------------------
+
+
+def test_importing_vit_loads_nothing_heavy_and_modules_hide_no_function() -> None:
+    code = f"""
+import importlib, pkgutil, sys
+import vit
+assert not {{"torch", "numpy", "PIL"}} & set(sys.modules), "importing vit is not instant"
+for module in pkgutil.walk_packages(vit.__path__, "vit."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for name in {FUNCTIONS}:
+    function = getattr(vit, name)
+    assert type(function).__name__ == "function" and function.__module__ == "vit.api", name
+for name in vit.__all__:
+    getattr(vit, name)
+import vit.model.attention
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_an_unknown_name_comes_with_the_known_ones() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'fit'; it has Bundle, VisionTransformer, .*train"
+    ):
+        _ = vit.fit  # type: ignore[attr-defined]
+    assert set(FUNCTIONS) <= set(dir(vit)) == set(vit.__all__)
+
+
+def test_recipes_are_found_by_name_and_packaged() -> None:
+    assert find_recipe("cifar10/cpu") == ROOT / "configs" / "cifar10" / "cpu.yaml"
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        assert load_config(find_recipe(path.relative_to(ROOT / "configs").with_suffix("")))
+    with pytest.raises(
+        FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"
+    ):
+        find_recipe("cifar10/gpu")
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"]["configs"] == "vit/configs"
+
+
+# --- train -------------------------------------------------------------------------------------------------
+
+
+def nested(overrides: list[str]) -> dict[str, Any]:
+    return load_config(None, overrides).model_dump(mode="json")
+
+
+def test_a_path_a_dictionary_and_a_config_train_the_same_model(tmp_path: Path, empty_yaml: Path) -> None:
+    overrides = [*TINY_RUN, "train.epochs=1"]
+    given: dict[str, Any] = {
+        "path": empty_yaml,
+        "dictionary": nested(overrides),
+        "config": load_config(None, overrides),
+    }
+    results = {
+        name: vit.train(config, output=tmp_path / name, overrides=overrides if config is empty_yaml else ())
+        for name, config in given.items()
+    }
+    weights = [result.bundle.model.state_dict() for result in results.values()]
+    for other in weights[1:]:
+        assert all(torch.equal(weights[0][key], other[key]) for key in other)
+    result = results["path"]
+    assert result.model_path == tmp_path / "path" / "model.safetensors"
+    assert [row["epoch"] for row in result.metrics] == [1]
+    assert result.best_top1 == result.metrics[0]["val_top1"]
+    assert result.steps == result.metrics[0]["step"]
+    result.save(tmp_path / "copy")
+    copied, original = contents(tmp_path / "copy"), contents(tmp_path / "path")
+    assert copied.pop(".vit-output") == original.pop(".lock") == b""
+    assert copied == original
+
+
+def test_a_run_is_resumed_and_replaced_as_by_the_command(
+    tmp_path: Path, empty_yaml: Path, cli: Launcher
+) -> None:
+    output = tmp_path / "run"
+    cli.succeed("train", empty_yaml, *TINY_RUN, "train.epochs=1", "--output", output)
+    before = vit.load_bundle(output).sha256
+    seen: list[bool] = []
+    result = vit.train(output=output, resume=True, on_start=lambda run, resumed: seen.append(resumed))
+    assert seen == [True]
+    assert result.bundle.sha256 == before
+    with pytest.raises(ValueError, match=r"train\.epochs differ"):
+        vit.train(output=output, overrides=["train.epochs=2"], resume=True)
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        vit.train(nested(TINY_RUN), output=output)
+    with pytest.raises(ValueError, match="which configuration"):
+        vit.train(output=tmp_path / "new")
+
+
+# --- evaluate and compare ----------------------------------------------------------------------------------
+
+
+def plain(directory: Path) -> dict[str, Any]:
+    """An evaluation without what depends on the moment."""
+    found = json.loads((directory / "evaluation.json").read_text())
+    found["conditions"] = {
+        key: value for key, value in found["conditions"].items() if key not in ("time", "command")
+    }
+    return {key: value for key, value in found.items() if key not in ("cost", "model")}
+
+
+def test_an_evaluation_saves_what_the_command_writes(tiny_run: Path, tmp_path: Path, cli: Launcher) -> None:
+    cli.succeed("evaluate", tiny_run, "--shift", "--output", tmp_path / "command")
+    result = vit.evaluate(vit.load_bundle(tiny_run), shift=True)
+    result.save(tmp_path / "saved")
+    saved, written = contents(tmp_path / "saved"), contents(tmp_path / "command")
+    assert saved.keys() == written.keys()
+    assert plain(tmp_path / "saved") == plain(tmp_path / "command")
+    assert saved["predictions.csv"] == written["predictions.csv"]
+    assert saved["confusion.png"] == written["confusion.png"]
+    with pytest.raises(FileExistsError, match="already holds files"):
+        result.save(tmp_path / "saved")
+    result.save(tmp_path / "saved", overwrite=True)
+
+
+def test_evaluations_are_compared_in_memory_and_from_disk(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    worse = Bundle.from_model(
+        type(tiny_bundle.model)(**tiny_bundle.model.architecture).eval(),  # type: ignore[operator]
+        class_names=tiny_bundle.class_names,
+        preprocess=tiny_bundle.preprocess,
+    )
+    results = [vit.evaluate(model, data="digits") for model in (tiny_bundle, worse)]
+    comparison = vit.compare(results)
+    (pair,) = comparison.pairs
+    assert pair.difference == pytest.approx(results[1].evaluation.top1 - results[0].evaluation.top1)
+    for number, result in enumerate(results):
+        result.save(tmp_path / str(number))
+    (from_disk,) = vit.compare([tmp_path / "0", tmp_path / "1"]).pairs
+    assert (from_disk.interval, from_disk.p_value, from_disk.only_a) == (
+        pair.interval,
+        pair.p_value,
+        pair.only_a,
+    )
+    comparison.save(tmp_path / "comparison")
+    assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["pairs"]
+
+
+# --- predict and explain -----------------------------------------------------------------------------------
+
+
+def test_predictions_are_the_same_for_paths_pictures_and_arrays(
+    tiny_run: Path, tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image], cli: Launcher
+) -> None:
+    from_folder = vit.predict(tiny_run, photos, top_k=2)
+    assert [Path(each.path).name for each in from_folder.predictions] == ["0.png", "1.png", "2.png"]
+    expected = [each.classes for each in from_folder.predictions]
+    assert all(len(classes) == 2 for classes in expected)
+    for images in (sorted(photos.iterdir()), pictures, np.stack([np.asarray(each) for each in pictures])):
+        assert [each.classes for each in vit.predict(tiny_bundle, images, top_k=2).predictions] == expected
+    (one,) = vit.predict(tiny_bundle, pictures[1], top_k=2).predictions
+    # alone in its batch, the sums of a matrix product may be cut differently
+    assert [name for _, name, _ in one.classes] == [name for _, name, _ in expected[1]]
+    lines = cli.succeed("predict", tiny_run, photos, "--top-k", 2).out
+    assert [json.loads(line)["path"] for line in lines.splitlines()] == [
+        each.path for each in from_folder.predictions
+    ]
+
+
+def test_predictions_save_the_lines_that_the_command_prints(
+    tiny_run: Path, photos: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    vit.predict(tiny_run, [photos, tmp_path / "broken.png"]).save(tmp_path / "saved")
+    printed = cli.succeed("predict", tiny_run, photos, tmp_path / "broken.png").out
+    assert (tmp_path / "saved" / "predictions.jsonl").read_text() == printed
+    assert "error" in json.loads(printed.splitlines()[-1])
+
+
+def test_an_explanation_saves_what_the_command_writes(
+    tiny_run: Path, photos: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    methods = ("rollout", "gae")
+    arguments = ["--method", ",".join(methods), "--format", "png,npz,html"]
+    cli.succeed("attention", tiny_run, photos, *arguments, "--output", tmp_path / "command")
+    found = vit.explain(tiny_run, photos, methods=methods)
+    with np.load(tmp_path / "command" / "maps.npz") as arrays:
+        for method in methods:
+            expected = np.stack([arrays[f"{number}.{method}"] for number in range(3)])
+            assert np.array_equal(found.maps[method].numpy(), expected)
+    found.save(tmp_path / "saved", formats=("png", "npz", "html"))
+    assert contents(tmp_path / "saved") == contents(tmp_path / "command")
+
+
+def test_images_of_any_kind_have_the_same_maps(
+    tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]
+) -> None:
+    expected = vit.explain(tiny_bundle, photos, sanity_checks=False).maps["rollout"]
+    arrays = np.stack([np.asarray(picture) for picture in pictures])
+    for images in (sorted(photos.iterdir()), pictures, arrays, torch.from_numpy(arrays)):
+        maps = vit.explain(tiny_bundle, images, sanity_checks=False).maps["rollout"]
+        assert torch.equal(maps, expected)
+    for image in (pictures[0], arrays[0], photos / "0.png"):
+        (alone,) = vit.explain(tiny_bundle, image, sanity_checks=False).maps["rollout"]
+        assert torch.allclose(alone, expected[0], atol=1e-6)
+
+
+def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -> None:
+    found = vit.explain(tiny_run, count=3, methods="legrad")
+    assert found.maps["legrad"].shape == (3, 4, 4)
+    assert all(of_image.item.name.startswith("digits-") for of_image in found.images)
+    assert all(len(checks) == 1 for checks in found.sanity_checks["legrad"])
+
+
+def test_an_interrupted_export_is_continued(tiny_run: Path, photos: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options: dict[str, Any] = {"sanity_checks": False, "batch_size": 1}
+    vit.explain(tiny_run, photos, output=whole, **options)
+    vit.explain(tiny_run, photos / "0.png", output=parts, **options)
+    rest = vit.explain(tiny_run, photos, output=parts, resume=True, **options)
+    assert [Path(path).name for path in rest.paths] == ["1.png", "2.png"]
+    assert contents(parts) == contents(whole)
+    with pytest.raises(FileExistsError, match="already holds files"):
+        vit.explain(tiny_run, photos, output=parts, **options)
+
+
+def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
+    pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    import timm
+    import torchvision
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        image_size=32, patch_size=8, num_labels=3, id2label={0: "ant", 1: "bee", 2: "cow"},
+        label2id={"ant": 0, "bee": 1, "cow": 2},
+    )  # fmt: skip
+    models = {
+        "timm": timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=3, pretrained=False
+        ),
+        "torchvision": torchvision.models.VisionTransformer(
+            image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48, num_classes=3
+        ),
+        "transformers": transformers.ViTForImageClassification(config),
+    }
+    for name, model in models.items():
+        found = vit.explain(model, pictures, methods=("rollout", "gae"), sanity_checks=False)
+        assert found.maps["gae"].shape == (3, 4, 4), name
+        found.save(tmp_path / name)
+        (first, *_) = vit.predict(model, pictures).predictions
+        assert len(first.classes) == 3
+    assert {name for _, name, _ in first.classes} == {"ant", "bee", "cow"}
+
+
+# --- faithfulness ------------------------------------------------------------------------------------------
+
+
+def test_faithfulness_saves_what_the_command_writes(tiny_run: Path, tmp_path: Path, cli: Launcher) -> None:
+    cli.succeed(
+        "faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / "command"
+    )
+    result = vit.measure_faithfulness(tiny_run, methods=("rollout",), count=8)
+    result.save(tmp_path / "saved")
+    assert contents(tmp_path / "saved").keys() == contents(tmp_path / "command").keys()
+    with (
+        np.load(tmp_path / "saved" / "faithfulness.npz") as saved,
+        np.load(tmp_path / "command" / "faithfulness.npz") as written,
+    ):
+        assert saved.files == written.files
+        assert all(np.array_equal(saved[key], written[key]) for key in saved.files)
+    assert "rollout" in result.table
+    assert result.summary["metrics"]["deletion"]["methods"]["rollout"]["mean"] >= 0
