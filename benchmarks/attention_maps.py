@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.readout import run_forward
 from vit.explanation.explain import choose_batch_size
-from vit.explanation.faithfulness.metrics import to_markdown
+from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.explanation.methods.rollout import attention_rollout, rollout_row
 from vit.explanation.methods.table import compute_maps
 from vit.model.vision_transformer import VisionTransformer

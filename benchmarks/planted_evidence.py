@@ -17,7 +17,7 @@ from conditions import describe_conditions, write_result
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from vit.explanation.faithfulness.metrics import to_markdown
+from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
 from vit.explanation.methods.table import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer

@@ -21,14 +21,14 @@ from vit.evaluation.images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.evaluation.result import EvaluationResult
 from vit.explanation.explain import choose_settings, explain_items
-from vit.explanation.faithfulness.benchmark import measure
+from vit.explanation.explanations import Explanations
+from vit.explanation.faithfulness.benchmark import Benchmark
+from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
 from vit.explanation.faithfulness.selection import select_correct_images
-from vit.explanation.faithfulness.summary import FaithfulnessResult
 from vit.explanation.items import find_items
 from vit.explanation.methods.table import METHODS, MapOptions, find_methods
 from vit.explanation.render.write import MapWriter
-from vit.explanation.result import Explanations
-from vit.pages.explanations import EXTRA_FORMATS, check_formats, write_explanations
+from vit.pages.explanation_files import EXTRA_FORMATS, check_formats, write_explanations
 from vit.pages.report import PAGES
 from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import write_text
@@ -254,15 +254,9 @@ def measure_faithfulness(
     )
     where = next(bundle.model.parameters()).device
     with show_progress("faithfulness", None) as advance:
-        measurement = measure(
-            bundle,
-            images,
-            classes,
-            methods=names,
-            batch_size=batch_size,
-            seed=seed,
-            on_progress=lambda what: advance(1, what),
-        )
+        benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, seed=seed)
+        benchmark.on_progress = lambda what: advance(1, what)
+        measurement = benchmark.measure()
     conditions = {
         "model": bundle.name,
         "model_sha256": bundle.sha256,

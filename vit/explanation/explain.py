@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from vit.bundle import Bundle
-from vit.data.inputs import ImageInputs
 from vit.explanation.capture.capture import find_attention_layers
+from vit.explanation.explanations import Explanation, Explanations
 from vit.explanation.faithfulness.sanity_checks import SanityCheck, SanityChecker
 from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.table import (
@@ -26,16 +27,14 @@ from vit.explanation.methods.targets import build_target_chooser
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
 from vit.explanation.render.patch_attention import collect_patch_attention
-from vit.explanation.result import Explanation, Explanations
 from vit.runtime.device import autocast, choose_precision
 from vit.runtime.progress import show_progress
 
 Decoded = tuple[ImageItem, Image.Image, str]
 
 
-def explain(
+def choose_settings(
     bundle: Bundle,
-    images: ImageInputs,
     *,
     methods: str | Sequence[str] = ("rollout",),
     target: int | str = "auto",
@@ -44,36 +43,6 @@ def explain(
     sanity_checks: bool = False,
     batch_size: int | None = None,
     precision: str = "float32",
-) -> Explanations:
-    """Explain images: paths, folders, PIL images, uint8 arrays, or one of them.
-
-    `target`: "auto" (the predicted class), a class's name or index, "all" or "top3". `scale` is of the overlays'
-    colours: image, batch or fixed. Files that cannot be read are left out, with a warning. Raises ValueError where none
-    can, and for unknown names.
-    """
-    settings = choose_settings(
-        bundle,
-        methods=methods,
-        target=target,
-        options=options,
-        scale=scale,
-        sanity_checks=sanity_checks,
-        batch_size=batch_size,
-        precision=precision,
-    )
-    return explain_items(bundle, items_from_images(images), settings)
-
-
-def choose_settings(
-    bundle: Bundle,
-    *,
-    methods: str | Sequence[str],
-    target: int | str,
-    options: MapOptions | None,
-    scale: str,
-    sanity_checks: bool,
-    batch_size: int | None,
-    precision: str,
 ) -> Settings:
     """Settings with defaults that fit the model. Raises ValueError for what this model does not have."""
     settings = Settings(
@@ -91,7 +60,7 @@ def choose_settings(
 
 
 def explain_items(bundle: Bundle, items: Sequence[ImageItem], settings: Settings) -> Explanations:
-    """`explain` for images that have names already."""
+    """Explain images one batch after another. Raises ValueError where none can be read; warns of those that cannot."""
     found = collect_explanations(bundle, items, settings)
     if not items:
         raise ValueError("there are no images to explain")
@@ -99,7 +68,7 @@ def explain_items(bundle: Bundle, items: Sequence[ImageItem], settings: Settings
         raise ValueError(f"none of the {len(items)} images could be read: {found.unreadable[0][1]}")
     if found.unreadable:
         reason = found.unreadable[0][1]
-        warnings.warn(f"{len(found.unreadable)} images are left out; the first: {reason}", stacklevel=3)
+        warnings.warn(f"{len(found.unreadable)} images are left out; the first: {reason}", stacklevel=2)
     return found
 
 
@@ -143,10 +112,12 @@ def explain_images(
     options: MapOptions | None = None,
     batch_size: int = 32,
 ) -> Explanation:
-    """Explain RGB images with one method and one class each: `explain`, with tensors as the result."""
-    found = explain(bundle, images, methods=method, target=target, options=options, batch_size=batch_size)
-    maps, mass, entropy = found.maps[method], found.prefix_mass[method], found.entropy[method]
-    return Explanation(method, maps, found.targets, found.probabilities, mass, entropy)
+    """Explain RGB images with one method and one class each: with tensors as the result."""
+    settings = choose_settings(bundle, methods=method, target=target, options=options, batch_size=batch_size)
+    found = explain_items(bundle, items_from_images(images), settings)
+    maps = [of_image.maps[0] for of_image in found.images]
+    mass, entropy = (torch.tensor([getattr(m, name) for m in maps]) for name in ("prefix_mass", "entropy"))
+    return Explanation(method, found.maps[method], found.targets, found.probabilities, mass, entropy)
 
 
 def choose_batch_size(image_size: tuple[int, int]) -> int:
@@ -240,23 +211,21 @@ class _Explainer:
         checks: list[list[SanityCheck]] | None,
     ) -> None:
         """Give each image its map of each class."""
-        method = maps.method
         for row, of_image in enumerate(explained):
             for column, values in enumerate(maps.values[row].cpu().numpy()):
-                key = f"{of_image.item.name}.{method.name}"
-                target = of_image.targets[column] if method.class_specific else None
-                if target is not None and self.settings.target != "auto":
-                    key += f".{clean_name(self.bundle.class_names[target])}"
                 found = ExplainedMap(
-                    method=method,
-                    target=target,
-                    logit=None if target is None else float(logits[row, target]),
-                    key=key,
+                    method=maps.method,
+                    key=f"{of_image.item.name}.{maps.method.name}",
                     values=values,
                     prefix_mass=float(maps.prefix_mass[row, column]),
                     entropy=float(maps.entropy[row, column]),
                     sanity_check=None if checks is None else checks[row][column],
                 )
+                if maps.method.class_specific:
+                    found.target = of_image.targets[column]
+                    found.logit = float(logits[row, found.target])
+                    if self.settings.target != "auto":
+                        found.key += f".{clean_name(self.bundle.class_names[found.target])}"
                 of_image.maps.append(found)
 
 
@@ -266,7 +235,7 @@ def _add_sheets(explained: Sequence[ExplainedImage], maps: Maps, layers: int) ->
         values = maps.values[row].cpu().numpy().reshape(layers, -1, *of_image.grid)
         key = f"{of_image.item.name}.{maps.method.name}"
         mass, entropy = float(maps.prefix_mass[row].mean()), float(maps.entropy[row].mean())
-        of_image.maps.append(ExplainedMap(maps.method, None, None, key, values, mass, entropy, None))
+        of_image.maps.append(ExplainedMap(maps.method, key, values, mass, entropy))
 
 
 def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
@@ -278,9 +247,7 @@ def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
             low, label = -FIXED_END if signed else 0.0, "× uniform, fixed scale"
             found.scale = ColourScale(low, FIXED_END, signed, label, relative=True)
             continue
-        together = (
-            [other for other in everything if other.method is found.method] if scale == "batch" else [found]
-        )
+        together = [m for m in everything if m.method is found.method] if scale == "batch" else [found]
         low, high = find_range([other.values for other in together], signed=signed)
         label = f"scale of {len(explained)} images" if scale == "batch" else "scale of this image"
         found.scale = ColourScale(low, high, signed, label)

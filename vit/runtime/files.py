@@ -3,8 +3,12 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -36,6 +40,17 @@ def rename_durably(source: Path, target: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
+    """Write named arrays to `path`, an .npz file, atomically. Equal arrays give equal bytes."""
+    import numpy as np
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    write_atomically(path, write)
 
 
 def compute_sha256(path: Path) -> str:

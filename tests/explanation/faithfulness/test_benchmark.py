@@ -10,9 +10,10 @@ import torch
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.faithfulness.baselines import centre_maps, edge_maps, random_maps
-from vit.explanation.faithfulness.benchmark import Measurement, measure
+from vit.explanation.faithfulness.benchmark import Benchmark, Measurement
+from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult, summarise
 from vit.explanation.faithfulness.grid_pointing import build_mosaics
-from vit.explanation.faithfulness.metrics import (
+from vit.explanation.faithfulness.map_metrics import (
     REMOVED,
     compute_pointing,
     compute_saco,
@@ -20,7 +21,6 @@ from vit.explanation.faithfulness.metrics import (
     find_order,
     win_rate,
 )
-from vit.explanation.faithfulness.summary import FaithfulnessResult, summarise
 from vit.explanation.methods.table import METHODS
 
 
@@ -28,8 +28,8 @@ from vit.explanation.methods.table import METHODS
 def measurement(trained) -> Measurement:
     preprocess = Preprocess(image_size=(24, 24), std=(1.0, 1.0, 1.0))
     bundle = Bundle(trained.model, preprocess, tuple("0123456789g"), name="digits", sha256="0" * 64)
-    few, settings = slice(128), {"painted_images": 8, "mosaics": 24}
-    return measure(bundle, trained.images[few], trained.classes[few], methods=("rollout", "gae"), **settings)
+    images, classes = trained.images[:128], trained.classes[:128]
+    return Benchmark(bundle, images, classes, ("rollout", "gae"), few_images=8, mosaics=24).measure()
 
 
 def test_the_metrics_tell_a_good_map_from_a_random_one(measurement: Measurement) -> None:

@@ -12,7 +12,7 @@ import quantus
 import torch
 from quantus.functions.similarity_func import correlation_spearman
 
-from vit.explanation.faithfulness.metrics import compute_pointing, find_order
+from vit.explanation.faithfulness.map_metrics import compute_pointing, find_order
 from vit.explanation.faithfulness.sanity_checks import rank_correlation
 from vit.explanation.faithfulness.token_ablation import build_predictor, deletion_curve, leave_one_out
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.explain import explain, explain_images, iterate_explanations
+from vit.explanation.explain import explain_images, iterate_explanations
 from vit.explanation.items import ImageItem, items_from_files
 from vit.explanation.methods.table import METHODS, MapOptions
 from vit.explanation.render.explained import ExplainedImage, Settings
@@ -280,7 +281,7 @@ def test_a_result_saves_what_the_batches_write(bundle: Bundle, photos: list[str]
     assert found.targets.tolist() == found.probabilities.argmax(dim=1).tolist()
     assert [path.endswith("one.png") for path in found.paths] == [True, True, False, False]
     assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
-    with pytest.raises(ValueError, match="unknown format 'gif'; known: png, npz"):
+    with pytest.raises(ValueError, match="unknown format 'gif'; known: npz, png"):
         found.save(tmp_path / "saved", formats=["gif"])
 
 

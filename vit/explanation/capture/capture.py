@@ -38,8 +38,7 @@ class AttentionRecord:
 
     @property
     def layers(self) -> list[AttentionLayer]:
-        """The layers, captured. Raises RuntimeError when the last forward pass did not go through them
-        all."""
+        """The layers. Raises RuntimeError where the last forward pass did not go through them all."""
         missing = [layer.name for layer in self._layers if not layer.captured]
         if len(missing) == len(self._layers):
             raise RuntimeError("no attention was captured: run the model inside capture_attention first")
@@ -58,8 +57,7 @@ class AttentionRecord:
     def gradients(self, score: Tensor, *, retain_graph: bool = False) -> list[Float[Tensor, "B H Nq N"]]:
         """∂score/∂attention of each layer, by one backward pass. Needs `capture_attention(gradients=True)`.
 
-        `score` is a scalar or a number per image: images don't mix, so the gradient of the sum holds each
-        image's own.
+        `score` is a scalar or [B]: images don't mix, so the gradient of the sum holds each image's own.
         """
         gradients = self.heads_gradients(score, retain_graph=retain_graph)
         return [layer.attention_gradient(grad) for layer, grad in zip(self.layers, gradients, strict=True)]

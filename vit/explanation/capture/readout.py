@@ -22,23 +22,25 @@ from vit.explanation.capture.capture import AttentionRecord, capture_attention
 from vit.explanation.capture.layers import SUPPORTED
 from vit.model.logits import compute_logits
 
+Images = Float[Tensor, "B 3 height width"]  # as the model takes them
+PatchMaps = Float[Tensor, "B rows columns"]
+Grid = tuple[int, int]  # (rows, columns) of patches
+
 
 @dataclass
 class Forward:
     """One recorded forward pass of a batch and how its tokens are to be read."""
 
     model: nn.Module
-    images: Float[Tensor, "B 3 height width"]
+    images: Images
     logits: Float[Tensor, "B C"]
     record: AttentionRecord
     readout: Float[Tensor, "B N"]  # rows sum to one
     num_prefix_tokens: int
-    grid: tuple[int, int]  # (rows, columns) of patches
+    grid: Grid
 
 
-def run_forward(
-    model: nn.Module, images: Float[Tensor, "B 3 height width"], *, gradients: bool = False
-) -> Forward:
+def run_forward(model: nn.Module, images: Images, *, gradients: bool = False) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards.
 
     With `gradients` the autograd graph is kept from the images on, without the parameters.
@@ -116,7 +118,7 @@ def find_grid(model: nn.Module, size: tuple[int, int], num_patches: int) -> tupl
 
 
 def split_prefix(
-    mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: tuple[int, int]
+    mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: Grid
 ) -> tuple[Float[Tensor, "*batch rows columns"], Float[Tensor, "*batch"]]:
     """The patches' mass on their grid, and the fraction (0 to 1, of absolute values) that lies in prefix tokens."""
     patches = torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)

@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
+from vit.explanation.capture.readout import Grid, Images, PatchMaps
 from vit.explanation.faithfulness import grid_pointing
 from vit.explanation.faithfulness.baselines import RANDOM_MAPS, centre_maps, edge_maps, random_maps
-from vit.explanation.faithfulness.metrics import KEPT, REMOVED, compute_saco, find_order
+from vit.explanation.faithfulness.map_metrics import KEPT, REMOVED, PerImage, compute_saco, find_order
 from vit.explanation.faithfulness.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.faithfulness.token_ablation import (
     area_under,
@@ -30,79 +31,52 @@ BASELINES = ("random", "centre", "edges", LEAVE_ONE_OUT)  # what methods are mea
 FRACTIONS_OF_BLOCKS = (0.0, 0.34, 0.67, 1.0)  # randomised, from the last one; the head always is
 _NOISE, _NOISY_COPIES = 0.02, 10  # of max-sensitivity, in the range 0 to 1 of pixels
 
-Grid = tuple[int, int]
-Maps = Float[Tensor, "n rows columns"]
-
 
 @dataclass
 class Measurement:
-    """Per-image numbers, and how long they took."""
+    """Per-image numbers by metric and method, and how long they took."""
 
-    values: dict[str, dict[str, Float[np.ndarray, " n"]]] = field(default_factory=lambda: defaultdict(dict))
-    """By metric and method."""
-    curves: dict[str, dict[str, Float[np.ndarray, "n steps"]]] = field(default_factory=dict)
-    """By method and kind, "deletion" or "insertion"."""
+    values: dict[str, dict[str, PerImage]] = field(default_factory=lambda: defaultdict(dict))
+    # by method and kind, deletion or insertion: [n, steps]
+    curves: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    # mean |rank correlation| with the trained model's map at each of `FRACTIONS_OF_BLOCKS`, by method
     cascade: dict[str, list[float]] = field(default_factory=dict)
-    """Mean |rank correlation| with the trained model's map, at each of `FRACTIONS_OF_BLOCKS`, by method."""
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    """An image, forward pass included, by method."""
+    milliseconds: dict[str, float] = field(default_factory=dict)  # an image, forward pass included, by method
     notes: list[str] = field(default_factory=list)
 
 
-def measure(
-    bundle: Bundle,
-    images: Float[Tensor, "n 3 height width"],
-    classes: Int[Tensor, " n"],
-    *,
-    methods: Sequence[str],
-    options: MapOptions | None = None,
-    batch_size: int = 32,
-    painted_images: int = 64,
-    mosaics: int = 32,
-    seed: int = 0,
-    on_progress: Callable[[str], object] = lambda task: None,
-) -> Measurement:
-    """Measure methods and baselines for the given class of each image, as the model takes them.
-
-    `painted_images`: so many, the first ones, for deletion by painting over, sensitivity and randomised weights.
-    """
-    device = next(bundle.model.parameters()).device
-    benchmark = _Benchmark(
-        model=bundle.model,
-        images=images.to(device),
-        classes=classes.to(device),
-        methods=tuple(methods),
-        options=options or MapOptions(),
-        batch_size=batch_size,
-        few=slice(painted_images),
-        seed=seed,
-        on_progress=on_progress,
-    )
-    benchmark.measure_maps()
-    benchmark.measure_randomised_weights()
-    benchmark.measure_sensitivity(pixel_std=bundle.preprocess.std)
-    benchmark.measure_pointing(mosaics)
-    return benchmark.result
-
-
 @dataclass
-class _Benchmark:
-    """What is measured on, and the numbers so far."""
+class Benchmark:
+    """Methods and baselines for the given class of each image, as the model takes it; `measure` does the work."""
 
-    model: nn.Module
-    images: Float[Tensor, "n 3 height width"]
+    bundle: Bundle
+    images: Images
     classes: Int[Tensor, " n"]
-    methods: tuple[str, ...]
-    options: MapOptions
-    batch_size: int
-    few: slice  # the first images, for what takes long
-    seed: int
-    on_progress: Callable[[str], object]
-    result: Measurement = field(default_factory=Measurement)
-    maps: dict[str, Maps] = field(default_factory=dict)  # of the methods and of leave-one-out, every image
-    grid: Grid = (0, 0)
+    methods: Sequence[str]
+    options: MapOptions = field(default_factory=MapOptions)
+    batch_size: int = 32
+    few_images: int = 64  # the first ones, for painting over, sensitivity and randomised weights
+    mosaics: int = 32  # of the grid pointing game
+    seed: int = 0
+    on_progress: Callable[[str], object] = lambda task: None
 
-    def measure_maps(self) -> None:
+    def __post_init__(self) -> None:
+        self.model, self.few = self.bundle.model, slice(self.few_images)
+        device = next(self.model.parameters()).device
+        self.images, self.classes = self.images.to(device), self.classes.to(device)
+        self.maps: dict[str, PatchMaps] = {}  # of the methods and of leave-one-out, every image
+        self.grid: Grid = (0, 0)
+        self.result = Measurement()
+
+    def measure(self) -> Measurement:
+        """Everything, in a few minutes for 256 small images."""
+        self._measure_maps()
+        self._measure_randomised_weights()
+        self._measure_sensitivity()
+        self._measure_pointing()
+        return self.result
+
+    def _measure_maps(self) -> None:
         """Compute every method's maps and baselines, then measure each on its own."""
         everything = self.model, self.images, self.classes
         for method in self.methods:
@@ -120,7 +94,7 @@ class _Benchmark:
             self.on_progress(f"deletion, insertion, SaCo: {name}")
             self._score(name, several)
 
-    def measure_randomised_weights(self) -> None:
+    def _measure_randomised_weights(self) -> None:
         """Rank correlation with maps of the model with weights randomised from its head down (Adebayo et al. 2018)."""
         images, classes = self.images[self.few], self.classes[self.few]
         models = [
@@ -140,12 +114,12 @@ class _Benchmark:
         for baseline in ("centre", "edges"):  # which don't depend on the model
             values[baseline] = np.ones(len(images), dtype=np.float32)
 
-    def measure_sensitivity(self, *, pixel_std: Sequence[float]) -> None:
+    def _measure_sensitivity(self) -> None:
         """Max-sensitivity (Yeh et al. 2019, eq. 4) under uniform noise of 2 % of the pixel range: the largest distance
         of a map of the noisy image, relative to the larger of the two maps' norms: 0 to 2, also for maps of zeros."""
         images, classes = self.images[self.few], self.classes[self.few]
         generator = torch.Generator().manual_seed(self.seed)
-        reach = _NOISE / torch.tensor(pixel_std, device=images.device).view(3, 1, 1)
+        reach = _NOISE / torch.tensor(self.bundle.preprocess.std, device=images.device).view(3, 1, 1)
         noise = [
             (2 * torch.rand(images.shape, generator=generator).to(images) - 1) * reach
             for _ in range(_NOISY_COPIES)
@@ -160,13 +134,15 @@ class _Benchmark:
                 distances.append((moved - whole).norm(dim=1) / norm)
             self.result.values["sensitivity"][method] = torch.stack(distances).amax(dim=0).cpu().numpy()
 
-    def measure_pointing(self, count: int) -> None:
-        """The grid pointing game on `count` mosaics."""
+    def _measure_pointing(self) -> None:
+        """The grid pointing game."""
         if not grid_pointing.takes_mosaics(self.model):
             name = type(self.model).__name__
             self.result.notes.append(f"no grid pointing: {name} does not take another number of patches")
             return
-        mosaics, targets = grid_pointing.build_mosaics(self.images, self.classes, count=count, seed=self.seed)
+        mosaics, targets = grid_pointing.build_mosaics(
+            self.images, self.classes, count=self.mosaics, seed=self.seed
+        )
         if len(mosaics) == 0:
             self.result.notes.append("no grid pointing: the images show fewer than four classes")
             return
@@ -174,7 +150,7 @@ class _Benchmark:
         logits = self._in_batches(lambda images: compute_logits(model, images), mosaics)
         recognised = 100 * grid_pointing.count_recognised(logits, targets)
         self.result.notes.append(f"mosaics: {recognised:.0f} % of the quarters' classes are in the top four")
-        maps: dict[str, Sequence[Maps]] = {}
+        maps: dict[str, Sequence[PatchMaps]] = {}
         for method in self.methods:
             self.on_progress(f"grid pointing: {method}")
             maps[method] = [
@@ -192,7 +168,7 @@ class _Benchmark:
         for name, of_quarters in maps.items():
             self.result.values["grid_pointing"][name] = grid_pointing.point(of_quarters).cpu().numpy()
 
-    def _score(self, name: str, several: Sequence[Maps]) -> None:
+    def _score(self, name: str, several: Sequence[PatchMaps]) -> None:
         """Deletion, insertion, SaCo and the correlation with leave-one-out; the mean over several maps of an image."""
         values: dict[str, list[Tensor]] = defaultdict(list)
         curves: dict[str, list[Tensor]] = defaultdict(list)
@@ -213,7 +189,7 @@ class _Benchmark:
         self.result.curves[name] = {kind: _mean(numbers) for kind, numbers in curves.items()}
 
     def _curves(
-        self, maps: Maps, chosen: slice, fill: str
+        self, maps: PatchMaps, chosen: slice, fill: str
     ) -> tuple[Float[Tensor, "n steps"], Float[Tensor, "n steps"]]:
         """Probabilities while patches are removed in the maps' order, and while they are added to nothing."""
 
@@ -229,13 +205,13 @@ class _Benchmark:
         ).unbind(dim=1)
         return deletion, insertion
 
-    def _saco(self, maps: Maps) -> Float[Tensor, " n"]:
+    def _saco(self, maps: PatchMaps) -> Float[Tensor, " n"]:
         def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
             return compute_saco(build_predictor(self.model, images, classes, grid=self.grid), maps)
 
         return self._in_batches(compute, self.images, self.classes, maps)
 
-    def _explain(self, method: str, model: nn.Module, images: Tensor, classes: Tensor) -> Maps:
+    def _explain(self, method: str, model: nn.Module, images: Tensor, classes: Tensor) -> PatchMaps:
         def compute(images: Tensor, classes: Tensor) -> Tensor:
             _, _, (maps,) = compute_maps(
                 model,
@@ -248,7 +224,7 @@ class _Benchmark:
 
         return self._in_batches(compute, images, classes)
 
-    def _leave_one_out(self, model: nn.Module, images: Tensor, classes: Tensor) -> Maps:
+    def _leave_one_out(self, model: nn.Module, images: Tensor, classes: Tensor) -> PatchMaps:
         patches = self.grid[0] * self.grid[1]
 
         def compute(images: Tensor, classes: Tensor) -> Tensor:
@@ -258,7 +234,7 @@ class _Benchmark:
 
         return self._in_batches(compute, images, classes)
 
-    def _timed(self, name: str, compute: Callable[[], Maps]) -> Maps:
+    def _timed(self, name: str, compute: Callable[[], PatchMaps]) -> PatchMaps:
         self.on_progress(f"maps: {name}")
         started = time.perf_counter()
         maps = compute()

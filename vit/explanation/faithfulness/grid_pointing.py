@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.faithfulness.metrics import compute_pointing
+from vit.explanation.faithfulness.map_metrics import compute_pointing
 from vit.explanation.faithfulness.token_ablation import can_drop_tokens, keep_tokens
 from vit.model.logits import compute_logits
 

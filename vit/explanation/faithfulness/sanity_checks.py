@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.capture import find_attention_layers
+from vit.explanation.capture.readout import Grid, Images, PatchMaps
 from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve
 from vit.explanation.methods.table import MapOptions, Maps, compute_maps
 
@@ -49,7 +50,7 @@ class SanityChecker:
 
     def check(
         self,
-        images: Float[Tensor, "B 3 height width"],
+        images: Images,
         logits: Float[Tensor, "B C"],
         targets: Int[Tensor, "B T"],
         maps: Sequence[Maps],
@@ -90,10 +91,10 @@ class RandomDeletion:
     def __init__(
         self,
         model: nn.Module,
-        images: Float[Tensor, "B 3 height width"],
+        images: Images,
         classes: Int[Tensor, " B"],
         *,
-        grid: tuple[int, int],
+        grid: Grid,
     ) -> None:
         self._predict = build_predictor(model, images, classes, grid=grid)
         generator = torch.Generator().manual_seed(0)  # the same orders for every image: batches don't matter
@@ -101,9 +102,7 @@ class RandomDeletion:
         areas = [self._area(order.to(images.device).expand(len(images), -1)) for order in orders]
         self.areas = torch.stack(areas, dim=1)  # [B, orders]
 
-    def compare(
-        self, maps: Float[Tensor, "B rows columns"]
-    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    def compare(self, maps: PatchMaps) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
         """(gap to the mean random order, fraction of random orders that lower the probability less) of each map.
 
         The fraction is float64: 9 of 10 in float32 is below `LEAST_BETTER`.
@@ -139,9 +138,7 @@ def randomise_weights(model: nn.Module, *, fraction_of_blocks: float = 1.0, seed
     return randomised
 
 
-def rank_correlation(
-    first: Float[Tensor, "B rows columns"], second: Float[Tensor, "B rows columns"]
-) -> Float[Tensor, " B"]:
+def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]:
     """Spearman's correlation of each pair of maps, ties sharing their mean rank; 0 where one is constant."""
     left, right = _centred_ranks(first.flatten(1)), _centred_ranks(second.flatten(1))
     norms = left.norm(dim=1) * right.norm(dim=1)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.layers import RotaryLayer
-from vit.explanation.capture.readout import count_prefix_tokens
+from vit.explanation.capture.readout import Grid, Images, count_prefix_tokens
 from vit.model.logits import compute_logits
 from vit.runtime.arguments import check_choice
 
@@ -57,10 +57,10 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
 
 def build_predictor(
     model: nn.Module,
-    images: Float[Tensor, "B 3 height width"],
+    images: Images,
     classes: Int[Tensor, " B"],
     *,
-    grid: tuple[int, int],
+    grid: Grid,
     fill: str = "auto",
 ) -> Predict:
     """A function from the patches that are kept to the probability of each image's class.
@@ -118,7 +118,7 @@ def area_under(
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
 
 
-def _blur(images: Float[Tensor, "B 3 height width"], *, sigma: float) -> Float[Tensor, "B 3 height width"]:
+def _blur(images: Images, *, sigma: float) -> Images:
     """Gaussian blur, edges repeated."""
     radius = max(int(2 * sigma), 1)
     offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)

@@ -6,6 +6,7 @@ at a time.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
 from vit.explanation.capture.readout import Forward, classify_token
-from vit.explanation.methods.rollout import chunks, normalise_rows, propagate, through_matrices
+from vit.explanation.methods.rollout import chunks, in_chunks, normalise_rows, propagate, through_matrices
 
 
 def compute_gae(
@@ -73,12 +74,8 @@ def compute_legrad(
         logits = classify_token(forward.model, layer.block_tokens.mean(dim=1))
         score = logits.gather(1, classes[:, None]).sum()
         (heads_gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
-        total += torch.cat(
-            [
-                layer.attention_gradient(heads_gradient, images).clamp_min(0).mean(dim=(1, 2))
-                for images in chunks(layer)
-            ]
-        )
+        gradient = partial(layer.attention_gradient, heads_gradient)
+        total += in_chunks(layer, lambda images: gradient(images).clamp_min(0).mean(dim=(1, 2)))  # noqa: B023
     return total / len(layers)
 
 

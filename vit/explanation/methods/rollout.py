@@ -159,9 +159,14 @@ def through_matrices(
     mixing: Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]],
 ) -> Callable[[AttentionLayer, Float[Tensor, "B N"]], Float[Tensor, "B N"]]:
     """r·A for `propagate`, where `mixing(layer, images)` is A of a few images at a time."""
-    return lambda layer, row: torch.cat(
-        [torch.bmm(row[images, None], mixing(layer, images).to(row.dtype))[:, 0] for images in chunks(layer)]
+    return lambda layer, row: in_chunks(
+        layer, lambda images: torch.bmm(row[images, None], mixing(layer, images).to(row.dtype))[:, 0]
     )
+
+
+def in_chunks(layer: AttentionLayer, compute: Callable[[slice], Tensor]) -> Tensor:
+    """`compute` of a few images of the batch at a time."""
+    return torch.cat([compute(images) for images in chunks(layer)])
 
 
 def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.readout import Forward, compute_entropy, run_forward, split_prefix
+from vit.explanation.capture.readout import Forward, Images, compute_entropy, run_forward, split_prefix
 from vit.explanation.methods.gradients import (
     compute_attention_gradcam,
     compute_cdam,
@@ -20,7 +20,7 @@ from vit.explanation.methods.gradients import (
 )
 from vit.explanation.methods.rollout import (
     check_rollout_options,
-    chunks,
+    in_chunks,
     mixing_matrix,
     propagate,
     rollout_row,
@@ -76,7 +76,7 @@ class Maps:
 
 def compute_maps(
     model: nn.Module,
-    images: Float[Tensor, "B 3 height width"],
+    images: Images,
     *,
     methods: Sequence[str] = ("rollout",),
     choose_targets: ChooseTargets | None = None,
@@ -92,9 +92,7 @@ def compute_maps(
     return forward.logits.detach(), targets, maps
 
 
-def run_methods_forward(
-    model: nn.Module, images: Float[Tensor, "B 3 height width"], methods: Sequence[Method]
-) -> Forward:
+def run_methods_forward(model: nn.Module, images: Images, methods: Sequence[Method]) -> Forward:
     """A forward pass that records what these methods need."""
     return run_forward(model, images, gradients=any(method.class_specific for method in methods))
 
@@ -106,8 +104,7 @@ def explain_forward(
     choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
 ) -> tuple[Int[Tensor, "B T"], list[Maps]]:
-    """The classes explained and the maps of every method. Class-specific methods need a forward pass with
-    gradients."""
+    """The classes explained and the maps of every method. Class-specific ones need a forward pass with gradients."""
     options = options or MapOptions()
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()
@@ -176,12 +173,7 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
 
 def _read_layer(forward: Forward, layer: AttentionLayer) -> Float[Tensor, "B H N"]:
     readout = forward.readout[:, None, None]
-    return torch.cat(
-        [
-            (readout[images].to(torch.float32) @ layer.attention(images).float())[:, :, 0]
-            for images in chunks(layer)
-        ]
-    )
+    return in_chunks(layer, lambda b: (readout[b].float() @ layer.attention(b).float())[:, :, 0])
 
 
 def _of_logit(compute: Callable[..., Tensor], *option_names: str) -> Compute:
@@ -201,7 +193,8 @@ def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
 _GAE = _of_logit(compute_gae, "start_layer")
 _GAE_SCALE_FREE = _of_logit(partial(compute_gae, scale_free=True), "start_layer")
 _GRADIENT_ROLLOUT = _of_logit(compute_gradient_rollout, "residual", "start_layer")
-_CDAM, _INPUT_X_GRADIENT = _of_logit(compute_cdam), _of_logit(compute_input_x_gradient)
+_GRADCAM, _CDAM = _of_logit(compute_attention_gradcam), _of_logit(compute_cdam)
+_INPUT_X_GRADIENT = _of_logit(compute_input_x_gradient)
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
     Method("raw", "attention of a layer", _raw),
@@ -213,12 +206,7 @@ _ALL = (
         class_specific=True,
     ),
     Method("gradient-rollout", "gradient-weighted rollout", _GRADIENT_ROLLOUT, class_specific=True),
-    Method(
-        "attn-gradcam",
-        "Grad-CAM of the last attention",
-        _of_logit(compute_attention_gradcam),
-        class_specific=True,
-    ),
+    Method("attn-gradcam", "Grad-CAM of the last attention", _GRADCAM, class_specific=True),
     Method("legrad", "LeGrad", _legrad, class_specific=True),
     Method("cdam", "class-discriminative attention map", _CDAM, class_specific=True, signed=True),
     Method("input-x-gradient", "input times gradient", _INPUT_X_GRADIENT, class_specific=True, signed=True),

@@ -44,13 +44,13 @@ class ExplainedMap:
     """One map of one image; `values` [rows, columns], or [layers, heads, rows, columns] of a contact sheet."""
 
     method: Method
-    target: int | None  # the class it is about; None for a method that does not depend on the class
-    logit: float | None  # of that class: some methods' maps grow with it
     key: str  # its name in the arrays, and of its overlay without the suffix
     values: Float[np.ndarray, "*shape"]
     prefix_mass: float  # fraction of the relevance in prefix tokens; of a contact sheet, the mean
     entropy: float  # nats; of a contact sheet, the mean
-    sanity_check: SanityCheck | None
+    target: int | None = None  # the class it is about; None for a method that does not depend on the class
+    logit: float | None = None  # of that class: some methods' maps grow with it
+    sanity_check: SanityCheck | None = None
     scale: ColourScale | None = None
 
 

@@ -73,11 +73,8 @@ def _axis_weights(
     if not smooth:
         weights[inside, position[inside].astype(int)] = 1
         return weights
-    shifted = np.clip(position[inside] - 0.5, 0, cells - 1)
-    lower = np.minimum(shifted.astype(int), cells - 1)
-    upper = np.minimum(lower + 1, cells - 1)
-    np.add.at(weights, (inside, lower), 1 - (shifted - lower))
-    np.add.at(weights, (inside, upper), shifted - lower)
+    for cell, of_cell in enumerate(np.eye(cells)):
+        weights[inside, cell] = np.interp(position[inside] - 0.5, np.arange(cells), of_cell)
     return weights
 
 

@@ -4,7 +4,6 @@ Overlays are drawn and written by threads, beside the model's work. Equal input 
 times, no random numbers, sorted order.
 """
 
-import io
 import json
 import zlib
 from collections.abc import Collection, Sequence
@@ -21,7 +20,7 @@ from vit.bundle import Bundle
 from vit.explanation.items import ImageItem
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
-from vit.runtime.files import write_atomically, write_text
+from vit.runtime.files import write_arrays, write_text
 
 SCHEMA_VERSION = 2
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
@@ -124,9 +123,7 @@ class MapWriter:
         self._wait(0)
         self.entries.sort(key=lambda entry: entry["path"])
         if "npz" in self.formats:
-            content = io.BytesIO()
-            np.savez(content, allow_pickle=False, **{key: self.arrays[key] for key in sorted(self.arrays)})
-            write_atomically(self.output / ARRAYS_FILE, lambda path: _write_bytes(path, content.getvalue()))
+            write_arrays(self.output / ARRAYS_FILE, dict(sorted(self.arrays.items())))
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "method": ",".join(self.settings.methods),
@@ -182,10 +179,6 @@ class MapWriter:
         # run lengths alone: a third of the time of the default, and photos hardly compress any further
         picture.save(temporary, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
         temporary.replace(self.output / f"{found.key}.png")
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]) -> Image.Image:

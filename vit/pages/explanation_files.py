@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from vit.explanation.explain import collect_explanations
+from vit.explanation.explanations import Explanations
 from vit.explanation.items import ImageItem
 from vit.explanation.render.explained import ExplainedImage
 from vit.explanation.render.write import MapWriter, draw_map
-from vit.explanation.result import Explanations
 from vit.pages.gallery import MOST_IMAGES, Gallery
 
 FORMATS = ("png", "npz", "html", "tensorboard")

@@ -7,12 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from vit.explanation.faithfulness import map_metrics
 from vit.explanation.faithfulness.benchmark import BASELINES, FRACTIONS_OF_BLOCKS, LEAVE_ONE_OUT, Measurement
-from vit.explanation.faithfulness.metrics import REMOVED, Estimate, disjoint, estimate, to_markdown, win_rate
+from vit.explanation.faithfulness.map_metrics import REMOVED, Estimate, PerImage, estimate, win_rate
 from vit.explanation.methods.table import METHODS
-from vit.runtime.files import write_atomically, write_text
+from vit.runtime.files import write_arrays, write_atomically, write_text
 from vit.runtime.output_dir import prepare_output
 
 SCHEMA_VERSION = 2
@@ -69,61 +68,44 @@ class FaithfulnessResult:
         Raises FileExistsError where it holds files, unless `overwrite` is given and an earlier result is there.
         """
         output, found = prepare_output(Path(directory), overwrite=overwrite), self.measurement
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            **self.conditions,
-            **self.summary,
-            "image_ids": self.ids,
-        }
+        content = {"schema_version": SCHEMA_VERSION, **self.conditions, **self.summary, "image_ids": self.ids}
         write_text(output / "faithfulness.json", json.dumps(content, indent=1) + "\n")
         write_text(output / "faithfulness.md", self.table + "\n")
-        arrays = {
-            f"{metric}.{name}": v for metric, values in found.values.items() for name, v in values.items()
-        }
-        arrays |= {
-            f"curve.{kind}.{name}": curve
-            for name, of_kind in found.curves.items()
-            for kind, curve in of_kind.items()
-        }
-        write_atomically(output / "faithfulness.npz", lambda path: _write_arrays(path, arrays))
+        arrays = {f"{metric}.{name}": v for metric, of in found.values.items() for name, v in of.items()}
+        arrays |= {f"curve.{kind}.{name}": v for name, of in found.curves.items() for kind, v in of.items()}
+        write_arrays(output / "faithfulness.npz", arrays)
         write_atomically(output / "faithfulness.png", lambda path: draw_plot(path, found, self.summary))
 
 
 def summarise(measurement: Measurement) -> dict[str, Any]:
     """Means with 95 % intervals, win rates against the baselines, and whether the metrics tell leave-one-out occlusion
     from a random map."""
-    metrics: dict[str, Any] = {}
-    for metric, kind in METRICS.items():
-        if not (values := measurement.values.get(metric)):
-            continue
-        estimates = estimate(values)
-        metrics[metric] = {
+    metrics = {
+        metric: {
             "better": "higher" if kind.higher_is_better else "lower",
             "images": len(next(iter(values.values()))),
             "methods": {
-                name: {
-                    **asdict(estimates[name]),
-                    "wins": {
-                        baseline: win_rate(
-                            of_images, values[baseline], higher_is_better=kind.higher_is_better
-                        )
-                        for baseline in BASELINES
-                        if baseline in values and baseline != name
-                    },
-                }
-                for name, of_images in values.items()
+                name: {**asdict(found), "wins": _count_wins(name, values, kind)}
+                for name, found in estimate(values).items()
             },
         }
+        for metric, kind in METRICS.items()
+        if (values := measurement.values.get(metric))
+    }
+    cascade = {"fraction_of_blocks": list(FRACTIONS_OF_BLOCKS), "correlation": measurement.cascade}
     return {
         "metrics": metrics,
         "checks": check_metrics(metrics),
         "milliseconds_per_image": measurement.milliseconds,
-        "cascading_randomisation": {
-            "fraction_of_blocks": list(FRACTIONS_OF_BLOCKS),
-            "correlation": measurement.cascade,
-        },
+        "cascading_randomisation": cascade,
         "notes": measurement.notes,
     }
+
+
+def _count_wins(name: str, values: Mapping[str, PerImage], kind: Metric) -> dict[str, float]:
+    others = [baseline for baseline in BASELINES if baseline in values and baseline != name]
+    better = kind.higher_is_better
+    return {other: win_rate(values[name], values[other], higher_is_better=better) for other in others}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
@@ -131,11 +113,12 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
     checks = {}
     for metric in ("deletion", "insertion", "saco", "grid_pointing"):
         if metric in metrics:
-            reference, random = (
-                _interval(metrics[metric]["methods"][name]) for name in (LEAVE_ONE_OUT, "random")
-            )
+            methods = metrics[metric]["methods"]
+            reference, random = _interval(methods[LEAVE_ONE_OUT]), _interval(methods["random"])
             ahead = (reference.mean > random.mean) == METRICS[metric].higher_is_better
-            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = ahead and disjoint(reference, random)
+            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = ahead and map_metrics.disjoint(
+                reference, random
+            )
     random = _interval(metrics["saco"]["methods"]["random"])
     checks["random SaCo is about 0"] = random.low <= 0 <= random.high
     return checks
@@ -157,7 +140,9 @@ def build_table(summary: Mapping[str, Any]) -> str:
         milliseconds = summary["milliseconds_per_image"].get(name)
         kind = "baseline" if name in BASELINES else "yes" if METHODS[name].class_specific else "no"
         rows.append([name, kind, *cells, *wins, "" if milliseconds is None else f"{milliseconds:.1f}"])
-    return to_markdown(["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows)
+    return map_metrics.to_markdown(
+        ["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows
+    )
 
 
 def _show(method: Mapping[str, Any] | None) -> str:
@@ -168,14 +153,8 @@ def _percent(fraction: float | None) -> str:
     return "" if fraction is None else f"{100 * fraction:.0f} %"
 
 
-def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-
-
 def draw_plot(path: Path, measurement: Measurement, summary: Mapping[str, Any]) -> None:
-    """Left to right: each method's deletion, insertion and SaCo with its interval; the mean deletion
-    curves."""
+    """Left to right: each method's deletion, insertion and SaCo with its interval; the mean deletion curves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -11,22 +11,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vit.explanation.capture.readout import PatchMaps
 from vit.explanation.faithfulness.token_ablation import FRACTIONS, Predict
 
 REMOVED = FRACTIONS  # fractions of the patches, of deletion curves
 KEPT = tuple((step + 1) / 10 for step in range(10))  # of insertion curves
 SACO_GROUPS = 10
+PerImage = Float[np.ndarray, " n"]
 RESAMPLES = 2000
 
 
-def find_order(maps: Float[Tensor, "B rows columns"]) -> Int[Tensor, "B P"]:
+def find_order(maps: PatchMaps) -> Int[Tensor, "B P"]:
     """Patches by falling relevance; ties in reading order."""
     return maps.flatten(1).argsort(dim=1, descending=True, stable=True)
 
 
-def compute_saco(
-    predict: Predict, maps: Float[Tensor, "B rows columns"], *, groups: int = SACO_GROUPS
-) -> Float[Tensor, " B"]:
+def compute_saco(predict: Predict, maps: PatchMaps, *, groups: int = SACO_GROUPS) -> Float[Tensor, " B"]:
     """Salience-guided faithfulness coefficient (Wu et al. 2024, algorithm 1), -1 to 1.
 
     Patches fall by rank into at most `groups` groups of equal size (removing a larger group would lower the
@@ -53,9 +53,7 @@ def compute_saco(
     return torch.where(total > 0, (agrees * weight).sum(dim=1) / total.clamp_min(1e-30), 0.0)
 
 
-def compute_pointing(
-    maps: Float[Tensor, "B rows columns"], inside: Bool[Tensor, "B rows columns"]
-) -> Float[Tensor, " B"]:
+def compute_pointing(maps: PatchMaps, inside: Bool[Tensor, "B rows columns"]) -> Float[Tensor, " B"]:
     """The fraction of the positive relevance that lies `inside`; by its area where there is none."""
     positive = maps.clamp_min(0)
     total = positive.sum(dim=(1, 2))
@@ -72,7 +70,7 @@ class Estimate:
     high: float
 
 
-def estimate(values: Mapping[str, Float[np.ndarray, " n"]], *, seed: int = 0) -> dict[str, Estimate]:
+def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Estimate]:
     """The mean of each method with a percentile bootstrap interval. The resamples of images are shared."""
     count = len(next(iter(values.values())))
     resamples = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
@@ -84,9 +82,7 @@ def estimate(values: Mapping[str, Float[np.ndarray, " n"]], *, seed: int = 0) ->
     return estimates
 
 
-def win_rate(
-    method: Float[np.ndarray, " n"], baseline: Float[np.ndarray, " n"], *, higher_is_better: bool
-) -> float:
+def win_rate(method: PerImage, baseline: PerImage, *, higher_is_better: bool) -> float:
     """The fraction of images on which the method is better than the baseline; a tie is half."""
     difference = method - baseline if higher_is_better else baseline - method
     return float((difference > 0).mean() + (difference == 0).mean() / 2)

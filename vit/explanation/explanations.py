@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.explanation.faithfulness.sanity_checks import SanityCheck
-from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
+from vit.explanation.render.explained import ExplainedImage, Settings
 from vit.explanation.render.write import MapWriter
+from vit.runtime.arguments import check_choice
 from vit.runtime.output_dir import prepare_output
 
 FORMATS = ("png", "npz")
@@ -51,26 +53,12 @@ class Explanations:
     def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
         """Each method's maps, float32 on the patch grid: [n, rows, columns]; [n, T, rows, columns] of T classes an
         image; [n, layers, heads, rows, columns] of the method raw with every layer or head."""
-        return {
-            name: self._stack(name, lambda found: torch.from_numpy(found.values))
-            for name in self.settings.methods
-        }
-
-    @property
-    def prefix_mass(self) -> dict[str, Float[Tensor, "n ..."]]:
-        """Fraction of each map's relevance in class, distillation and register tokens, 0 to 1."""
-        return {
-            name: self._stack(name, lambda found: torch.tensor(found.prefix_mass))
-            for name in self.settings.methods
-        }
-
-    @property
-    def entropy(self) -> dict[str, Float[Tensor, "n ..."]]:
-        """Of each map, in nats: 0 (one patch) to log(patches)."""
-        return {
-            name: self._stack(name, lambda found: torch.tensor(found.entropy))
-            for name in self.settings.methods
-        }
+        stacks = {}
+        for name in self.settings.methods:
+            found = [[m.values for m in of_image.maps if m.method.name == name] for of_image in self.images]
+            stacked = torch.from_numpy(np.array(found))  # [n, T, …]
+            stacks[name] = stacked[:, 0] if stacked.shape[1] == 1 else stacked
+        return stacks
 
     @property
     def targets(self) -> Int[Tensor, "n ..."]:
@@ -81,21 +69,15 @@ class Explanations:
     @property
     def probabilities(self) -> Float[Tensor, "n C"]:
         """What the model answered, at the temperature of its model file."""
-        return torch.stack([torch.from_numpy(of_image.probabilities) for of_image in self.images])
+        return torch.from_numpy(np.stack([of_image.probabilities for of_image in self.images]))
 
     @property
     def sanity_checks(self) -> dict[str, list[list[SanityCheck]]]:
         """By method, image and class; no classes where none were asked for."""
+        checks = [[(m.method.name, m.sanity_check) for m in of_image.maps] for of_image in self.images]
         return {
-            name: [
-                [
-                    m.sanity_check
-                    for m in of_image.maps
-                    if m.method.name == name and m.sanity_check is not None
-                ]
-                for of_image in self.images
-            ]
-            for name in self.settings.methods
+            method: [[check for name, check in of_image if name == method and check] for of_image in checks]
+            for method in self.settings.methods
         }
 
     def save(
@@ -106,10 +88,8 @@ class Explanations:
         Raises ValueError for an unknown format, FileExistsError where `directory` holds files, unless `overwrite` is
         given and an earlier result is there.
         """
-        known = (*FORMATS, *self.extra_formats)
         for name in formats:
-            if name not in known:
-                raise ValueError(f"unknown format {name!r}; known: {', '.join(known)}")
+            check_choice(name, (*FORMATS, *self.extra_formats), name="format")
         prepare_output(Path(directory), overwrite=overwrite)
         with MapWriter(directory, self.bundle, self.settings, formats=formats) as writer:
             writer.unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
@@ -118,11 +98,3 @@ class Explanations:
         for name in formats:
             if name in self.extra_formats:
                 self.extra_formats[name](self, Path(directory))
-
-    def _stack(self, name: str, read: Callable[[ExplainedMap], Tensor]) -> Tensor:
-        by_image = [
-            torch.stack([read(found) for found in of_image.maps if found.method.name == name])
-            for of_image in self.images
-        ]
-        stacked = torch.stack(by_image)  # [n, T, …]
-        return stacked[:, 0] if stacked.shape[1] == 1 else stacked
