@@ -21,6 +21,7 @@ from vit.model.weights import load_weights
 from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
+Device = str | torch.device
 _LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors")
 
 
@@ -47,12 +48,12 @@ class Bundle:
         class_names: Sequence[str] | None = None,
         preprocess: Preprocess | None = None,
     ) -> Self:
-        """Wrap a model of this project, timm, torchvision or Hugging Face. It is not copied, and put into evaluation
+        """Wrap a model of this project, timm, torchvision or Hugging Face. It isn't copied; it is put into evaluation
         mode.
 
-        What is not given is found as `vit.model.families` describes: class names are "class 0", "class 1", … and the
-        normalisation is ImageNet's where the model knows no other. Raises ValueError where the number of class names
-        is not the number of logits, and where the model tells neither image size nor number of classes.
+        What is not given is found as `vit.model.families` describes; otherwise class names are "class 0" and so on, and
+        the normalisation is ImageNet's. Raises ValueError where the number of class names is not the number of logits,
+        and where something that is not given can't be found.
         """
         names = find_class_names(model) if class_names is None else tuple(class_names)
         _check_class_names(names, count_classes(model))
@@ -60,9 +61,8 @@ class Bundle:
         metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
         if isinstance(model, VisionTransformer):
             metadata["architecture"] = model.architecture
-        return cls(
-            model.eval(), preprocess, names, type(model).__name__, _hash_weights(model), metadata=metadata
-        )
+        name, sha256 = type(model).__name__, _hash_weights(model)
+        return cls(model.eval(), preprocess, names, name, sha256, metadata=metadata)
 
     @property
     def temperature(self) -> float:
@@ -71,10 +71,7 @@ class Bundle:
 
 
 def load_model(
-    model: str | Path | Bundle | nn.Module,
-    *,
-    device: str | torch.device = "cpu",
-    random_weights: bool = False,
+    model: str | Path | Bundle | nn.Module, *, device: Device = "cpu", random_weights: bool = False
 ) -> Bundle:
     """A bundle on `device` of whatever names or is a model: a bundle, a module (`Bundle.from_model`), or what
     `load_bundle` reads. Bundles and modules are moved, not copied."""
@@ -82,14 +79,10 @@ def load_model(
         return load_bundle(model, device=device, random_weights=random_weights)
     if random_weights:
         raise ValueError("random_weights needs a model file, a training directory or timm:NAME")
-    bundle = model if isinstance(model, Bundle) else Bundle.from_model(model)
-    bundle.model.to(device)
-    return bundle
+    return _move(model if isinstance(model, Bundle) else Bundle.from_model(model), device)
 
 
-def load_bundle(
-    source: str | Path, *, device: str | torch.device = "cpu", random_weights: bool = False
-) -> Bundle:
+def load_bundle(source: str | Path, *, device: Device = "cpu", random_weights: bool = False) -> Bundle:
     """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`.
 
     `random_weights` keeps the architecture and draws new weights (seed 0), for sanity checks.
@@ -101,9 +94,8 @@ def load_bundle(
     content = read_model_file(path)
     metadata = content.metadata
     if not metadata:
-        raise ValueError(
-            f"{path} holds weights without our metadata; weights of timm load with vit.load_timm({str(path)!r})"
-        )
+        cure = f"weights of timm load with vit.load_timm({str(path)!r})"
+        raise ValueError(f"{path} holds weights without our metadata; {cure}")
     # construction draws random weights: keep that from moving the caller's random numbers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -133,7 +125,6 @@ def save_bundle(
     data: dict[str, Any],
     weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
-    extra: dict[str, Any] | None = None,
 ) -> None:
     """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes.
 
@@ -147,7 +138,6 @@ def save_bundle(
         "config": config,
         "data": data,
         "versions": collect_versions(),
-        **(extra or {}),
     }
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
@@ -177,26 +167,26 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def _find_model_file(path: Path) -> Path:
-    if path.is_dir():
-        if not (path / MODEL_FILE).is_file():
-            raise FileNotFoundError(
-                f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?"
-            )
-        return path / MODEL_FILE
-    if not path.is_file():
+    file = path / MODEL_FILE if path.is_dir() else path
+    if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME"
         )
-    return path
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?")
+    return file
 
 
-def _load_timm_bundle(source: str, *, device: str | torch.device, random_weights: bool) -> Bundle:
+def _load_timm_bundle(source: str, *, device: Device, random_weights: bool) -> Bundle:
     from vit.model.timm_weights import create_timm
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = create_timm(source.removeprefix("timm:"), pretrained=not random_weights)
-    bundle = dataclasses.replace(Bundle.from_model(model), name=source)
+    return _move(dataclasses.replace(Bundle.from_model(model), name=source), device)
+
+
+def _move(bundle: Bundle, device: Device) -> Bundle:
     bundle.model.to(device)
     return bundle
 

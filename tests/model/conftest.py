@@ -14,7 +14,7 @@ def randomise() -> Callable[[nn.Module], nn.Module]:
 
 @torch.no_grad()
 def _randomise(module: nn.Module) -> nn.Module:
-    """Draw every parameter so that each has a share in the output: fresh biases, tokens and LayerScale are zero
+    """Draw every parameter so that each matters to the output: fresh biases, tokens and LayerScale are zero
     or near it, and would hide what is computed from them."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():

@@ -14,27 +14,15 @@ from safetensors.torch import save_file
 from torch.export import Dim, ExportedProgram
 
 from vit.bundle import Bundle
+from vit.model.model_file import MODEL_FILE
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.output_dir import prepare_output
 
-_SAME_NAME_IN_TIMM = (
-    "img_size",
-    "patch_size",
-    "in_chans",
-    "num_classes",
-    "embed_dim",
-    "depth",
-    "num_heads",
-    "qkv_bias",
-    "qk_norm",
-    "init_values",
-    "class_token",
-    "fc_norm",
-    "no_embed_class",
-    "reg_tokens",
-)
+# what timm doesn't have, or gives another name or value
+_NOT_IN_TIMM = {"mlp", "mlp_ratio", "stem", "global_pool", "pos_embed", "distilled"}
+_NOT_IN_TIMM |= {"drop_path_rate", "attention_backend"}
 
 
 def export_bundle(
@@ -43,22 +31,20 @@ def export_bundle(
     """Write `bundle` for other programs and return the folder for timm, or the file of the model.
 
     model.json, beside a model for onnx or torch-export, says how to normalise images and read logits. Raises
-    ValueError for a model that timm has not or attention that we can't read, FileExistsError where `directory` holds
-    something and `overwrite` is not given.
+    ValueError for a model that timm doesn't have or attention that we can't read, and without the packages of ONNX;
+    FileExistsError where `directory` holds something and `overwrite` is not given.
     """
-    model, preprocess = bundle.model, bundle.preprocess.to_dict()
-    if not isinstance(model, VisionTransformer):
-        model = load_timm(model)
-    if to == "timm":  # refuses what timm has not, before an earlier export is replaced
-        describe_for_timm(model, preprocess=preprocess, class_names=bundle.class_names)
+    model = bundle.model if isinstance(bundle.model, VisionTransformer) else load_timm(bundle.model)
+    # what is refused is refused before an earlier export is replaced
+    config = describe_for_timm(bundle, model) if to == "timm" else {}
     prepare_output(directory, overwrite=overwrite)
     if to == "timm":
-        export_timm(model, directory, preprocess=preprocess, class_names=bundle.class_names)
+        _save_for_timm(model, config, directory)
         return directory
     path = directory / ("model.onnx" if to == "onnx" else "model.pt2")
     (export_onnx if to == "onnx" else export_torch)(model, path)
     facts = {
-        "preprocess": preprocess,
+        "preprocess": bundle.preprocess.to_dict(),
         "class_names": list(bundle.class_names),
         "temperature": bundle.temperature,
         "sha256_of_source": bundle.sha256,
@@ -67,32 +53,13 @@ def export_bundle(
     return path
 
 
-def export_timm(
-    model: VisionTransformer, directory: Path, *, preprocess: dict[str, Any], class_names: tuple[str, ...]
-) -> None:
-    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens.
+def describe_for_timm(bundle: Bundle, model: VisionTransformer) -> dict[str, Any]:
+    """timm's config.json: one of its architectures, its arguments and the preprocessing. Raises ValueError naming the
+    first thing that timm's VisionTransformer doesn't have.
 
-    Fixed sine-cosine positions become learned ones of the same values. `preprocess` holds the values of a
-    `Preprocess`. Raises ValueError naming the first thing that timm's VisionTransformer has not.
+    JSON can't name a class of MLP, so for swiglu the architecture is one that has it.
     """
-    config = describe_for_timm(model, preprocess=preprocess, class_names=class_names)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if model.pos_embed is not None:
-        state["pos_embed"] = model.pos_embed.detach().cpu().contiguous()
-    write_atomically(
-        directory / "model.safetensors", lambda path: save_file(state, path, metadata={"format": "pt"})
-    )
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def describe_for_timm(
-    model: VisionTransformer, *, preprocess: dict[str, Any], class_names: tuple[str, ...]
-) -> dict[str, Any]:
-    """timm's config.json: which of its architectures, with what arguments, fed how.
-
-    JSON has no word for a kind of MLP, so swiglu comes by the name of a timm architecture that has it.
-    """
-    ours = model.architecture
+    ours, preprocess = model.architecture, bundle.preprocess.to_dict()
     absent = {
         f"stem {ours['stem']!r}": ours["stem"] != "patch",
         f"mlp {ours['mlp']!r}": ours["mlp"] not in ("gelu", "swiglu"),
@@ -100,22 +67,18 @@ def describe_for_timm(
         "distilled with swiglu": ours["distilled"] and ours["mlp"] == "swiglu",
         "distilled with registers": ours["distilled"] and ours["reg_tokens"] > 0,
         "distilled without learned positions": ours["distilled"] and ours["pos_embed"] == "none",
-        "distilled with positions off the prefix tokens": ours["distilled"] and ours["no_embed_class"],
+        "distilled without positions of the prefix tokens": ours["distilled"] and ours["no_embed_class"],
     }
-    for what, is_there in absent.items():
-        if is_there:
-            raise ValueError(
-                f"timm's VisionTransformer has no {what}; export to onnx or torch-export instead"
-            )
+    for what in (what for what, is_used in absent.items() if is_used):
+        raise ValueError(f"timm's VisionTransformer has no {what}; export to onnx or torch-export instead")
     hidden = round(model.embed_dim * ours["mlp_ratio"])
     base = {"distilled": "deit_base_distilled_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
-    kind = "distilled" if ours["distilled"] else ours["mlp"]
     return {
-        "architecture": base.get(kind, "vit_base_patch16_224"),
+        "architecture": base.get("distilled" if ours["distilled"] else ours["mlp"], "vit_base_patch16_224"),
         "num_classes": model.num_classes,
         "num_features": model.embed_dim,
         "global_pool": model.global_pool,
-        "model_args": {name: ours[name] for name in _SAME_NAME_IN_TIMM}
+        "model_args": {name: value for name, value in ours.items() if name not in _NOT_IN_TIMM}
         | {
             "mlp_ratio": (hidden + 0.5) / model.embed_dim,  # timm cuts the product off, ours rounds it
             "global_pool": model.global_pool,
@@ -124,13 +87,13 @@ def describe_for_timm(
         "pretrained_cfg": {
             "input_size": [model.patch_embed.in_chans, *model.patch_embed.img_size],
             "fixed_input_size": True,
-            "mean": list(preprocess["mean"]),
-            "std": list(preprocess["std"]),
+            "mean": preprocess["mean"],
+            "std": preprocess["std"],
             "crop_pct": preprocess["crop_pct"],
             "crop_mode": "center",
             "interpolation": preprocess["interpolation"],
             "num_classes": model.num_classes,
-            "label_names": list(class_names),
+            "label_names": list(bundle.class_names),
             "pool_size": None,
             "first_conv": "patch_embed.proj",
             "classifier": ["head", "head_dist"] if ours["distilled"] else "head",
@@ -141,55 +104,60 @@ def describe_for_timm(
 def export_torch(model: VisionTransformer, path: Path) -> None:
     """Write a `.pt2`: `torch.export.load(path).module()(images)` gives the logits of any number of images."""
     program = _trace(model)
-    write_atomically(path, lambda temporary: _save_program(program, temporary))
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:  # given a path, it adds a suffix to it
+            torch.export.save(program, file)
+
+    write_atomically(path, save)
 
 
 def export_onnx(model: VisionTransformer, path: Path) -> None:
-    """Write an ONNX model from "images" [batch, C, height, width] to "logits" [batch, classes].
-
-    Raises ValueError where the packages that it takes aren't installed.
-    """
+    """Write an ONNX model from "images" [batch, C, height, width] to "logits" [batch, classes]."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
             f"exporting to onnx takes {' and '.join(missing)}, not installed here; "
             "try pip install 'vit-pipeline[onnx]'"
         )
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with _quiet():
-        program = torch.onnx.export(
-            _trace(model), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
-        )
+        program = torch.onnx.export(_trace(model), dynamo=True, verbose=False, **names)
         assert program is not None
         write_atomically(path, lambda temporary: program.save(temporary, external_data=False))
 
 
+def _save_for_timm(model: VisionTransformer, config: dict[str, Any], directory: Path) -> None:
+    """The folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens. Fixed sine-cosine positions
+    become learned ones of the same values."""
+    positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
+    state = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()
+    }
+    write_atomically(directory / MODEL_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
 def _trace(model: VisionTransformer) -> ExportedProgram:
-    """The computation in evaluation mode, the number of images left open (an example of one would fix it)."""
+    """The computation in evaluation mode, for any number of images (an example of one would fix it)."""
     first = next(model.parameters())
     images = first.new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
     training = model.training
-    model.eval()
     try:
         with torch.no_grad():
-            return torch.export.export(model, (images,), dynamic_shapes={"images": {0: Dim("batch")}})
+            return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})
     finally:
         model.train(training)
 
 
-def _save_program(program: ExportedProgram, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.export.save(program, file)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's notes about its own insides."""
+    """Without the exporter's log messages and warnings."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -2,8 +2,8 @@
 
     Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V            (Vaswani et al. 2017, equation 1)
 
-Masks say where attention may go: True (or 1) attends, False (or 0) is ignored. A query with nothing to attend
-to gets zero weights and a zero output, never NaN and never a silent uniform average.
+Masks: True (or 1) is attended to, False (or 0) ignored. A query whose keys are all ignored gets zero weights and a zero
+output, not NaN and not a uniform average.
 """
 
 from typing import Literal, get_args
@@ -42,15 +42,11 @@ def compute_weights(
     *,
     causal: bool = False,
 ) -> Float[Tensor, "... Nq Nk"]:
-    """softmax(Q Kᵀ / √d_k): each row a distribution over the keys.
+    """softmax(Q Kᵀ / √d_k): each row a distribution over the keys. A dot product of d_k entries of unit variance has
+    variance d_k; dividing by √d_k keeps the softmax from saturating (Vaswani et al. 2017, footnote 4).
 
-    With entries of unit variance a dot product of d_k terms has variance d_k; dividing by √d_k keeps it at
-    one, so that the softmax neither saturates nor loses its gradient as heads grow wider (Vaswani et al.
-    2017, footnote 4).
-
-    `mask`: boolean or 0/1 integers, of any shape that broadcasts to the weights. `causal`: query i sees keys
-    0…i, counted from the upper left corner when the lengths differ, as torch defines it; combines with
-    `mask`.
+    `mask`: boolean or 0/1 integers, of any shape that broadcasts to the weights. `causal`: query i attends to keys
+    0…i, counted from the upper left corner when the lengths differ, as in torch; combines with `mask`.
     """
     scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # [..., Nq, Nk]
     allowed = _allowed(mask, shape=scores.shape, causal=causal, device=scores.device)
@@ -74,12 +70,9 @@ def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 
 def choose_backend(
     device_type: str, dtype: torch.dtype, num_tokens: int, training: bool
 ) -> Literal["fused", "explicit"]:
-    """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures
-    them.
-
-    Fused, but for bfloat16 on a CPU: there the fused backward takes two to five times as long, and without
-    AMX inference is slower too. Beyond a few hundred tokens the explicit weights outgrow caches and memory.
-    """
+    """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures them: fused
+    but for bfloat16 on a CPU, where the fused backward pass takes two to five times as long and, without AMX,
+    inference is slower too. Beyond a few hundred tokens the explicit weights exceed caches and memory."""
     if device_type != "cpu" or dtype != torch.bfloat16 or num_tokens > 640:
         return "fused"
     return "explicit" if training or not _has_amx() else "fused"
@@ -91,12 +84,10 @@ def _has_amx() -> bool:
 
 
 class MultiHeadAttention(nn.Module):
-    """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then
-    projected.
+    """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then projected.
 
-    Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The
-    projections of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's
-    `in_proj_weight`.
+    Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The projections
+    of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's `in_proj_weight`.
     """
 
     def __init__(
@@ -113,13 +104,11 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             fitting = [heads for heads in range(1, embed_dim + 1) if embed_dim % heads == 0]
-            near = " or ".join(
-                map(str, sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2]))
-            )
-            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {near}")
+            near = sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2])
+            cure = " or ".join(map(str, near))
+            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {cure}")
         check_choice(backend, get_args(Backend), name="attention backend")
-        self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.scale = self.head_dim**-0.5
         self.backend: Backend = backend
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=qkv_bias)
@@ -137,8 +126,7 @@ class MultiHeadAttention(nn.Module):
         *,
         causal: bool = False,
     ) -> Float[Tensor, "B Nq D"]:
-        """The output alone, by the faster way. Mask and causality as in `compute_weights`, per [B, H, Nq,
-        Nk]."""
+        """The output alone, by the faster backend. Mask and causality as in `compute_weights`, per [B, H, Nq, Nk]."""
         q, k, v = self._project(query, key, value)
         backend = self.backend
         if backend == "auto":
@@ -152,9 +140,8 @@ class MultiHeadAttention(nn.Module):
         shape = torch.Size((*q.shape[:-1], k.shape[-2]))
         allowed = _allowed(mask, shape=shape, causal=causal, device=q.device)
         assert allowed is not None
-        empty = ~allowed.any(
-            dim=-1, keepdim=True
-        )  # fused kernels disagree on such rows: give them keys, drop the result
+        # fused kernels disagree on rows without keys: give them keys, drop the result
+        empty = ~allowed.any(dim=-1, keepdim=True)
         context = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed | empty, dropout_p=dropout)
         return self._merge(context.masked_fill(empty, 0.0))
 
@@ -176,10 +163,7 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """The same layer as torch's, with its weights. Inputs and outputs here are always batch first."""
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-            raise ValueError(
-                "only an nn.MultiheadAttention with kdim = vdim = embed_dim and neither add_bias_kv nor "
-                "add_zero_attn converts"
-            )
+            raise ValueError("only kdim = vdim = embed_dim, neither add_bias_kv nor add_zero_attn, converts")
         biased = module.in_proj_bias is not None
         layer = cls(
             module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout
@@ -196,10 +180,8 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H Nk K"], Float[Tensor, "B H Nk K"]]:
         if key is None and value is None:
-            heads = self.qkv(query).reshape(
-                *query.shape[:2], 3, self.num_heads, self.head_dim
-            )  # [B, N, 3, H, K]
-            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, K] each
+            heads = self.qkv(query).reshape(*query.shape[:2], 3, self.num_heads, self.head_dim)
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, N, 3, H, K] → [B, H, N, K] each
         elif key is None or value is None:
             raise ValueError("cross-attention needs both key and value; self-attention neither")
         else:
@@ -219,8 +201,7 @@ class MultiHeadAttention(nn.Module):
 def _allowed(
     mask: Mask | None, *, shape: torch.Size, causal: bool, device: torch.device
 ) -> Bool[Tensor, "..."] | None:
-    """Where weights of this shape may be non-zero; None is everywhere. Any shape that broadcasts to
-    `shape`."""
+    """Where weights of this shape may be non-zero; None: everywhere. The result broadcasts to `shape`."""
     allowed = None
     if mask is not None:
         if mask.is_floating_point():
@@ -228,11 +209,8 @@ def _allowed(
                 f"an attention mask is boolean, True = attend, not {mask.dtype}; "
                 "of one that adds -inf to what it ignores, pass (mask == 0)"
             )
-        if (
-            mask.dtype != torch.bool
-            and not torch.compiler.is_compiling()
-            and ((mask != 0) & (mask != 1)).any()
-        ):
+        is_checked = mask.dtype == torch.bool or torch.compiler.is_compiling()
+        if not is_checked and ((mask != 0) & (mask != 1)).any():
             raise ValueError(
                 f"an integer attention mask holds 0 and 1, this one goes from {mask.min()} to {mask.max()}"
             )

@@ -18,9 +18,7 @@ def count_classes(model: nn.Module) -> int | None:
 
 def find_class_names(model: nn.Module) -> tuple[str, ...]:
     """timm's, torchvision's or Hugging Face's (`config.id2label`) names of the classes, otherwise "class 0" and so on.
-
-    Raises ValueError for a model that doesn't tell its number of classes.
-    """
+    Raises ValueError for a model that doesn't tell its number of classes."""
     count, names, library = count_classes(model), None, _find_library(model)
     if count is None:
         raise ValueError(f"{type(model).__name__} doesn't tell its number of classes; give class_names")
@@ -42,9 +40,7 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
     timm: its pretrained_cfg. torchvision: the transforms of its weights for this architecture and image size (of
     several, IMAGENET1K_V1). Hugging Face: preprocessor_config.json beside the weights or among the downloads, else
     the defaults of its ViTImageProcessor; it changes the aspect ratio of images that aren't square, we crop them.
-    Others: the image size alone.
-
-    Raises ValueError for a model that doesn't tell its image size.
+    Others: the image size alone. Raises ValueError for a model that doesn't tell it.
     """
     library = _find_library(model)
     if library == "timm":
@@ -61,9 +57,8 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
             "interpolation": transform.interpolation.value,
         }
     embedding, config = getattr(model, "patch_embed", None), getattr(model, "config", None)
-    size: Any = getattr(
-        embedding, "img_size", getattr(model, "image_size", getattr(config, "image_size", None))
-    )
+    size: Any = getattr(config, "image_size", getattr(model, "image_size", None))
+    size = getattr(embedding, "img_size", size)
     if size is None:
         raise ValueError(f"{type(model).__name__} doesn't tell its image size; give preprocess=Preprocess(…)")
     values = {"image_size": [size, size] if isinstance(size, int) else list(size)}

@@ -6,9 +6,8 @@ from torch import nn
 
 @torch.no_grad()
 def initialise(module: nn.Module) -> None:
-    """The field's start (DeiT, timm): linear maps and learned positions truncated normal with σ = 0.02,
-    biases zero, tokens near zero. Convolutions are normal with the variance that keeps their signal's: LeCun
-    et al. 1998, or He et al. 2015 where a ReLU follows."""
+    """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases zero, tokens near 0.
+    Convolutions are normal with the variance that keeps the signal's: LeCun et al. 1998; before ReLU He et al. 2015."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
             nn.init.trunc_normal_(part.weight, std=0.02)

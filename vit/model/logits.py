@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 
 def compute_logits(model: nn.Module, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B classes"]:
-    """The model's logits, in float32 under whatever autocast is on, also where an output object holds them.
-
-    The head runs in float32 where the model has one of its own (timm's `forward_head`): logits rounded to bfloat16
-    tie, and ties move top-1 accuracy by tenths of a percent.
-    """
+    """The model's logits in float32, under any autocast, also where an output object holds them. A separate head
+    (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by tenths of a percent."""
     if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
         output: Any = model(images)
         logits = cast(Tensor, getattr(output, "logits", output))

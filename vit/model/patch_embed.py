@@ -1,5 +1,4 @@
-"""From pixels to patch tokens: patchify or a convolutional stem, and fixed or resampled position
-embeddings."""
+"""From pixels to patch tokens: patchify or a convolutional stem, and fixed or resampled position embeddings."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,15 +16,13 @@ STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
 
 
 class PatchEmbed(nn.Module):
-    """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row.
+    """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row. Stems:
 
-    stem "patch": one linear map a patch (Dosovitskiy et al. 2021).
-    stem "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao et al.
-    2021, without their batch norms, so that no sample's result depends on its batch).
-    stem "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide up to the last, which is D
-    wide (CCT, Hassani et al. 2021; of its models CCT-7 has just these widths).
-    stem "conv_pool_residual": the same, and one more 3×3 convolution with ReLU on the patch grid, added to what it
-    reads (He et al. 2016): a token then sees one patch further.
+    "patch": one linear map per patch (Dosovitskiy et al. 2021).
+    "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao et al. 2021, without
+    batch norm, so that no sample's result depends on its batch).
+    "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide, the last D (Hassani et al. 2021, CCT)
+    "conv_pool_residual": the same, then features + relu(conv3×3(features)) on the patch grid (He et al. 2016).
     All end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
     """
 
@@ -49,10 +46,10 @@ class PatchEmbed(nn.Module):
         if stem == "patch":
             self.proj: nn.Module = nn.Conv2d(in_chans, embed_dim, self.patch_size, stride=self.patch_size)
         elif stem == "conv":
-            self.stem = _build_conv_stem(in_chans, embed_dim, strides=_strides(self.patch_size))
+            self.stem = _build_stem(in_chans, embed_dim, self.patch_size, pooled=False)
             self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
         else:
-            self.stem = _build_pooled_stem(in_chans, embed_dim, strides=_strides(self.patch_size))
+            self.stem = _build_stem(in_chans, embed_dim, self.patch_size, pooled=True)
             self.proj = ResidualConv(embed_dim) if stem == "conv_pool_residual" else nn.Identity()
 
     @property
@@ -83,14 +80,12 @@ class PatchEmbed(nn.Module):
         if isinstance(self.stem, nn.Identity):
             return self._patchify(images)
         # channels last: the faster layout of 3×3 convolutions, and the tokens below are then a view
-        features = self._convolve(
-            images.contiguous(memory_format=torch.channels_last)
-        )  # [B, D, rows, columns]
-        return features.flatten(2).transpose(1, 2)
+        features = self._convolve(images.contiguous(memory_format=torch.channels_last))
+        return features.flatten(2).transpose(1, 2)  # [B, D, rows, columns] → [B, P, D]
 
     def _patchify(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
-        """`proj` as one matrix product over patches laid out flat: a convolution whose stride is its kernel,
-        and in bfloat16 on a CPU its backward pass takes half the convolution's time or less."""
+        """`proj` as one matrix product over flattened patches, equal to a convolution whose stride is its kernel; in
+        bfloat16 on a CPU its backward pass takes half the convolution's time or less."""
         assert isinstance(self.proj, nn.Conv2d)
         high, wide = self.patch_size
         rows, columns = images.shape[2] // high, images.shape[3] // wide
@@ -128,44 +123,38 @@ def _run(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
 _run_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
-def _strides(patch_size: tuple[int, int]) -> list[tuple[int, int]]:
-    """The halvings (rows, columns) that lead from pixels to patches."""
+def _build_stem(in_chans: int, embed_dim: int, patch_size: tuple[int, int], *, pooled: bool) -> nn.Sequential:
+    """3×3 convolutions with ReLU; max pooling or their own stride halves the image down to the patch grid."""
     if any(side & (side - 1) for side in patch_size) or max(patch_size) < 2:
         raise ValueError(
             f"a convolutional stem halves the image, so patch_size {patch_size} must be powers of two; "
             "try 2, 4, 8 or 16, or stem 'patch'"
         )
-    rows, columns = (side.bit_length() - 1 for side in patch_size)
-    return [(1 + (stage < rows), 1 + (stage < columns)) for stage in range(max(rows, columns))]
-
-
-def _build_conv_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, int]]) -> nn.Sequential:
-    widths = [in_chans, *(max(embed_dim >> halvings, 8) for halvings in reversed(range(len(strides))))]
+    rows, columns = (side.bit_length() - 1 for side in patch_size)  # halvings
+    stages = range(max(rows, columns))
+    strides = [(1 + (stage < rows), 1 + (stage < columns)) for stage in stages]
+    narrowings = [2 * (stage < stages[-1]) if pooled else stages[-1] - stage for stage in stages]
+    widths = [
+        in_chans,
+        *(max(embed_dim >> halvings, 8) if halvings else embed_dim for halvings in narrowings),
+    ]
     layers: list[nn.Module] = []
     for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
-        layers += [nn.Conv2d(narrow, wide, 3, stride=stride, padding=1), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
-
-
-def _build_pooled_stem(in_chans: int, embed_dim: int, *, strides: list[tuple[int, int]]) -> nn.Sequential:
-    widths = [in_chans, *[max(embed_dim // 4, 8)] * (len(strides) - 1), embed_dim]
-    layers: list[nn.Module] = []
-    for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
-        layers += [nn.Conv2d(narrow, wide, 3, padding=1, bias=False), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(3, stride=stride, padding=1)]
+        layers.append(nn.Conv2d(narrow, wide, 3, 1 if pooled else stride, padding=1, bias=not pooled))
+        layers.append(nn.ReLU(inplace=True))
+        if pooled:
+            layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
     return nn.Sequential(*layers)
 
 
 def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:
     """Fixed 2-D positions: a quarter of the width each for sin(x), cos(x), sin(y), cos(y), with frequencies
-    10000^(-i / (D/4)), x the column and y the row (Beyer et al. 2022, "Better plain ViT baselines")."""
+    10000^(-i / (D/4 - 1)), x the column and y the row (Beyer et al. 2022, "Better plain ViT baselines")."""
     if embed_dim % 4:
-        raise ValueError(
-            f"sincos positions need embed_dim in fours, not {embed_dim}; try {embed_dim // 4 * 4 + 4}"
-        )
-    rows, columns = torch.meshgrid(
-        *(torch.arange(side, dtype=torch.float64) for side in grid_size), indexing="ij"
-    )
+        cure = embed_dim // 4 * 4 + 4
+        raise ValueError(f"sincos positions need embed_dim in fours, not {embed_dim}; try {cure}")
+    sides = (torch.arange(side, dtype=torch.float64) for side in grid_size)
+    rows, columns = torch.meshgrid(*sides, indexing="ij")
     quarter = embed_dim // 4
     frequencies = 10_000 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
     x, y = columns.flatten()[:, None] * frequencies, rows.flatten()[:, None] * frequencies  # [P, D/4]
@@ -179,8 +168,7 @@ def resample_positions(
     new_grid: tuple[int, int],
     num_prefix_tokens: int,
 ) -> Float[Tensor, "1 M D"]:
-    """Learned positions for another grid: antialiased bicubic interpolation, as timm's; prefix tokens keep
-    theirs."""
+    """Learned positions for another grid: antialiased bicubic interpolation, as timm's; prefix tokens keep theirs."""
     assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]
     if old_grid == new_grid:
         return positions

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from timm import layers
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from timm.models import VisionTransformer as TimmVisionTransformer
-from timm.models import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as TimmBlock
 from torch import nn
 
@@ -56,11 +55,11 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
         check_finite(weights, origin="the timm model")
         return _build(architecture, weights, origin=type(source).__name__)
     path = Path(source)
-    if path.is_dir():
-        return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True))
-    if isinstance(source, Path) or path.is_file():
-        return _load_file(path)[0]
-    return load_timm(create_timm(source, pretrained=pretrained))
+    if isinstance(source, str) and not path.exists():
+        return load_timm(create_timm(source, pretrained=pretrained))
+    return (
+        load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)) if path.is_dir() else _load_file(path)[0]
+    )
 
 
 def load_pretrained(
@@ -73,10 +72,9 @@ def load_pretrained(
     Returns the model and the values of the `Preprocess` its weights were trained with, None where the file doesn't
     tell them.
     """
-    model, preprocess = _open(str(source))
-    model = _build(
-        model.architecture | {"drop_path_rate": drop_path_rate}, model.state_dict(), origin=str(source)
-    )
+    original, preprocess = _open(str(source))
+    architecture = original.architecture | {"drop_path_rate": drop_path_rate}
+    model = _build(architecture, original.state_dict(), origin=str(source))
     if model.num_classes != num_classes:
         model.reset_classifier(num_classes)
     model.set_input_size(img_size)
@@ -116,10 +114,8 @@ def find_class_names(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def describe_timm(module: nn.Module) -> dict[str, Any]:
-    """The arguments that make our VisionTransformer compute what this timm model does.
-
-    Raises ValueError naming the first thing that ours doesn't have.
-    """
+    """The arguments that make our VisionTransformer compute what this timm model does. Raises ValueError naming the
+    first thing that ours doesn't have."""
     if not isinstance(module, TimmVisionTransformer):
         raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
     if type(module.blocks[0]) is not TimmBlock:
@@ -128,31 +124,17 @@ def describe_timm(module: nn.Module) -> dict[str, Any]:
         if differs:
             raise ValueError(f"this timm model has {what}, which our VisionTransformer has not")
     block = module.blocks[0]
-    return {
-        "img_size": module.patch_embed.img_size,
-        "patch_size": module.patch_embed.patch_size,
-        "in_chans": module.in_chans,
-        "num_classes": module.num_classes,
-        "embed_dim": module.embed_dim,
-        "depth": len(module.blocks),
+    size, scale = module.patch_embed.img_size, block.ls1
+    return infer_architecture(module.state_dict(), origin="the timm model", img_size=size) | {
         "num_heads": block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / module.embed_dim,
-        "mlp": "swiglu" if isinstance(block.mlp, layers.GluMlp) else "gelu",
-        "qkv_bias": block.attn.qkv.bias is not None,
-        "qk_norm": isinstance(block.attn.q_norm, nn.LayerNorm),
-        "init_values": block.ls1.init_values if isinstance(block.ls1, layers.LayerScale) else None,
+        "init_values": scale.init_values if isinstance(scale, layers.LayerScale) else None,
         "global_pool": module.global_pool,
-        "class_token": module.cls_token is not None,
-        "fc_norm": isinstance(module.fc_norm, nn.LayerNorm),
-        "pos_embed": "none" if module.pos_embed is None else "learned",
         "no_embed_class": module.no_embed_class,
-        "reg_tokens": module.num_reg_tokens,
-        "distilled": isinstance(module, VisionTransformerDistilled),
     }
 
 
 def _list_differences(module: TimmVisionTransformer) -> dict[str, bool]:
-    """Everything of timm's that would make another function of the same weights, and whether it is there."""
+    """The options of timm's that ours lacks, and whether the model uses them."""
     block, patches = module.blocks[0], module.patch_embed
     attention, mlp = block.attn, block.mlp
     norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]

@@ -39,17 +39,17 @@ def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None
     if not differences:
         model.load_state_dict(state, strict=True)
         return
-    lines = [
-        f"{name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} in the model"
-        for name in differences[:3]
-    ]
+    shapes = [(name, found.get(name, "absent"), expected.get(name, "absent")) for name in differences[:3]]
+    lines = "; ".join(f"{name} is {theirs} there and {ours} in the model" for name, theirs, ours in shapes)
     more = f", and {len(differences) - 3} more differ" if len(differences) > 3 else ""
-    raise ValueError(f"{origin} does not fit this model: {'; '.join(lines)}{more}. {_advise(model, state)}")
+    raise ValueError(f"{origin} does not fit this model: {lines}{more}. {_advise(model, state)}")
 
 
-def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
+def infer_architecture(
+    state: State, *, origin: str, img_size: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """The arguments of the VisionTransformer whose weights these are. Shapes don't tell the number of heads (64
-    channels each are assumed, as in every preset), nor a grid that isn't square."""
+    channels each are assumed, as in every preset), nor, without `img_size`, a grid that isn't square."""
     try:
         embed_dim, in_chans, *patch_size = state["patch_embed.proj.weight"].shape
         hidden = state["blocks.0.mlp.fc1.weight"].shape[0]
@@ -64,14 +64,16 @@ def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
     positions = state["pos_embed"].shape[1] if "pos_embed" in state else 0
     prefix = class_token + distilled + reg_tokens
     no_embed_class = prefix > 0 and math.isqrt(positions) ** 2 == positions
-    side = math.isqrt(positions - (0 if no_embed_class else prefix)) if positions else 0
-    if side**2 != positions - (0 if no_embed_class else prefix):
-        raise ValueError(
-            f"{origin}: {positions} positions are no square grid; load it as a folder with timm's config.json"
-        )
-    scale = state.get("blocks.0.ls1.gamma")
+    if img_size is None:
+        patches = positions - (0 if no_embed_class or not positions else prefix)
+        side = math.isqrt(patches)
+        if side**2 != patches:
+            raise ValueError(
+                f"{origin}: {positions} positions are no square grid; load it as a folder with timm's config.json"
+            )
+        img_size = (side * patch_size[0], side * patch_size[1]) if positions else (224, 224)
     return {
-        "img_size": (side * patch_size[0], side * patch_size[1]) if positions else (224, 224),
+        "img_size": img_size,
         "patch_size": tuple(patch_size),
         "in_chans": in_chans,
         "num_classes": state["head.weight"].shape[0] if "head.weight" in state else 0,
@@ -82,7 +84,7 @@ def infer_architecture(state: State, *, origin: str) -> dict[str, Any]:
         "mlp": "gelu" if hidden == halved else "swiglu",
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
-        "init_values": None if scale is None else 1e-5,
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
         "global_pool": "token" if class_token and "fc_norm.weight" not in state else "avg",
         "class_token": class_token,
         "fc_norm": "fc_norm.weight" in state,
@@ -123,13 +125,11 @@ def _unwrap(content: Any) -> State:
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
+    items = content.items() if isinstance(content, dict) else ()
+    state = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
+    if not state:
         raise ValueError("it has no tensors by name")
-    return {
-        str(name).removeprefix("module."): value
-        for name, value in content.items()
-        if isinstance(value, Tensor)
-    }
+    return state
 
 
 def _advise(model: VisionTransformer, state: State) -> str:
@@ -138,10 +138,8 @@ def _advise(model: VisionTransformer, state: State) -> str:
         theirs = infer_architecture(state, origin="these weights")
     except ValueError as error:
         return str(error)
-    ours = model.architecture
-    settings = [
-        f"{key}={value}" for key, value in theirs.items() if ours[key] != value and key != "init_values"
-    ]
+    ours = model.architecture | {"init_values": theirs["init_values"]}
+    settings = [f"{key}={value}" for key, value in theirs.items() if ours[key] != value]
     alike = [name for name, preset in PRESETS.items() if _outline(preset) == _outline(theirs)]
     presets = f" (as in {', '.join(alike[:3])})" if alike else ""
     return f"A model with {', '.join(settings)} would fit{presets}"
@@ -149,11 +147,7 @@ def _advise(model: VisionTransformer, state: State) -> str:
 
 def _outline(architecture: dict[str, Any]) -> tuple[Any, ...]:
     """What tells presets apart in a state dict, whatever its image size and classes."""
-    optional = ("distilled", "reg_tokens", "no_embed_class")
-    return (
-        as_pair(architecture["patch_size"], name="patch_size"),
-        architecture["embed_dim"],
-        architecture["depth"],
-        *(int(architecture.get(key, 0)) for key in optional),
-        architecture.get("init_values") is None,
-    )
+    patch_size = as_pair(architecture["patch_size"], name="patch_size")
+    options = [int(architecture.get(key, 0)) for key in ("distilled", "reg_tokens", "no_embed_class")]
+    has_scale = architecture.get("init_values") is not None
+    return patch_size, architecture["embed_dim"], architecture["depth"], options, has_scale
