@@ -8,7 +8,6 @@ carries the checksum, so that one rename makes content and checksum appear toget
 import hashlib
 import io
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vit.runtime.files import compute_sha256, rename_durably, write_atomically
+from vit.runtime.files import compute_sha256, remove, rename_durably, write_atomically
 
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.(pt|sharded)")
 _STATE_FILE = "state.pt"
@@ -63,7 +62,7 @@ class CheckpointStore:
             # later ones, or another of this step, are from before a fallback to an earlier checkpoint
             stale = number > step or (number == step and old != path)
             if stale or number not in {*wanted, *last_two}:
-                _remove(old)
+                remove(old)
         self._clear_leftovers()
         return path
 
@@ -74,10 +73,8 @@ class CheckpointStore:
         """
         entries = self._list()
         for _, path in reversed(entries):
-            match = _NAME.fullmatch(path.name)
-            assert match is not None
-            is_sharded = path.is_dir()
-            if (_hash_directory(path) if is_sharded else compute_sha256(path)).startswith(match[2]):
+            is_sharded, digits = path.is_dir(), path.stem.rpartition("-")[2]
+            if (_hash_directory(path) if is_sharded else compute_sha256(path)).startswith(digits):
                 file = path / _STATE_FILE if is_sharded else path
                 state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
                 return state, path if is_sharded else None
@@ -97,14 +94,14 @@ class CheckpointStore:
     def _save_directory(self, state: dict[str, Any], step: int, shards: Path) -> Path:
         torch.save(state, shards / _STATE_FILE)
         path = self.directory / f"step-{step:08d}-{_hash_directory(shards)[:16]}.sharded"
-        _remove(path)  # damaged, if it is there
+        remove(path)  # damaged, if it is there
         rename_durably(shards, path)
         return path
 
     def _clear_leftovers(self) -> None:
         """Of a process that was killed, or failed, while writing."""
         for leftover in self.directory.glob(".step-*.tmp"):
-            _remove(leftover)
+            remove(leftover)
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, path) of every checkpoint, oldest first."""
@@ -118,10 +115,3 @@ def _hash_directory(path: Path) -> str:
     """SHA-256 of the names and the SHA-256 of a directory's files."""
     lines = [f"{entry.name} {compute_sha256(entry)}\n" for entry in sorted(path.iterdir())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -12,27 +12,20 @@ ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 
 
 def schedule_factor(
-    step: int,
-    *,
-    name: ScheduleName,
-    warmup_steps: int,
-    total_steps: int,
-    cooldown_fraction: float = 0.25,
-    final_factor: float = 0.0,
+    step: int, *, name: ScheduleName, warmup_steps: int, total_steps: int, cooldown_fraction: float = 0.25
 ) -> float:
     """Factor of the learning rate in step `step`, counted from 0.
 
-    Warm-up rises linearly and reaches 1 in step `warmup_steps`; the fall would reach `final_factor` in step
-    `total_steps`, the first one after the run. "constant-cooldown" stays at 1 until the last
-    `cooldown_fraction` of the run, then falls linearly.
+    Warm-up rises linearly and reaches 1 in step `warmup_steps`; the fall would reach 0 in step `total_steps`, the
+    first one after the run. "constant-cooldown" stays at 1 until the last `cooldown_fraction` of the run, then falls
+    linearly.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if name == "constant-cooldown":
         warmup_steps = max(warmup_steps, round(total_steps * (1 - cooldown_fraction)))
     done = min(max(step - warmup_steps, 0) / max(total_steps - warmup_steps, 1), 1.0)
-    fall = 0.5 * (1 + math.cos(math.pi * done)) if name == "cosine" else 1 - done
-    return final_factor + (1 - final_factor) * fall
+    return 0.5 * (1 + math.cos(math.pi * done)) if name == "cosine" else 1 - done
 
 
 def create_schedule(
@@ -42,7 +35,6 @@ def create_schedule(
     warmup_steps: int,
     total_steps: int,
     cooldown_fraction: float = 0.25,
-    final_factor: float = 0.0,
 ) -> LRScheduler:
     """A scheduler over `schedule_factor`; step it once after every optimizer step."""
     check_choice(name, get_args(ScheduleName), name="schedule")
@@ -52,15 +44,8 @@ def create_schedule(
         )
     if not 0 < cooldown_fraction <= 1:
         raise ValueError(f"cooldown_fraction {cooldown_fraction} is not in (0, 1]; 0.25 is usual")
-
-    def factor(step: int) -> float:
-        return schedule_factor(
-            step,
-            name=name,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            cooldown_fraction=cooldown_fraction,
-            final_factor=final_factor,
-        )
-
-    return LambdaLR(optimizer, factor)
+    settings = {"warmup_steps": warmup_steps, "total_steps": total_steps}
+    return LambdaLR(
+        optimizer,
+        lambda step: schedule_factor(step, name=name, cooldown_fraction=cooldown_fraction, **settings),
+    )

@@ -1,4 +1,4 @@
-"""When a run is long enough to earn its compilation back, and where compiled code is kept."""
+"""When a run is long enough for compilation to pay, and where compiled code is kept."""
 
 import os
 import shutil

@@ -2,13 +2,12 @@
 
 import fcntl
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vit.runtime.files import write_text
+from vit.runtime.files import remove, write_text
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -20,7 +19,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
     """Create and lock `path` for one run, for as long as the context lasts.
 
     Raises FileExistsError where it holds another run and neither `resume` nor `overwrite` is given, or holds files
-    that are no part of one; BlockingIOError where a living process trains into it. The lock is the kernel's
+    that are no part of one; ValueError where a living process trains into it. The lock is the kernel's
     (flock): it goes with the process, however that ends. Of several processes the main one opens it for all.
     """
     if not is_main:
@@ -33,9 +32,8 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another process is training into {path}; wait for it or choose another --output"
-            ) from None
+            message = f"another process is training into {path}; wait for it or choose another --output"
+            raise ValueError(message) from None
         foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in _OURS)
         if (path / CONFIG_FILE).exists():
             if overwrite:
@@ -54,11 +52,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
 def _clear(path: Path) -> None:
     """Remove what a run leaves; anything else in the directory stays."""
     for name in _OURS[:-1]:
-        entry = path / name
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        remove(path / name)
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
@@ -69,25 +63,17 @@ def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file."""
-    rows = []
+    found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
-            rows.append(json.loads(line))
+            found.append(json.loads(line))
         except json.JSONDecodeError:
             break  # a run that is being written, or was killed
-    return [row for row in rows if isinstance(row, dict)]
+    return [metrics for metrics in found if isinstance(metrics, dict)]
 
 
 def truncate_metrics(path: Path, *, step: int) -> None:
     """Drop the lines after global step `step`, and a half-written last one: a resumed run writes them again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            metrics = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if metrics["step"] <= step:
-            kept.append(line + "\n")
-    write_text(path, "".join(kept))
+    if path.exists():
+        kept = [metrics for metrics in load_metrics(path) if metrics["step"] <= step]
+        write_text(path, "".join(json.dumps(metrics) + "\n" for metrics in kept))
