@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor, nn
 
 from vit.data.images import Geometry, Preprocess
 from vit.explanation.capture.readout import run_forward
 from vit.explanation.methods.rollout import rollout_row
-from vit.explanation.render.overlay import colour, find_range, place_map
+from vit.explanation.render.overlay import ColourScale, blend, find_range
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_OPACITY = 0.6
 _MIN_SIDE = 96  # pixels; small images are enlarged to be seen
 
 
@@ -35,9 +35,8 @@ class AttentionImages:
         prefix = forward.num_prefix_tokens
         for number, layer in enumerate(forward.record.layers):
             attention = layer.attention()
-            writer.add_scalar(
-                f"attention_entropy/layer_{number:02d}", compute_attention_entropy(attention), step
-            )
+            entropy = compute_attention_entropy(attention)
+            writer.add_scalar(f"attention_entropy/layer_{number:02d}", entropy, step)
             distance = compute_attention_distance(attention, grid=forward.grid, num_prefix_tokens=prefix)
             writer.add_scalar(f"attention_distance/layer_{number:02d}", distance, step)
         row = rollout_row(forward.readout, forward.record.layers)
@@ -47,16 +46,13 @@ class AttentionImages:
     def _draw(self, maps: Float[np.ndarray, "n rows columns"]) -> np.ndarray:
         """The images side by side, each above its map."""
         height, width = self.images.shape[1:3]
-        scale = max(1, -(-_MIN_SIDE // min(height, width)))
+        enlarge = max(1, -(-_MIN_SIDE // min(height, width)))
+        geometry = Geometry(original_size=(width, height), box=(0.0, 0.0, float(width), float(height)))
         columns = []
-        for image, values in zip(self.images, maps, strict=True):
-            photo = image.repeat(scale, axis=0).repeat(scale, axis=1)
-            geometry = Geometry(original_size=(width, height), box=(0.0, 0.0, float(width), float(height)))
-            placed, _ = place_map(values, geometry, size=(width * scale, height * scale), smooth=True)
-            low, high = find_range([values], signed=False)
-            heat = colour(placed, low=low, high=high, signed=False)
-            blended = (photo * (1 - _OPACITY) + heat * _OPACITY).astype(np.uint8)
-            columns.append(np.concatenate([photo, blended]))
+        for pixels, values in zip(self.images, maps, strict=True):
+            photo = Image.fromarray(pixels.repeat(enlarge, axis=0).repeat(enlarge, axis=1))
+            scale = ColourScale(*find_range([values], signed=False), signed=False, label="")
+            columns.append(np.concatenate([photo, blend(photo, values, geometry, scale=scale)]))
         return np.concatenate(columns, axis=1)
 
 

@@ -124,7 +124,7 @@ def build_run(
     if observers is None and process.is_main:
         observers = build_observers(config, data, train_loader, directory=directory)
     trainer = Trainer(
-        build_step(
+        step=build_step(
             config,
             model,
             plan=plan,

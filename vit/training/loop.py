@@ -7,6 +7,7 @@ stops anywhere and goes on from its last checkpoint ends, bit for bit, where an 
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,39 +38,24 @@ class Batches(Protocol):
     ) -> Iterator[Batch]: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Runs `plan` with the given parts.
+    """Runs `plan` with the given parts."""
 
-    `evaluate` gives (mean cross-entropy, top-1 from 0 to 1) on the validation images, in all processes; the larger
-    top-1 decides which model `save_model` writes, the smaller loss breaks ties, and without validation images the
-    last model is the best. `sharded`: each process writes its own part of a checkpoint.
-    """
+    step: TrainStep
+    plan: TrainingPlan
+    train_batches: Batches
+    # (mean cross-entropy, top-1 from 0 to 1) on the validation images; called in all processes
+    evaluate: Callable[[nn.Module], tuple[float, float]] | None
+    checkpoints: CheckpointStore
+    save_model: Callable[[nn.Module], None]  # writes the model file, of the best model so far
+    observers: list[Observer]
+    process: Process
+    sharded: bool = False  # each process writes its own part of a checkpoint
+    sample_name: Callable[[int], str] = str
 
-    def __init__(
-        self,
-        step: TrainStep,
-        *,
-        plan: TrainingPlan,
-        train_batches: Batches,
-        evaluate: Callable[[nn.Module], tuple[float, float]] | None,
-        checkpoints: CheckpointStore,
-        save_model: Callable[[nn.Module], None],
-        observers: list[Observer],
-        process: Process,
-        sharded: bool = False,
-        sample_name: Callable[[int], str] = str,
-    ) -> None:
-        self.step = step
-        self.plan = plan
-        self.train_batches = train_batches
-        self.evaluate = evaluate
-        self.checkpoints = checkpoints
-        self.save_model = save_model
-        self.observers = observers
-        self.process = process
-        self.sharded = sharded
-        self.sample_name = sample_name
-        self.progress = Progress().to(step.device)
+    def __post_init__(self) -> None:
+        self.progress = Progress().to(self.step.device)
         self._stop_requested = False
         self._displayed_at = 0.0
         self._started_at = 0.0
@@ -163,6 +149,7 @@ class Trainer:
         return every is not None and self.progress.step % every == 0
 
     def _is_best(self, val_loss: float | None, val_top1: float | None) -> bool:
+        """The larger accuracy decides, the smaller loss breaks ties; without validation images the last is the best."""
         if val_loss is None or val_top1 is None:
             return True
         return (val_top1, -val_loss) > (self.progress.best_top1, -self.progress.best_loss)
@@ -204,16 +191,16 @@ class Trainer:
                 observer.on_step(metrics)
 
     def _measure_step(self, result: StepResult) -> StepMetrics:
-        progress, plan = self.progress, self.plan
-        return StepMetrics(
-            epoch=progress.epoch,
-            step=progress.step,
-            loss=float(result.loss),
-            top1=int(result.correct) / plan.batch_size,
-            grad_norm=float(result.grad_norm),
-            learning_rate=float(self.step.schedule.get_last_lr()[0]),
-            images_per_second=progress.step_in_epoch * plan.batch_size / progress.epoch_seconds,
-        )
+        progress = self.progress
+        return {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "loss": float(result.loss),
+            "top1": int(result.correct) / self.plan.batch_size,
+            "gradient_norm": float(result.grad_norm),
+            "learning_rate": float(self.step.schedule.get_last_lr()[0]),
+            "images_per_second": progress.step_in_epoch * self.plan.batch_size / progress.epoch_seconds,
+        }
 
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""

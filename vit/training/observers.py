@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +15,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One training step, read from the device."""
-
-    epoch: int
-    step: int  # global, counted from 1
-    loss: float
-    top1: float  # 0 to 1, of the batch
-    grad_norm: float
-    learning_rate: float
-    images_per_second: float
+StepMetrics = dict[
+    str, float
+]  # epoch and step (counted from 1), loss, top1 of the batch (0 to 1), gradient_norm, …
 
 
 class Observer:
@@ -91,9 +82,8 @@ class TensorBoard(Observer):
 
     def on_log(self, metrics: StepMetrics) -> None:
         assert self.writer is not None
-        self.writer.add_scalar("step/loss", metrics.loss, metrics.step)
-        self.writer.add_scalar("step/gradient_norm", metrics.grad_norm, metrics.step)
-        self.writer.add_scalar("step/learning_rate", metrics.learning_rate, metrics.step)
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            self.writer.add_scalar(f"step/{name}", metrics[name], int(metrics["step"]))
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         assert self.writer is not None
@@ -124,9 +114,10 @@ class ProgressBar(Observer):
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._advance is not None
-        title = f"epoch {metrics.epoch + 1}  loss {metrics.loss:.3f}  top-1 {metrics.top1:.1%}"
-        self._advance(metrics.step - self._step, f"{title}  {metrics.images_per_second:,.0f} images/s")
-        self._step = metrics.step
+        title = f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  top-1 {metrics['top1']:.1%}"
+        step = int(metrics["step"])
+        self._advance(step - self._step, f"{title}  {metrics['images_per_second']:,.0f} images/s")
+        self._step = step
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"

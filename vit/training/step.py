@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple, cast, get_args
 
 import torch
@@ -30,6 +31,7 @@ class StepResult(NamedTuple):
     finite: Bool[Tensor, ""]  # False: loss or gradient was not finite, and nothing was updated
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Trains `model`, which may be wrapped in DistributedDataParallel or sharded by FSDP2, by one batch a call.
 
@@ -38,41 +40,33 @@ class TrainStep:
     no later step does either. The check needs no answer from the device.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
-        *,
-        precision: Precision = "bfloat16",
-        label_smoothing: float = 0.0,
-        clip_grad: float | None = None,
-        grad_accum_steps: int = 1,
-        ema_decay: float | None = None,
-        average_model: nn.Module | None = None,
-        halt_on_nonfinite: bool = False,
-        compile: bool = False,
-    ) -> None:
-        check_choice(precision, get_args(Precision), name="precision")
-        if grad_accum_steps < 1:
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    _: KW_ONLY
+    precision: Precision = "bfloat16"
+    label_smoothing: float = 0.0
+    clip_grad: float | None = None
+    grad_accum_steps: int = 1
+    ema_decay: float | None = None
+    average_model: InitVar[nn.Module | None] = None  # by default a copy of the model
+    halt_on_nonfinite: bool = False
+    compile: InitVar[bool] = False
+
+    def __post_init__(self, average_model: nn.Module | None, compile: bool) -> None:
+        check_choice(self.precision, get_args(Precision), name="precision")
+        if self.grad_accum_steps < 1:
             raise ValueError(
-                f"grad_accum_steps {grad_accum_steps} is not positive; 1 takes the batch at once"
+                f"grad_accum_steps {self.grad_accum_steps} is not positive; 1 takes the batch at once"
             )
-        self.model = model
-        self.module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.precision: Precision = precision
-        self.label_smoothing = label_smoothing
-        self.clip_grad = clip_grad
-        self.grad_accum_steps = grad_accum_steps
-        self.halt_on_nonfinite = halt_on_nonfinite
+        wrapped = isinstance(self.model, DistributedDataParallel)
+        self.module = cast(nn.Module, self.model.module) if wrapped else self.model
         self.step = 0
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.average = (
-            WeightAverage(average_model or copy.deepcopy(self.module), decay=ema_decay) if ema_decay else None
-        )
+        self.average = None
+        if self.ema_decay:
+            self.average = WeightAverage(average_model or copy.deepcopy(self.module), decay=self.ema_decay)
         self._forward = torch.compile(self._compute_loss) if compile else self._compute_loss
 
     @property
