@@ -31,7 +31,7 @@ NOT_EXECUTED = {
 }
 NOT_EXECUTED_PYTHON: dict[str, str] = {}  # page → reason
 SHORTER = {
-    'vit.train("digits", output': 'vit.train("digits", overrides=["train.epochs=2"], output'
+    'output="runs/from-python")': 'output="runs/from-python", overrides=["train.epochs=2"])'
 }  # in README.md
 
 
