@@ -32,7 +32,7 @@ docs: $(VENV)/.installed-dev
 
 # Execute the notebooks and store their outputs
 notebooks: $(VENV)/.installed-dev
-	MPLBACKEND=module://matplotlib_inline.backend_inline $(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+	$(BIN)/python docs/execute_notebooks.py
 
 # The tables of README.md and docs/benchmarks.md, from benchmarks/results
 results: $(VENV)/.installed
