@@ -105,8 +105,6 @@ def build_variants(
         "seed": 0,
         "device": "cpu",
         "preprocess": preprocess,
-        "shuffle": True,
-        "drop_last": True,
         "num_classes": len(dataset.class_names),
     }
     size = preprocess.image_size[0]

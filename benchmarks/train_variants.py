@@ -217,8 +217,6 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         device=device,
         preprocess=preprocess,
         augment=Augment(crop_padding=4, flip="random"),
-        shuffle=True,
-        drop_last=True,
         num_classes=len(dataset.class_names),
     )
 

@@ -45,9 +45,7 @@ def make(kind: type, dataset: DecodedDataset, **changes: Any) -> Any:
         "seed": 3,
         "device": "cpu",
         "preprocess": PREPROCESS,
-        "augment": None,
-        "shuffle": True,
-        "drop_last": True,
+        "augment": Augment(),
         "num_classes": 3,
     }
     return kind(dataset, **options | changes)
@@ -65,10 +63,10 @@ def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
 
 
 def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: DecodedDataset) -> None:
-    loader = make(ResidentLoader, dataset, drop_last=False)
+    loader = make(ResidentLoader, dataset, batch_size=12)
     batches = list(loader.epoch(0))
-    assert [len(batch.labels) for batch in batches] == [8] * 7 + [4]
-    assert len(loader) == 8
+    assert [len(batch.labels) for batch in batches] == [12] * 5
+    assert len(loader) == 5
     ids = torch.cat([batch.sample_ids for batch in batches])
     assert sorted(ids.tolist()) == list(range(60))
     for batch in batches:
@@ -78,9 +76,9 @@ def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: DecodedDat
         torch.testing.assert_close(batch.images, expected)
 
 
-def test_without_shuffling_the_order_is_the_datasets(dataset: DecodedDataset) -> None:
-    loader = make(ResidentLoader, dataset, shuffle=False, drop_last=False)
-    assert torch.cat([batch.sample_ids for batch in loader.epoch(4)]).tolist() == list(range(60))
+def test_what_does_not_fill_a_batch_is_left_out(dataset: DecodedDataset) -> None:
+    loader = make(ResidentLoader, dataset)
+    assert [len(batch.labels) for batch in loader.epoch(4)] == [8] * len(loader) == [8] * 7
 
 
 def test_the_same_seed_repeats_a_run_and_another_does_not(dataset: DecodedDataset) -> None:
@@ -113,20 +111,6 @@ def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(
         for rank in range(world_size)
     ]
     assert_same(alone.epoch(1), join_ranks(ranks))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_no_sample_is_counted_twice_in_an_uneven_last_batch(
-    array_source: ImageSource, tmp_path: Path, world_size: int
-) -> None:
-    dataset = decode_dataset(
-        array_source.subset(range(43)), size=(12, 10), cache_dir=tmp_path, progress=False
-    )
-    options = {"batch_size": 12, "shuffle": False, "drop_last": False, "world_size": world_size}
-    loaders = [make(ResidentLoader, dataset, rank=rank, **options) for rank in range(world_size)]
-    assert {len(loader) for loader in loaders} == {4}
-    ids = [batch.sample_ids.tolist() for loader in loaders for batch in loader.epoch(0)]
-    assert sorted(number for part in ids for number in part) == list(range(43))
 
 
 def test_a_smaller_image_size_is_the_antialiased_reduction(dataset: DecodedDataset) -> None:
@@ -169,9 +153,9 @@ def test_mistakes_get_a_sentence(dataset: DecodedDataset, changes: dict[str, Any
 # --- workers ----------------------------------
 
 
-@pytest.mark.parametrize("augment", [None, GEOMETRY, FULL], ids=["plain", "geometry", "full"])
+@pytest.mark.parametrize("augment", [Augment(), GEOMETRY, FULL], ids=["plain", "geometry", "full"])
 def test_any_number_of_workers_gives_the_same_batches(
-    file_dataset: DecodedDataset, augment: Augment | None
+    file_dataset: DecodedDataset, augment: Augment
 ) -> None:
     alone = make(WorkerLoader, file_dataset, augment=augment, workers=0)
     expected = [list(alone.epoch(epoch)) for epoch in range(2)]
@@ -229,7 +213,7 @@ def test_without_a_random_crop_workers_and_the_resident_dataset_show_the_same_pi
     preprocess = replace(PREPROCESS, crop_pct=0.8)
     size, cache = preprocess.resize_size, tmp_path / "resident"
     resident_dataset = decode_dataset(file_dataset.source, size=size, cache_dir=cache, progress=False)
-    for augment in (None, FULL):
+    for augment in (Augment(), FULL):
         resident = make(ResidentLoader, resident_dataset, augment=augment, preprocess=preprocess)
         decoding = make(WorkerLoader, file_dataset, augment=augment, preprocess=preprocess, workers=0)
         assert_same(resident.epoch(1), decoding.epoch(1))
@@ -335,9 +319,9 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(
-    "augment", [None, FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY]
+    "augment", [Augment(), FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY]
 )
-def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Augment | None) -> None:
+def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Augment) -> None:
     host = make(ResidentLoader, dataset, augment=augment)
     device = make(ResidentLoader, dataset, augment=augment, device="cuda")
     for one, other in zip(host.epoch(1), device.epoch(1), strict=True):

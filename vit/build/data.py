@@ -108,8 +108,6 @@ def build_train_loader(config: Config, data: Data, *, device: torch.device, proc
         "augment": Augment(**config.augment.model_dump()),
         "device": device,
         "seed": config.train.seed,
-        "shuffle": True,
-        "drop_last": True,
         "num_classes": len(data.train.class_names),
         "rank": process.rank,
         "world_size": process.world_size,

@@ -1,9 +1,8 @@
-"""Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and
-fingerprinted.
+"""Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and fingerprinted.
 
-A decoded dataset lives in a folder of the cache named for its contents. It is built beside its place under a
-lock and moved there when complete, so that a half-built one is never seen and two builders don't meet. A
-changed source has another cache key, hence another folder; a damaged one is built again.
+A decoded dataset lives in a folder of the cache named for its contents. It is built beside its place under a lock and
+moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed source has
+another cache key, hence another folder; a damaged one is built again.
 """
 
 import fcntl

@@ -30,9 +30,8 @@ _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling
 def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
     """Decode an image file of any mode into upright RGB; `name` stands for it in messages.
 
-    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives
-    its first frame. Raises ValueError when the file is truncated or no image, FileNotFoundError when it is
-    absent.
+    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives its first
+    frame. Raises ValueError when the file is truncated or no image, FileNotFoundError when it is absent.
     """
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     try:

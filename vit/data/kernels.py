@@ -1,8 +1,7 @@
 """Image operations on whole batches, each sample with its own parameters.
 
-Pixels are 0..255: uint8 [B, H, W, 3] as stored, or float [B, 3, H, W] as the colour operations take and
-give them (clamped, not rounded). Factors and magnitudes are float [B]. What each does to one image is
-torchvision's definition.
+Pixels are 0..255: uint8 [B, H, W, 3] as stored, or float [B, 3, H, W] as the colour operations take and give them
+(clamped, not rounded). Factors and magnitudes are float [B]. What each does to one image is torchvision's definition.
 """
 
 import torch

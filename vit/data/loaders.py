@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,30 +48,25 @@ class _Schedule:
     num_samples: int
     batch_size: int  # of all ranks together
     seed: int
-    shuffle: bool
     rank: int
     world_size: int
 
     def sample_ids(self, epoch: int, step: int) -> SampleIds:
-        order = _order(self.num_samples, StatelessRandom(self.seed, epoch) if self.shuffle else None)
-        batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-        each = -(-len(batch) // self.world_size)
-        if len(batch) < self.batch_size:
-            each += each % 2  # so that neighbours, which may be mixed, stay together
-        return batch[self.rank * each : (self.rank + 1) * each]
+        each = self.batch_size // self.world_size
+        first = step * self.batch_size + self.rank * each
+        return _order(self.num_samples, StatelessRandom(self.seed, epoch))[first : first + each]
 
 
 @lru_cache(maxsize=2)
-def _order(n: int, rng: StatelessRandom | None) -> SampleIds:
-    return torch.arange(n) if rng is None else rng.permutation(n)
+def _order(n: int, rng: StatelessRandom) -> SampleIds:
+    return rng.permutation(n)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Loader(ABC):
-    """What both loaders have in common.
+    """What both loaders have in common: shuffled batches of one size, without what is left over.
 
-    `batch_size` counts the samples of all ranks; a rank takes a contiguous chunk of every batch. The last
-    batch may be smaller when `drop_last` is false, and empty on some ranks.
+    `batch_size` counts the samples of all ranks; a rank takes a contiguous chunk of every batch.
     """
 
     dataset: DecodedDataset = field(kw_only=False)
@@ -79,33 +74,27 @@ class _Loader(ABC):
     seed: int
     device: torch.device | str
     preprocess: Preprocess
-    augment: Augment | None
-    shuffle: bool
-    drop_last: bool
+    augment: Augment
     num_classes: int
     rank: int = 0
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        each, rest = divmod(self.batch_size, self.world_size)
+        count, (each, rest) = len(self.dataset), divmod(self.batch_size, self.world_size)
         if each < 1 or rest:
             raise ValueError(
                 f"batch_size {self.batch_size} must be a positive multiple of the {self.world_size} processes"
             )
-        self._augment = self.augment or Augment()
-        if self._augment.mixes and each % 2:
+        if self.augment.mixes and each % 2:
             raise ValueError(f"mixup and cutmix pair samples: {each} a process and step is not even")
-        if self.drop_last and self.batch_size > len(self.dataset):
-            raise ValueError(f"batch_size {self.batch_size} is more than the {len(self.dataset)} images")
+        if self.batch_size > count:
+            raise ValueError(f"batch_size {self.batch_size} is more than the {count} images")
         self.labels = torch.from_numpy(self.dataset.labels)
-        self._schedule = _Schedule(
-            len(self.dataset), self.batch_size, self.seed, self.shuffle, self.rank, self.world_size
-        )
+        self._schedule = _Schedule(count, self.batch_size, self.seed, self.rank, self.world_size)
 
     def __len__(self) -> int:
         """Steps an epoch."""
-        n = len(self.labels)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        return len(self.labels) // self.batch_size
 
     def epoch(
         self, epoch: int, *, start_step: int = 0, image_size: Size | None = None, mix: bool = True
@@ -115,7 +104,7 @@ class _Loader(ABC):
         size = image_size or self.preprocess.image_size
         with closing(self._pixels(rng, start_step, size)) as steps:
             for ids, pixels in steps:
-                yield self._finish(pixels, ids, rng, size, mix=mix and self._augment.mixes)
+                yield self._finish(pixels, ids, rng, size, mix=mix and self.augment.mixes)
 
     @abstractmethod
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
@@ -124,14 +113,12 @@ class _Loader(ABC):
     def _finish(
         self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool
     ) -> Batch:
-        augment = self._augment
-        images = finish_images(pixels, ids, rng=rng, augment=augment, preprocess=self.preprocess, size=size)
+        drawn: dict[str, Any] = {"rng": rng, "augment": self.augment}
+        images = finish_images(pixels, ids, **drawn, preprocess=self.preprocess, size=size)
         labels = self.labels[ids].to(self.device, non_blocking=True)
         targets = labels
         if mix:
-            images, targets = mix_batch(
-                images, labels, ids, rng=rng, augment=augment, num_classes=self.num_classes
-            )
+            images, targets = mix_batch(images, labels, ids, **drawn, num_classes=self.num_classes)
         return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
 
 
@@ -146,10 +133,10 @@ class ResidentLoader(_Loader):
         self.images = torch.from_numpy(self.dataset.images).to(self.device)
 
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
-        cut_size = self.preprocess.image_size if self._augment.resized_crop_scale is None else size
+        cut_size = self.preprocess.image_size if self.augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
             ids = self._schedule.sample_ids(rng.epoch, step)
-            yield ids, cut_pixels(self.images, ids, ids, rng=rng, augment=self._augment, size=cut_size)
+            yield ids, cut_pixels(self.images, ids, ids, rng=rng, augment=self.augment, size=cut_size)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -167,7 +154,7 @@ class WorkerLoader(_Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
-        geometry = ImageGeometry(self._augment, self.preprocess)
+        geometry = ImageGeometry(self.augment, self.preprocess)
         self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
         self._decoder: DataLoader[Tensor | str] | None = None
 
@@ -194,7 +181,7 @@ class WorkerLoader(_Loader):
         self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
             self._decoder = self._start_workers()
-        rest = self._augment.without_random_crop()
+        rest = self.augment.without_random_crop()
         for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
             if isinstance(pixels, str):
                 raise ValueError(pixels)  # the image that a worker could not read

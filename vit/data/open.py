@@ -1,10 +1,9 @@
 """The one door to images: a data set's name, folder or shards → its splits, found once and decoded once.
 
-A split that has a folder of its own is that folder. What is missing is held out of the training images,
-class by class (stratified), by the rank of a hash of (seed, id): adding images moves few others between
-splits, and no library's random stream is involved. Where there is a validation folder but no test folder
-(as in ImageNet), that folder is the *test* split, touched by the final evaluation alone, and validation is
-held out of the training images.
+A split that has a folder of its own is that folder. What is missing is held out of the training images, class by class
+(stratified), by the rank of a hash of (seed, id): adding images moves few others between splits, and no library's
+random stream is involved. Where there is a validation folder but no test folder (as in ImageNet), that folder is the
+*test* split, touched by the final evaluation alone, and validation is held out of the training images.
 """
 
 import difflib
@@ -127,7 +126,6 @@ def open_dataset(
     validation_fraction: float = 0.1,
     split_seed: int = 0,
     cache_dir: Path | None = None,
-    download: bool = True,
 ) -> ImageDataset:
     """Find a data set by its name in `FINDERS`.
 
@@ -140,8 +138,8 @@ def open_dataset(
         raise ValueError(f"unknown data.name {name!r}; nearest: {', '.join(near)}")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1")
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    found = FINDERS[name](FindOptions(root, classes, download, cache))
+    cache = cache_dir or default_cache_dir()
+    found = FINDERS[name](FindOptions(root, classes, cache))
     return ImageDataset(name, found, validation_fraction, split_seed, cache)
 
 

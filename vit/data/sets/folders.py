@@ -100,21 +100,18 @@ def _scan(
 ) -> ImageSource:
     """Every image below split_folder/<class>, in sorted order; other files are counted and ignored."""
     paths: list[str] = []
-    labels: list[int] = []
+    counts: list[int] = []
     ignored = 0
-    for label, folder in enumerate(folders):
-        before = len(paths)
-        for path in _files(split_folder / folder):
-            file_name = os.path.basename(path)
-            if file_name.startswith(".") or not file_name.lower().endswith(IMAGE_SUFFIXES):
-                ignored += 1
-                continue
-            paths.append(os.path.relpath(path, root))
-            labels.append(label)
-        if must_fill and len(paths) == before:
+    for folder in folders:
+        files = list(_list_files(split_folder / folder))
+        images = [path for path in files if _is_image(os.path.basename(path))]
+        if must_fill and not images:
             raise ValueError(
                 f"{split_folder / folder} holds no images; remove it, or name others in data.classes"
             )
+        ignored += len(files) - len(images)
+        paths += [os.path.relpath(path, root) for path in images]
+        counts.append(len(images))
     if not paths:
         raise ValueError(f"{split_folder} holds no images")
     if ignored:
@@ -123,19 +120,22 @@ def _scan(
     return ImageSource(
         name=name,
         class_names=tuple(aliases.get(folder, folder) for folder in folders),
-        labels=np.array(labels),
+        labels=np.repeat(np.arange(len(folders)), counts),
         ids=paths,
         reader=FileReader(root, paths),
         notes=notes,
     )
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _is_image(file_name: str) -> bool:
+    return not file_name.startswith(".") and file_name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _list_files(folder: Path) -> Iterator[str]:
     """Files below a folder, in sorted order, following links."""
     for directory, below, names in os.walk(folder, followlinks=True):
         below[:] = sorted(entry for entry in below if not entry.startswith("."))
-        for file_name in sorted(names):
-            yield os.path.join(directory, file_name)
+        yield from (os.path.join(directory, file_name) for file_name in sorted(names))
 
 
 def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> FoundSplits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +48,7 @@ def find_cifar(name: str, options: FindOptions) -> FoundSplits:
     def load(split: str) -> ImageSource:
         make = partial(dataset, folder, train=split == "train")
         archive = f"{dataset.filename} (from {dataset.url})"
-        data = _fetch(make, name, folder, archive, download=options.download)
+        data = _fetch(make, name, folder, archive)
         source = ImageSource(
             name=name,
             class_names=tuple(data.classes),
@@ -72,7 +73,7 @@ def find_imagenette(options: FindOptions) -> FoundSplits:
         url = Imagenette._ARCHIVES[_IMAGENETTE_SIZE][0]
         make = partial(Imagenette, folder, size=_IMAGENETTE_SIZE)
         archive = f"{Path(url).name} (from {url})"
-        _fetch(make, "imagenette", folder, archive, download=options.download)
+        _fetch(make, "imagenette", folder, archive)
         unpacked = [folder / Path(url).stem]
     aliases = {wnid: names[0] for wnid, names in Imagenette._WNID_TO_CLASS.items()}
     return find_splits("imagenette", unpacked[0], options.classes, aliases=aliases)
@@ -124,13 +125,10 @@ def _download_root(name: str, root: Path | str | None, *, class_folders: bool = 
     return folder
 
 
-def _fetch(make: Callable[..., Any], name: str, folder: Path, archive: str, *, download: bool) -> Any:
+def _fetch(make: Callable[..., Any], name: str, folder: Path, archive: str) -> Any:
     """torchvision's data set from `folder`, downloaded (with its checksum) where it isn't there yet."""
-    try:
+    with contextlib.suppress(RuntimeError, OSError):
         return make()
-    except (RuntimeError, OSError):
-        if not download:
-            raise FileNotFoundError(f"{name} is not in {folder}; put {archive} there and unpack it") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return make(download=True)

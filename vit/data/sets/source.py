@@ -108,7 +108,6 @@ class FindOptions:
 
     root: Path | str | None
     classes: Sequence[str] | None
-    download: bool
     cache_dir: Path
 
 
