@@ -16,10 +16,9 @@ from vit.config import dump_config
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.evaluation.comparison import Comparison, compare_evaluations
-from vit.evaluation.evaluate import evaluate_bundle
+from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
-from vit.evaluation.result import EvaluationResult
 from vit.explanation.explain import choose_settings, explain_items
 from vit.explanation.explanations import Explanations
 from vit.explanation.faithfulness.benchmark import Benchmark

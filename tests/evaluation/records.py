@@ -11,7 +11,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.result import (
+from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,

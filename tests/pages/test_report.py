@@ -17,6 +17,7 @@ from vit.data.sets.source import ArrayReader, ImageSource
 from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.cost import Cost
 from vit.evaluation.errors import find_confident_mistakes
+from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.images import Duplication, Images
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
@@ -27,7 +28,7 @@ from vit.evaluation.metrics import (
     score_logits,
 )
 from vit.evaluation.predictor import Pixels
-from vit.evaluation.result import Calibration, Evaluation, EvaluationResult, Example, Examples
+from vit.evaluation.schema import Calibration, Evaluation, Example, Examples
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"

@@ -9,7 +9,7 @@ from vit.cli.common import Data, Device, Model, Output, Overwrite, Precision, Ro
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vit.evaluation.result import Evaluation
+    from vit.evaluation.schema import Evaluation
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from scipy.stats import binomtest, chi2
 
 from vit.evaluation.intervals import LEVEL, RESAMPLES, draw_weights
 from vit.evaluation.metrics import Floats
-from vit.evaluation.result import (
+from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,

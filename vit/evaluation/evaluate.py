@@ -5,7 +5,8 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,68 @@ from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Ints,
     Scores,
+    compute_confusion,
     compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
 )
+from vit.evaluation.plots import draw_confusion
 from vit.evaluation.predictor import Logits, Predictor
-from vit.evaluation.result import Calibration, Evaluation, EvaluationResult, Example, Examples
 from vit.evaluation.robustness import (
     average_error,
     measure_corruptions,
     measure_rotations,
     measure_shifts,
 )
+from vit.evaluation.schema import (
+    EVALUATION_FILE,
+    PREDICTIONS_FILE,
+    Calibration,
+    Evaluation,
+    Example,
+    Examples,
+    save_evaluation,
+    save_predictions,
+)
 from vit.runtime.device import describe_device
+from vit.runtime.files import write_text
+from vit.runtime.output_dir import prepare_output
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
 _OF_THE_MACHINE = {"data": ("root", "workers", "cache_dir", "memory_share"), "train": ("seed", "device")}
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """An `Evaluation`, and what each image contributed to it.
+
+    `pages` are further files that `save` writes: names, and functions of this result that give the text.
+    """
+
+    evaluation: Evaluation
+    scores: Scores
+    images: Images
+    bundle: Bundle
+    is_main: bool = True  # of several processes the one that writes files
+    pages: Mapping[str, Callable[["EvaluationResult"], str]] = field(default_factory=dict)
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write evaluation.json (last), predictions.csv, confusion.png and the pages into a new `directory`.
+
+        Raises FileExistsError where it holds something already, unless `overwrite` is given and we made it.
+        """
+        if not self.is_main:
+            return
+        names = self.bundle.class_names
+        texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
+        directory = prepare_output(Path(directory), overwrite=overwrite)
+        save_predictions(directory / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names)
+        draw_confusion(compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
+        for name, text in texts.items():
+            write_text(directory / name, text)
+        save_evaluation(directory / EVALUATION_FILE, self.evaluation)
 
 
 def evaluate_bundle(

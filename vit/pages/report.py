@@ -11,8 +11,9 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.corruptions import CORRUPTIONS
+from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.predictor import Pixels
-from vit.evaluation.result import Evaluation, EvaluationResult
+from vit.evaluation.schema import Evaluation
 from vit.explanation.explain import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart

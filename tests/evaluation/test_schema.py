@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.result import Evaluation, load_evaluation, load_predictions, save_evaluation
+from vit.evaluation.schema import Evaluation, load_evaluation, load_predictions, save_evaluation
 
 RANKS = np.array([0, 1, 0, 3])
 

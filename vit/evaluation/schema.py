@@ -1,4 +1,4 @@
-"""The result of an evaluation: `evaluation.json` (this schema), `predictions.csv` and `confusion.png`.
+"""The files of an evaluation: `evaluation.json`, whose schema this is, and `predictions.csv`.
 
 `Evaluation.model_json_schema()` is the schema as JSON Schema. `schema_version` rises when a key goes or
 changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, never per cent.
@@ -7,19 +7,16 @@ changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, nev
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vit.bundle import Bundle
 from vit.evaluation.cost import Cost
-from vit.evaluation.images import Duplication, Images
-from vit.evaluation.metrics import Bin, ClassMetrics, Scores, compute_confusion
-from vit.evaluation.plots import draw_confusion
+from vit.evaluation.images import Duplication
+from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.runtime.files import write_text
-from vit.runtime.output_dir import prepare_output
 
 SCHEMA_VERSION = 1
 EVALUATION_FILE = "evaluation.json"
@@ -135,37 +132,6 @@ class Evaluation(BaseModel):
                 f"{', '.join(seen.examples[:3])}"
             )
         return warnings
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """An `Evaluation`, and what each image contributed to it.
-
-    `pages` are further files that `save` writes: names, and functions of this result that give the text.
-    """
-
-    evaluation: Evaluation
-    scores: Scores
-    images: Images
-    bundle: Bundle
-    is_main: bool = True  # of several processes the one that writes files
-    pages: Mapping[str, Callable[["EvaluationResult"], str]] = field(default_factory=dict)
-
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write evaluation.json (last), predictions.csv, confusion.png and the pages into a new `directory`.
-
-        Raises FileExistsError where it holds something already, unless `overwrite` is given and we made it.
-        """
-        if not self.is_main:
-            return
-        names = self.bundle.class_names
-        texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
-        directory = prepare_output(Path(directory), overwrite=overwrite)
-        save_predictions(directory / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names)
-        draw_confusion(compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
-        for name, text in texts.items():
-            write_text(directory / name, text)
-        save_evaluation(directory / EVALUATION_FILE, self.evaluation)
 
 
 def save_predictions(path: Path, scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> None:
