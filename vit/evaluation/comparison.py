@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2
 
+from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.intervals import LEVEL, RESAMPLES, draw_weights
 from vit.evaluation.metrics import Floats
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
-    EvaluationResult,
     load_evaluation,
     load_predictions,
 )
