@@ -1,4 +1,4 @@
-"""Train vision transformers on your own images, evaluate them and see what their attention maps say.
+"""Train vision transformers on your own images, evaluate them and explain them with attention maps.
 
 Importing this package loads nothing heavy: torch comes in with the first name that needs it.
 """

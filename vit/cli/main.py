@@ -18,7 +18,7 @@ from vit.cli.train import train
 
 app = typer.Typer(
     name="vit",
-    help="Train vision transformers on your own images, evaluate them honestly, and see what they looked at.",
+    help="Train vision transformers on your own images, evaluate them and explain them with attention maps.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
