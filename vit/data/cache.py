@@ -108,13 +108,8 @@ def decode_dataset(
 
 # --- building --------------------
 
-
-@dataclass(frozen=True)
-class _Decoded:
-    start: int
-    digests: list[int]
-    perceptual: list[int]
-    failures: list[tuple[int, str]]  # index in the source, reason
+# the first image's index, digests and perceptual hashes uint64 [2, n], what was wrong with which image
+_Chunk = tuple[int, np.ndarray, dict[int, str]]
 
 
 def _build(
@@ -126,13 +121,16 @@ def _build(
     try:
         pixels = building / "images.u8"
         image_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
-        _allocate(pixels, image_bytes * len(source))
-        digests, perceptual = np.zeros((2, len(source)), dtype=np.uint64)
+        with pixels.open("wb") as file:
+            if (
+                image_bytes
+            ):  # reserved now: writing through a memory map to a full disk would kill the process
+                os.posix_fallocate(file.fileno(), 0, image_bytes * len(source))
+        digests, perceptual = hashes = np.zeros((2, len(source)), dtype=np.uint64)
         failures: dict[int, str] = {}
-        for chunk in _decode_all(source, pixels, preprocess, workers, progress):
-            place = slice(chunk.start, chunk.start + len(chunk.digests))
-            digests[place], perceptual[place] = chunk.digests, chunk.perceptual
-            failures.update(chunk.failures)
+        for start, of_chunk, unreadable in _decode_all(source, pixels, preprocess, workers, progress):
+            hashes[:, start : start + of_chunk.shape[1]] = of_chunk
+            failures |= unreadable
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
         _compact(pixels, good, image_bytes)
         np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
@@ -151,22 +149,15 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _allocate(path: Path, size: int) -> None:
-    """Reserve the bytes now: writing through a memory map to a full disk would kill the process."""
-    with path.open("wb") as file:
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)
-
-
 def _decode_all(
     source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
-) -> Iterator[_Decoded]:
+) -> Iterator[_Chunk]:
     starts = range(0, len(source), _CHUNK)
     chunks = (source.subset(range(start, min(start + _CHUNK, len(source)))) for start in starts)
     tasks = ((chunk, start, pixels, preprocess) for chunk, start in zip(chunks, starts, strict=True))
     with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
         if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader):
-            results: Iterator[_Decoded] = (_decode(*task) for task in tasks)
+            results: Iterator[_Chunk] = (_decode(*task) for task in tasks)
         else:
             # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -174,32 +165,27 @@ def _decode_all(
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
             results = pool(delayed(_decode)(*task) for task in tasks)
         for chunk in results:
-            advance(len(chunk.digests))
+            advance(chunk[1].shape[1])
             yield chunk
 
 
-def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Decoded:
+def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Chunk:
     """Decode a chunk of images into places start, start + 1, … of the file."""
-    out = None
+    hashes, failures = np.zeros((2, len(source)), dtype=np.uint64), {}
     if preprocess is not None:
         shape = (len(source), *preprocess.image_size, 3)
-        out = np.memmap(
-            pixels, dtype=np.uint8, mode="r+", offset=start * int(np.prod(shape[1:])), shape=shape
-        )
-    decoded = _Decoded(start, [], [], [])
+        offset = start * int(np.prod(shape[1:]))
+        out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=offset, shape=shape)
     for index in range(len(source)):
-        digest = perceptual = 0
         try:
             image = source.read(index)
         except (ValueError, OSError) as error:
-            decoded.failures.append((start + index, str(error)))
-        else:
-            digest, perceptual = hash_pixels(image), compute_dhash(image)
-            if out is not None and preprocess is not None:
-                out[index] = preprocess.to_uint8(image)
-        decoded.digests.append(digest)
-        decoded.perceptual.append(perceptual)
-    return decoded
+            failures[start + index] = str(error)
+            continue
+        hashes[:, index] = hash_pixels(image), compute_dhash(image)
+        if preprocess is not None:
+            out[index] = preprocess.to_uint8(image)
+    return start, hashes, failures
 
 
 def _compact(pixels: Path, good: np.ndarray, image_bytes: int) -> None:
@@ -223,8 +209,9 @@ def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
         index = json.loads((folder / "index.json").read_text())
         with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
-        size = None if index["size"] is None else (index["size"][0], index["size"][1])
-        images = _open_images(folder / "images.u8", len(good), size, index["checksums"])
+        images = None
+        if index["size"] is not None:
+            images = _open_images(folder / "images.u8", (len(good), *index["size"], 3), index["checksums"])
         readable = source.subset(good)
         return DecodedDataset(
             name=source.name,
@@ -243,19 +230,13 @@ def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
         return None
 
 
-def _open_images(
-    path: Path, count: int, size: tuple[int, int] | None, checksums: list[int]
-) -> np.ndarray | None:
-    if size is None:
-        return None
-    shape = (count, size[0], size[1], 3)
+def _open_images(path: Path, shape: tuple[int, ...], checksums: list[int]) -> np.ndarray:
     if path.stat().st_size != int(np.prod(shape)):
         raise ValueError(f"{path} has {path.stat().st_size} bytes, not {shape}")
-    step = max(1, len(checksums) // _CHECKED_BLOCKS)
-    blocks = range(0, len(checksums), step)
+    blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
     if _checksums(path, blocks) != [checksums[block] for block in blocks]:
         raise ValueError(f"{path} is damaged")
-    if not count:
+    if not shape[0]:
         return np.zeros(shape, dtype=np.uint8)  # no file can be mapped
     # copy-on-write: torch takes the memory as it is, and the file can't be changed through it
     return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
