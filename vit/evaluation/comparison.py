@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest, chi2
 
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.intervals import LEVEL, RESAMPLES, draw_weights
+from vit.evaluation.intervals import RESAMPLES, draw_weights, take_percentiles
 from vit.evaluation.metrics import Floats
 from vit.evaluation.schema import (
     EVALUATION_FILE,
@@ -78,9 +78,8 @@ class Pair:
     a: str
     b: str
     difference: float  # top-1 of B minus top-1 of A; of several seeds the mean's
-    interval: tuple[
-        float, float
-    ]  # 95 %, paired bootstrap over images, and over seeds where there are several
+    # 95 %, paired bootstrap over images, and over seeds where there are several
+    interval: tuple[float, float]
     loss_difference: float
     p_value: float | None  # McNemar's test; None where a side has several seeds
     recall_changes: list[RecallChange]  # the largest first
@@ -247,8 +246,7 @@ def _bootstrap_difference(
         seeds_a, seeds_b = (draw_weights(len(rows), generator) / len(rows) for rows in (correct_a, correct_b))
         change = seeds_b @ correct_b - seeds_a @ correct_a
         differences[index] = change @ draw_weights(count, generator) / count
-    low, high = np.quantile(differences, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return float(low), float(high)
+    return take_percentiles(differences)
 
 
 def _find_recall_changes(labels: NDArray[np.str_], mean_a: Floats, mean_b: Floats) -> list[RecallChange]:

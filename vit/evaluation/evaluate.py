@@ -129,7 +129,10 @@ def evaluate_bundle(
             "sweeps": sweeps or None,
             "cost": cost,
             **_describe_images(images, bundle),
-            **_describe_model(bundle),
+            "model": bundle.name,
+            "model_sha256": bundle.sha256,
+            "recipe": hash_recipe(bundle.config),
+            "seed": bundle.config.get("train", {}).get("seed"),
             "conditions": _describe_conditions(predictor),
         }
     )
@@ -190,15 +193,6 @@ def _describe_images(images: Images, bundle: Bundle) -> dict[str, Any]:
         "split": dataset.split,
         "notes": list(dataset.notes),
         "fingerprint": dataset.fingerprint,
-    }
-
-
-def _describe_model(bundle: Bundle) -> dict[str, Any]:
-    return {
-        "model": bundle.name,
-        "model_sha256": bundle.sha256,
-        "recipe": hash_recipe(bundle.config),
-        "seed": bundle.config.get("train", {}).get("seed"),
     }
 
 

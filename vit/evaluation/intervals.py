@@ -1,5 +1,7 @@
 """Confidence intervals of metrics by the bootstrap (Efron & Tibshirani 1993, chapter 13)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vit.evaluation.metrics import Floats, Scores, compute_metrics
@@ -13,6 +15,12 @@ def draw_weights(count: int, generator: np.random.Generator) -> Floats:
     return np.bincount(generator.integers(count, size=count), minlength=count).astype(np.float64)
 
 
+def take_percentiles(replicates: Sequence[float] | Floats) -> tuple[float, float]:
+    """The interval that holds the middle 95 % of bootstrap replicates."""
+    low, high = np.quantile(replicates, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return float(low), float(high)
+
+
 def compute_intervals(
     scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
@@ -22,9 +30,4 @@ def compute_intervals(
     """
     generator = np.random.default_rng(seed)
     replicates = [compute_metrics(scores, draw_weights(len(scores), generator)) for _ in range(resamples)]
-    tail = (1 - LEVEL) / 2
-    intervals = {}
-    for name in replicates[0]:
-        low, high = np.quantile([replicate[name] for replicate in replicates], (tail, 1 - tail))
-        intervals[name] = (float(low), float(high))
-    return intervals
+    return {name: take_percentiles([each[name] for each in replicates]) for name in replicates[0]}

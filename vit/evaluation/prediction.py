@@ -98,10 +98,8 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
     """The image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
         return preprocess.to_uint8(read_image(Path(image)) if isinstance(image, str) else image)
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
 
 
 def _rank(
