@@ -145,3 +145,12 @@ def test_the_help_names_every_method(attention: Attention) -> None:
     words = "".join(attention("--help").out.split())
     for method in METHODS:
         assert method in words.replace("│", "")
+
+
+def test_the_older_name_of_the_sanity_checks_is_accepted_and_not_shown(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
+    cli.succeed("attention", tiny_run, "--images", 1, "--no-trust", "-o", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["images"][0]["maps"][0]["sanity_check"] is None
+    assert "--trust" not in cli.succeed("attention", "--help").out

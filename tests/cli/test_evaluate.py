@@ -77,21 +77,21 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions", "--shift", "--rotate")
     assert code == 0
     assert "18 images of folder (test)" in screen
-    figures = json.loads((out / "evaluation.json").read_text())
-    assert figures["num_images"] == 18
-    assert (figures["split"], figures["data"], figures["seed"]) == ("test", "folder", 1)
-    assert figures["model_sha256"] == load_bundle(model_file).sha256
-    assert figures["duplicates_of_training"] == {"exact": 0, "near": 0, "examples": []}
-    assert len(figures["corruptions"]) == 15
-    errors = 1 - np.array(list(figures["corruptions"].values()))
-    assert figures["mean_corruption_error"] == pytest.approx(errors.mean())
-    for sweep in figures["sweeps"].values():
-        assert dict(map(tuple, sweep))[0.0] == figures["top1"]  # moved by nothing: the clean images
+    metrics = json.loads((out / "evaluation.json").read_text())
+    assert metrics["num_images"] == 18
+    assert (metrics["split"], metrics["data"], metrics["seed"]) == ("test", "folder", 1)
+    assert metrics["model_sha256"] == load_bundle(model_file).sha256
+    assert metrics["duplicates_of_training"] == {"exact": 0, "near": 0, "examples": []}
+    assert len(metrics["corruptions"]) == 15
+    errors = 1 - np.array(list(metrics["corruptions"].values()))
+    assert metrics["mean_corruption_error"] == pytest.approx(errors.mean())
+    for sweep in metrics["sweeps"].values():
+        assert dict(map(tuple, sweep))[0.0] == metrics["top1"]  # moved by nothing: the clean images
     rows = read_predictions(out / "predictions.csv")
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
-    assert figures["top1"] == np.mean(right)
-    assert figures["loss"] == pytest.approx(np.mean([float(row["loss"]) for row in rows]), abs=1e-12)
+    assert metrics["top1"] == np.mean(right)
+    assert metrics["loss"] == pytest.approx(np.mean([float(row["loss"]) for row in rows]), abs=1e-12)
     with Image.open(out / "confusion.png") as picture:
         assert min(picture.size) > 200
     assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
@@ -118,11 +118,11 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     (other / "labels.csv").write_text("\n".join(labels))
     code, screen, _ = evaluate(model_file, "--data", other, "--output", tmp_path / "after")
     assert code == 0
-    figures = json.loads((tmp_path / "after" / "evaluation.json").read_text())
-    assert figures["num_images"] == 18 + 1  # the broken one is no denominator's
-    assert [name for name, _ in figures["unreadable"]] == ["test/bee/9.png"]
-    assert figures["duplicates_of_training"]["exact"] == 1
-    assert figures["duplicates_of_training"]["examples"] == ["test/dog/planted.png"]
+    metrics = json.loads((tmp_path / "after" / "evaluation.json").read_text())
+    assert metrics["num_images"] == 18 + 1  # the broken one is no denominator's
+    assert [name for name, _ in metrics["unreadable"]] == ["test/bee/9.png"]
+    assert metrics["duplicates_of_training"]["exact"] == 1
+    assert metrics["duplicates_of_training"]["examples"] == ["test/dog/planted.png"]
     assert "1 images could not be read and are not counted" in " ".join(screen.split())
     assert "1 of these images were in training" in " ".join(screen.split())
     before = {row["path"]: row for row in read_predictions(tmp_path / "before" / "predictions.csv")}
@@ -176,7 +176,7 @@ def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
     assert first["calibration"]["after"]["nll"] == first["nll"] < plain["nll"]
     assert (first["top1"], first["loss"]) == (plain["top1"], plain["loss"])
     assert plain["calibration"] is None
-    # it is the model's now: without the option the figures are the same
+    # it is the model's now: without the option the metrics are the same
     assert evaluate(model_file, "--output", tmp_path / "second")[0] == 0
     assert json.loads((tmp_path / "second" / "evaluation.json").read_text())["ece"] == first["ece"]
 

@@ -13,11 +13,11 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
 ) -> None:
     output = tmp_path / "out"
     cli.succeed("faithfulness", tiny_run, "--methods", "rollout,gae", "--images", 16, "--output", output)
-    figures = json.loads((output / "faithfulness.json").read_text())
-    assert figures["num_images"] == 16
-    assert figures["split"] == "test"
-    assert len(set(figures["image_ids"])) == 16
-    assert set(figures["metrics"]["deletion"]["methods"]) == {
+    metrics = json.loads((output / "faithfulness.json").read_text())
+    assert metrics["num_images"] == 16
+    assert metrics["split"] == "test"
+    assert len(set(metrics["image_ids"])) == 16
+    assert set(metrics["metrics"]["deletion"]["methods"]) == {
         "rollout", "gae", "leave-one-out", "random", "centre", "edges",
     }  # fmt: skip
     assert {"faithfulness.md", "faithfulness.png", "faithfulness.npz"} <= {p.name for p in output.iterdir()}
