@@ -416,7 +416,7 @@ def test_each_folder_is_walked_once_whatever_is_asked(
     monkeypatch.setattr(os, "walk", counting)
     dataset = open_dataset("folder", root=root)
     for _ in range(2):
-        for split in ("train", "validation", "test"):
+        for split in ("train", "validation", "test", "all"):
             dataset.split(split)
     assert set(walked.values()) == {1}
     assert len(walked) == 4

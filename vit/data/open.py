@@ -10,7 +10,7 @@ import difflib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.sets import folders, named, shards
-from vit.data.sets.source import FindOptions, FoundSplits, ImageSource, join_sources
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, join_sources
 from vit.runtime.cache_dir import default_cache_dir
 
 # data.name → what finds the splits of that set: a new data set is one line here
@@ -138,9 +138,10 @@ def open_dataset(
         raise ValueError(f"unknown data.name {name!r}; nearest: {', '.join(near)}")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1")
-    cache = cache_dir or default_cache_dir()
-    found = FINDERS[name](FindOptions(root, classes, cache))
-    return ImageDataset(name, found, validation_fraction, split_seed, cache)
+    cache_dir = cache_dir or default_cache_dir()
+    found = FINDERS[name](FindOptions(root, classes, cache_dir))
+    once = {split: FoundSplit(of_split.origin, cache(of_split.load)) for split, of_split in found.items()}
+    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir)
 
 
 def open_for_model(
