@@ -43,9 +43,7 @@ def list_steps() -> dict[str, list[str]]:
     """Name of the ablation step → overrides."""
     names = list(CHANGES)
     without = [[item for name in names[first:] for item in CHANGES[name]] for first in range(len(names) + 1)]
-    return (
-        dict(zip(["AdamW, patches", *(f"+ {name}" for name in names)], without, strict=True)) | ALTERNATIVES
-    )
+    return dict(zip(["AdamW, patches", *(f"+ {name}" for name in names)], without, strict=True)) | ALTERNATIVES
 
 
 def measure(result: dict[str, Any], path: Path, overrides: list[str], *, seeds: int) -> None:
@@ -66,9 +64,7 @@ def measure(result: dict[str, Any], path: Path, overrides: list[str], *, seeds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
@@ -76,12 +72,7 @@ def main() -> None:
     machine = describe_conditions("cpu")
     path = options.output / f"ablation-cifar10-cpu-{machine_slug(machine['device'])}.json"
     result = {"recipe": RECIPE, "machine": machine, "steps": {}}
-    measure(
-        json.loads(path.read_text()) if path.exists() else result,
-        path,
-        options.overrides,
-        seeds=options.seeds,
-    )
+    measure(json.loads(path.read_text()) if path.exists() else result, path, options.overrides, seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def build_variants(device: torch.device) -> dict[str, tuple[Variant, SDPBackend | None]]:
     """torch's own choice of kernel and the explicit products; on CUDA also each kernel by name."""
-    variants: dict[str, tuple[Variant, SDPBackend | None]] = {
-        "fused": (fused, None),
-        "explicit": (explicit, None),
-    }
+    variants: dict[str, tuple[Variant, SDPBackend | None]] = {"fused": (fused, None), "explicit": (explicit, None)}
     if device.type == "cuda":
         variants |= {f"fused:{name}": (fused, kernel) for name, kernel in KERNELS.items()}
     return variants
@@ -103,9 +100,7 @@ def measure(
     """Median milliseconds of every variant that runs, and what the default rule picks."""
     batch, heads, tokens, width = shape
     torch.manual_seed(0)
-    projected = torch.randn(
-        batch, tokens, 3, heads, width, device=device, dtype=dtype, requires_grad=training
-    )
+    projected = torch.randn(batch, tokens, 3, heads, width, device=device, dtype=dtype, requires_grad=training)
     gradient = torch.randn(batch, tokens, heads * width, device=device, dtype=dtype)
     times: dict[str, list[float]] = {}
     for name, variant in build_variants(device).items():
@@ -143,9 +138,7 @@ def render(results: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)

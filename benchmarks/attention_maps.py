@@ -56,9 +56,7 @@ class Reference:
         self.attentions: list[Tensor] = []
         for block in model.blocks:
             block.attn.fused_attn = False
-            block.attn.attn_drop.register_forward_hook(
-                lambda module, args, out: self.attentions.append(out.cpu())
-            )
+            block.attn.attn_drop.register_forward_hook(lambda module, args, out: self.attentions.append(out.cpu()))
 
     def explain(self, image: Tensor) -> Tensor:
         self.attentions.clear()
@@ -81,9 +79,7 @@ class Reference:
         return result[0, 0, 1:]
 
 
-def build_variants(
-    ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_batch: int
-) -> dict[str, Variant]:
+def build_variants(ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_batch: int) -> dict[str, Variant]:
     """What this project does, and the forward passes beside it."""
     device, batch = images.device, len(images)
     micro_batches = images.split(micro_batch)
@@ -91,9 +87,7 @@ def build_variants(
     def bfloat16() -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16)
 
-    def each(
-        work: Callable[[Tensor], object], context: Callable[[], Any] = nullcontext
-    ) -> Callable[[], object]:
+    def each(work: Callable[[Tensor], object], context: Callable[[], Any] = nullcontext) -> Callable[[], object]:
         def run() -> None:
             with torch.no_grad(), context():
                 for micro_batch in micro_batches:
@@ -207,9 +201,7 @@ def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: 
     default = choose_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
     micro_batch = micro_batch or default
     variants = build_variants(ours, theirs, images, micro_batch=micro_batch)
-    rates = take_turns(
-        variants | build_references(build, images[:reference_images]), rounds=rounds, device=device
-    )
+    rates = take_turns(variants | build_references(build, images[:reference_images]), rounds=rounds, device=device)
     print(f"\n{name}")
     print(to_markdown(["variant", "images/s"], [[key, f"{rate:.1f}"] for key, rate in rates.items()]))
     print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
@@ -224,16 +216,11 @@ def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: 
 
 def main() -> None:
     """Measure, print a table and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--micro-batch",
-        type=int,
-        default=None,
-        help="default: what `vit attention` takes on a CPU, else the batch",
+        "--micro-batch", type=int, default=None, help="default: what `vit attention` takes on a CPU, else the batch"
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--output", type=Path, help="folder for attention-maps-<machine>.json")

@@ -84,9 +84,7 @@ def measure(root: Path, *, size: int, batch_size: int, steps: int, rounds: int) 
         for path in source.ids:
             (root / path).read_bytes()
         start = time.perf_counter()
-        dataset = decode_dataset(
-            source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False
-        )
+        dataset = decode_dataset(source, size=(size, size), cache_dir=Path(cache), workers=WORKERS, progress=False)
         built = {f"dataset built by {WORKERS} processes": len(dataset) / (time.perf_counter() - start)}
         variants = build_variants(root, dataset, preprocess, batch_size)
         timings: dict[str, list[float]] = {name: [] for name in variants}
@@ -119,9 +117,7 @@ def build_variants(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -130,11 +126,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rates = measure(
-        options.root,
-        size=options.image_size,
-        batch_size=options.batch_size,
-        steps=options.steps,
-        rounds=options.rounds,
+        options.root, size=options.image_size, batch_size=options.batch_size, steps=options.steps, rounds=options.rounds
     )
     machine = describe_conditions("cpu")
     table = Table("path", "images/s", "ms a batch", title=", ".join(f"{k} {v}" for k, v in machine.items()))

@@ -129,9 +129,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
@@ -146,9 +144,7 @@ def main() -> None:
     for _ in range(options.rounds):
         rounds.append({})
         for variant in VARIANTS:
-            environment = os.environ | (
-                {} if variant == "timm" else {"GOMP_SPINCOUNT": "10000"}
-            )  # as `vit` does
+            environment = os.environ | ({} if variant == "timm" else {"GOMP_SPINCOUNT": "10000"})  # as `vit` does
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
@@ -165,9 +161,7 @@ def main() -> None:
     if options.output:
         result = {"machine": machine, "num_images": rounds[0]["vit"]["num_images"], "model": ARCHITECTURE}
         result |= {"images_per_second": medians, "rounds": rates, "ratios": ratios}
-        write_result(
-            options.output, "evaluation", result | {"decoding_images_per_second": round(decoding, 1)}
-        )
+        write_result(options.output, "evaluation", result | {"decoding_images_per_second": round(decoding, 1)})
 
 
 if __name__ == "__main__":

@@ -41,23 +41,17 @@ def build_variants(architecture: dict[str, int], device: torch.device) -> dict[s
         return model
 
     model = build()
-    matrices = [
-        value for name, value in model.named_parameters() if name.startswith("blocks") and value.ndim == 2
-    ]
+    matrices = [value for name, value in model.named_parameters() if name.startswith("blocks") and value.ndim == 2]
     chosen = {id(value) for value in matrices}
     rest = [value for value in model.parameters() if id(value) not in chosen]
     muon = torch.optim.Muon(matrices, lr=0.02)
     adamw = torch.optim.AdamW(rest, lr=1e-3, fused=True)
-    ours = create_optimizer(
-        "muon", build(), lr=1e-3, weight_decay=0.05, muon_lr=0.02, muon_dtype=torch.bfloat16
-    )
+    ours = create_optimizer("muon", build(), lr=1e-3, weight_decay=0.05, muon_lr=0.02, muon_dtype=torch.bfloat16)
     alone = create_optimizer("adamw", build(), lr=1e-3, weight_decay=0.05)
     return {"ours": ours.step, "torch": lambda: (muon.step(), adamw.step()), "adamw": alone.step}
 
 
-def measure(
-    variants: dict[str, Callable[[], object]], device: torch.device, *, rounds: int
-) -> dict[str, float]:
+def measure(variants: dict[str, Callable[[], object]], device: torch.device, *, rounds: int) -> dict[str, float]:
     """Milliseconds a step."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 2):
@@ -72,9 +66,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, help="folder for optimizers-<machine>.json")

@@ -49,9 +49,7 @@ def format_accuracy(metric: dict[str, Any] | None) -> str:
 
 def name_recipe(result: dict[str, Any]) -> str:
     """The recipe's file and what was changed in it."""
-    changes = " ".join(
-        item for item in result["overrides"] if not item.startswith(("data.name=", "data.root="))
-    )
+    changes = " ".join(item for item in result["overrides"] if not item.startswith(("data.name=", "data.root=")))
     return f"`{result['recipe'].removeprefix('configs/')}`" + (f" `{changes}`" if changes else "")
 
 
@@ -137,10 +135,7 @@ def build_minutes(results: Results) -> str:
         f"|---|{'---|' * len(MINUTES)}",
     ]
     for result in results.values():
-        variants = {
-            name_recipe(result): result["runs"],
-            "timm's model, plain loop": result["baseline_runs"],
-        }
+        variants = {name_recipe(result): result["runs"], "timm's model, plain loop": result["baseline_runs"]}
         for variant, runs in variants.items():
             if runs:
                 cells = " | ".join(at([run["curve"] for run in runs], minutes) for minutes in MINUTES)

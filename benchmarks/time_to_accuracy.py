@@ -28,9 +28,7 @@ from vit.config import Config, load_config
 from vit.runtime.device import choose_device
 
 
-def time_ours(
-    recipe: str, overrides: list[str], *, seed: int, directory: Path, cache: Path
-) -> dict[str, Any]:
+def time_ours(recipe: str, overrides: list[str], *, seed: int, directory: Path, cache: Path) -> dict[str, Any]:
     """One run of `vit train` and two of `vit evaluate`."""
     run, cold = directory / f"seed-{seed}", not cache.exists()
     directory.mkdir(exist_ok=True)
@@ -86,9 +84,7 @@ def time_to(curve: list[dict[str, float]], top1: float) -> float | None:
     return next((point["seconds"] for point in curve if point["top1"] >= top1), None)
 
 
-def compare(
-    ours: list[dict[str, Any]], baseline: list[dict[str, Any]], top1: float
-) -> dict[str, float | bool | None]:
+def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]], top1: float) -> dict[str, float | bool | None]:
     """Median times to `top1`. A baseline that never reached it has the ratio of the time it was given, a bound."""
     reached = [time_to(run["curve"], top1) for run in ours]
     theirs = [time_to(run["curve"], top1) for run in baseline]
@@ -109,17 +105,13 @@ def compare(
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=3)
     baselines = parser.add_mutually_exclusive_group()
     baselines.add_argument("--baseline", choices=["timm"])
-    baselines.add_argument(
-        "--baseline-from", type=Path, metavar="RESULT", help="take its runs from this result"
-    )
+    baselines.add_argument("--baseline-from", type=Path, metavar="RESULT", help="take its runs from this result")
     parser.add_argument("--baseline-seeds", type=int, default=1)
     parser.add_argument("--baseline-epochs", type=int, default=10)
     parser.add_argument("--baseline-seconds", type=float, default=float("inf"), help="stop it after an epoch")
@@ -139,11 +131,7 @@ def load_earlier(path: Path | None, device: str) -> dict[str, Any]:
 
 def run_baseline(options: argparse.Namespace, *, seed: int) -> dict[str, Any]:
     """timm's model in a plain loop, in a process of its own."""
-    limits = [
-        f"--epochs={options.baseline_epochs}",
-        f"--seconds={options.baseline_seconds}",
-        f"--seed={seed}",
-    ]
+    limits = [f"--epochs={options.baseline_epochs}", f"--seconds={options.baseline_seconds}", f"--seed={seed}"]
     script = Path(__file__).with_name("timm_baseline.py")
     command = [sys.executable, str(script), options.recipe, *options.overrides, *limits]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -174,9 +162,7 @@ def main() -> None:
         folder, cache = Path(directory), Path(directory) / "cache"
         for seed in range(max(options.seeds, options.baseline_seeds if options.baseline else 0)):
             if seed < options.seeds:
-                ours.append(
-                    time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache)
-                )
+                ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
                 print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
             if options.baseline and seed < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))

@@ -124,9 +124,7 @@ def compute_top1(model: nn.Module, loader: Any, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seed", type=int, default=0)

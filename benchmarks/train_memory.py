@@ -43,11 +43,7 @@ def measure(data: Path, run: Path, settings: list[str]) -> dict[str, Any]:
     recipe = data / "recipe.yaml"
     recipe.touch()
     command = [sys.executable, "-m", "vit", "train", str(recipe), "data.name=folder", f"data.root={data}"]
-    command += [
-        "data.image_size=224",
-        f"data.cache_dir={data / 'cache'}",
-        "model.preset=vit_base_patch16_224",
-    ]
+    command += ["data.image_size=224", f"data.cache_dir={data / 'cache'}", "model.preset=vit_base_patch16_224"]
     command += ["optimizer.name=adamw", "train.ema_decay=0.999", f"train.batch_size={BATCH_SIZE}"]
     command += ["train.max_steps=2", "train.compile=false", "train.attention_maps=0", *settings]
     with tempfile.TemporaryFile("w+") as said:
@@ -66,9 +62,7 @@ def measure(data: Path, run: Path, settings: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="an image folder with a train/ split")
     parser.add_argument("--output", type=Path, help="folder for train-memory-<machine>.json")
     arguments = parser.parse_args()
@@ -79,9 +73,7 @@ def main() -> None:
         take_images(arguments.root, data)
         for number, (name, settings) in enumerate(SETTINGS.items()):
             variants[name] = of_variant = measure(data, Path(temporary) / f"run-{number}", settings)
-            cells = [
-                f"{of_variant[key]:.4g}" for key in ("peak_memory_gib", "images_per_second", "train_loss")
-            ]
+            cells = [f"{of_variant[key]:.4g}" for key in ("peak_memory_gib", "images_per_second", "train_loss")]
             table.add_row(name, *cells)
     Console().print(table)
     result = {
@@ -89,9 +81,7 @@ def main() -> None:
         "batch_size": BATCH_SIZE,
         "image_size": 224,
         "variants": variants,
-        "fits_16_gib": {
-            name: of_variant["peak_memory_gib"] < LIMIT_GIB for name, of_variant in variants.items()
-        },
+        "fits_16_gib": {name: of_variant["peak_memory_gib"] < LIMIT_GIB for name, of_variant in variants.items()},
     }
     if arguments.output:
         print(write_result(arguments.output, "train-memory", result))

@@ -79,9 +79,7 @@ def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Of every variant, and the ratios of their rates."""
     variants = {
-        name: summarise_variant([of_round[name] for of_round in rounds])
-        for name in rounds[0]
-        if name != "matmul"
+        name: summarise_variant([of_round[name] for of_round in rounds]) for name in rounds[0] if name != "matmul"
     }
     rates = {name: summary["images_per_second"] for name, summary in variants.items()}
     summary: dict[str, Any] = {"variants": variants}
@@ -115,17 +113,11 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
-    parser.add_argument(
-        "--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, "engine-2"]
-    )
+    parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, "engine-2"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="folder for train-throughput-<machine>.json")
     arguments = parser.parse_args()

@@ -12,9 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-STARTED = (
-    time.perf_counter()
-)  # of this process, but for the interpreter; what follows is imported where it is used
+STARTED = time.perf_counter()  # of this process, but for the interpreter; what follows is imported where it is used
 
 ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
 IMAGE_SIZE, BATCH_SIZE, WORKERS, WARM_STEPS, AGREEMENT_STEPS = 32, 256, 2, 4, 30
@@ -152,11 +150,7 @@ def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[
     overrides += [f"data.image_size={IMAGE_SIZE}", f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
     with tempfile.TemporaryDirectory() as directory, join_processes(str(device)) as (process, name):
         run = build_run(
-            load_config(None, overrides),
-            directory=Path(directory),
-            process=process,
-            device_name=name,
-            observers=[],
+            load_config(None, overrides), directory=Path(directory), process=process, device_name=name, observers=[]
         )
         clock = Clock(device, seconds=seconds)
         run.trainer.train_batches = TimedBatches(run.trainer.train_batches, clock, process)
@@ -224,9 +218,7 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         return [float(step(batch.images, batch.labels)) for batch in islice(loader.epoch(0), AGREEMENT_STEPS)]
 
     losses = {
-        name: train(
-            make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, autocast=on)
-        )
+        name: train(make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, autocast=on))
         for name, on in (("float32", False), ("plain", True))
     }
     model = VisionTransformer(img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE).to(device)

@@ -101,9 +101,7 @@ def _name_type(kind: Any) -> str:
         return _name_type(arguments[0])
     if issubclass(kind, Enum):
         return ", ".join(_code(choice.value) for choice in kind)
-    return {"str": "text", "int": "int", "float": "float", "bool": "true or false", "Path": "path"}[
-        kind.__name__
-    ]
+    return {"str": "text", "int": "int", "float": "float", "bool": "true or false", "Path": "path"}[kind.__name__]
 
 
 def _code(value: Any) -> str:

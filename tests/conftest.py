@@ -16,14 +16,7 @@ from jaxtyping import install_import_hook
 
 # before any module below is imported: each annotated call then checks its array shapes
 install_import_hook(
-    [
-        "vit.model",
-        "vit.explanation",
-        "vit.data.random",
-        "vit.data.kernels",
-        "vit.data.loaders",
-        "vit.data.policies",
-    ],
+    ["vit.model", "vit.explanation", "vit.data.random", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],
     "beartype.beartype",
 )
 
@@ -191,9 +184,7 @@ def _save_model(
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3} | architecture
     torch.manual_seed(0)
     model = VisionTransformer(num_classes=len(class_names), **sizes).eval()
-    for (
-        parameter
-    ) in model.parameters():  # fresh biases and tokens are zero, and would hide what is computed from them
+    for parameter in model.parameters():  # fresh biases and tokens are zero, and would hide what is computed from them
         parameter.data += 0.2 * torch.randn_like(parameter)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_bundle(

@@ -38,9 +38,7 @@ def photos(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
 
 
@@ -66,9 +64,7 @@ import vit.model.attention
 
 
 def test_an_unknown_name_comes_with_the_known_ones() -> None:
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'fit'; it has Bundle, VisionTransformer, .*train"
-    ):
+    with pytest.raises(AttributeError, match=r"no attribute 'fit'; it has Bundle, VisionTransformer, .*train"):
         _ = vit.fit  # type: ignore[attr-defined]
     assert set(FUNCTIONS) <= set(dir(vit)) == set(vit.__all__)
 
@@ -77,9 +73,7 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
     assert find_recipe("cifar10/cpu") == ROOT / "configs" / "cifar10" / "cpu.yaml"
     for path in (ROOT / "configs").rglob("*.yaml"):
         assert load_config(find_recipe(path.relative_to(ROOT / "configs").with_suffix("")))
-    with pytest.raises(
-        FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"):
         find_recipe("cifar10/gpu")
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"]["configs"] == "vit/configs"
@@ -117,9 +111,7 @@ def test_a_path_a_dictionary_and_a_config_train_the_same_model(tmp_path: Path, e
     assert copied == original
 
 
-def test_a_run_is_resumed_and_replaced_as_by_the_command(
-    tmp_path: Path, empty_yaml: Path, cli: Launcher
-) -> None:
+def test_a_run_is_resumed_and_replaced_as_by_the_command(tmp_path: Path, empty_yaml: Path, cli: Launcher) -> None:
     output = tmp_path / "run"
     cli.succeed("train", empty_yaml, *TINY_RUN, "train.epochs=1", "--output", output)
     before = vit.load_bundle(output).sha256
@@ -141,9 +133,7 @@ def test_a_run_is_resumed_and_replaced_as_by_the_command(
 def plain(directory: Path) -> dict[str, Any]:
     """An evaluation without what depends on the moment."""
     found = json.loads((directory / "evaluation.json").read_text())
-    found["conditions"] = {
-        key: value for key, value in found["conditions"].items() if key not in ("time", "command")
-    }
+    found["conditions"] = {key: value for key, value in found["conditions"].items() if key not in ("time", "command")}
     return {key: value for key, value in found.items() if key not in ("cost", "model")}
 
 
@@ -174,11 +164,7 @@ def test_evaluations_are_compared_in_memory_and_from_disk(tiny_bundle: Bundle, t
     for number, result in enumerate(results):
         result.save(tmp_path / str(number))
     (from_disk,) = vit.compare([tmp_path / "0", tmp_path / "1"]).pairs
-    assert (from_disk.interval, from_disk.p_value, from_disk.only_a) == (
-        pair.interval,
-        pair.p_value,
-        pair.only_a,
-    )
+    assert (from_disk.interval, from_disk.p_value, from_disk.only_a) == (pair.interval, pair.p_value, pair.only_a)
     comparison.save(tmp_path / "comparison")
     assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["pairs"]
 
@@ -199,9 +185,7 @@ def test_predictions_are_the_same_for_paths_pictures_and_arrays(
     # alone in its batch, the sums of a matrix product may be cut differently
     assert [name for _, name, _ in one.classes] == [name for _, name, _ in expected[1]]
     lines = cli.succeed("predict", tiny_run, photos, "--top-k", 2).out
-    assert [json.loads(line)["path"] for line in lines.splitlines()] == [
-        each.path for each in from_folder.predictions
-    ]
+    assert [json.loads(line)["path"] for line in lines.splitlines()] == [each.path for each in from_folder.predictions]
 
 
 def test_predictions_save_the_lines_that_the_command_prints(
@@ -229,9 +213,7 @@ def test_an_explanation_saves_what_the_command_writes(
     assert contents(tmp_path / "saved") == contents(tmp_path / "command")
 
 
-def test_images_of_any_kind_have_the_same_maps(
-    tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]
-) -> None:
+def test_images_of_any_kind_have_the_same_maps(tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]) -> None:
     expected = vit.explain(tiny_bundle, photos, sanity_checks=False).maps["rollout"]
     arrays = np.stack([np.asarray(picture) for picture in pictures])
     for images in (sorted(photos.iterdir()), pictures, arrays, torch.from_numpy(arrays)):
@@ -296,9 +278,7 @@ def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
 
 
 def test_faithfulness_saves_what_the_command_writes(tiny_run: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed(
-        "faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / "command"
-    )
+    cli.succeed("faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / "command")
     result = vit.measure_faithfulness(tiny_run, methods=("rollout",), count=8)
     result.save(tmp_path / "saved")
     assert contents(tmp_path / "saved").keys() == contents(tmp_path / "command").keys()

@@ -200,9 +200,10 @@ class TestModules:
             Bundle.from_model(module)
         with pytest.raises(ValueError, match="Linear doesn't tell its image size; give preprocess"):
             Bundle.from_model(module, class_names=["a", "b"])
-        assert Bundle.from_model(
-            module, class_names=["a", "b"], preprocess=Preprocess((1, 2))
-        ).class_names == ("a", "b")
+        assert Bundle.from_model(module, class_names=["a", "b"], preprocess=Preprocess((1, 2))).class_names == (
+            "a",
+            "b",
+        )
 
     def test_load_model_takes_paths_bundles_and_modules(self, tmp_path: Path) -> None:
         path = save(tmp_path / "model.safetensors", make_model())

@@ -15,12 +15,7 @@ def is_sharded(request: pytest.FixtureRequest) -> bool:
 
 
 def save(
-    store: CheckpointStore,
-    step: int,
-    *,
-    is_sharded: bool = False,
-    best: int = 0,
-    keep: list[int] | None = None,
+    store: CheckpointStore, step: int, *, is_sharded: bool = False, best: int = 0, keep: list[int] | None = None
 ) -> Path:
     shards = store.open_shards() if is_sharded else None
     if shards:
@@ -63,9 +58,7 @@ def test_last_two_best_and_kept_ones_stay(tmp_path: Path, is_sharded: bool) -> N
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(
-    tmp_path: Path, is_sharded: bool, damage: str
-) -> None:
+def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path, is_sharded: bool, damage: str) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1, is_sharded=is_sharded)
     path = save(store, 2, is_sharded=is_sharded)

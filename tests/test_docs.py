@@ -28,9 +28,7 @@ NOT_EXECUTED = {
     "vit train --output runs/digits --resume": "a run of this test has finished already",
     "vit faithfulness runs/digits --images 64 --output runs/digits-faithfulness": "tests/cli/test_faithfulness.py does",
 }
-SHORTER = {
-    'output="runs/from-python")': 'output="runs/from-python", overrides=["train.epochs=2"])'
-}  # in README.md
+SHORTER = {'output="runs/from-python")': 'output="runs/from-python", overrides=["train.epochs=2"])'}  # in README.md
 
 
 class Block(NamedTuple):
@@ -50,13 +48,9 @@ def read_blocks(page: Path) -> list[Block]:
 
 def read_commands(page: Path) -> list[list[str]]:
     """The `vit …` commands of a page's shell blocks, as arguments."""
-    lines = [
-        line for block in read_blocks(page) if block.language == "sh" for line in block.text.splitlines()
-    ]
+    lines = [line for block in read_blocks(page) if block.language == "sh" for line in block.text.splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines]
-    commands = [
-        command[command.index("-m") + 1 :] if "torchrun" in command else command for command in commands
-    ]
+    commands = [command[command.index("-m") + 1 :] if "torchrun" in command else command for command in commands]
     return [command[1:] for command in commands if command[:1] == ["vit"]]
 
 

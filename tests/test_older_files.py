@@ -51,9 +51,7 @@ def test_it_evaluates_to_the_same_metrics(cli: Launcher, old: Path, tmp_path: Pa
 
 def test_it_is_explained_by_the_same_maps(cli: Launcher, old: Path, tmp_path: Path) -> None:
     output = tmp_path / "maps"
-    cli.succeed(
-        *("attention", old, "--output", output, "--images", 2, "--method", "rollout,gae", "--device", "cpu")
-    )
+    cli.succeed(*("attention", old, "--output", output, "--images", 2, "--method", "rollout,gae", "--device", "cpu"))
     with np.load(old / "maps.npz") as expected, np.load(output / "maps.npz") as maps:
         assert set(maps) == set(expected)
         for name in expected:

@@ -19,12 +19,7 @@ WORDS = (
     "hash_appearance|knobs?|by heart|shared out|kinds of damage|can't be had|nobody is fooled|mean surprise|"
     "people|persons?"
 )
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / "vit").rglob("*.html"),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "vit").rglob("*.html")]
 
 
 pending = pytest.mark.xfail(strict=False, reason="the parts are still being put in order")
@@ -67,8 +62,7 @@ def test_no_function_takes_too_many_positional_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
-    [pytest.param(*of, marks=pending if of[0] == "vit" else (), id=of[0]) for of in LINES.items()],
+    ("name", "limit"), [pytest.param(*of, marks=pending if of[0] == "vit" else (), id=of[0]) for of in LINES.items()]
 )
 def test_the_whole_stays_small(name: str, limit: int) -> None:
     path = ROOT / name

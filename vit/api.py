@@ -149,9 +149,7 @@ def predict(
     `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them. An image that can't be read has an
     `error` instead of classes.
     """
-    found = iterate_predictions(
-        model, images, top_k=top_k, batch_size=batch_size, device=device, precision=precision
-    )
+    found = iterate_predictions(model, images, top_k=top_k, batch_size=batch_size, device=device, precision=precision)
     return PredictionResult(list(found))
 
 
@@ -159,9 +157,7 @@ def iterate_predictions(
     model: ModelLike, images: ImageInputs, *, top_k: int, batch_size: int, device: str, precision: str
 ) -> Iterator[Prediction]:
     """`predict` for any number of images, one batch in memory at a time."""
-    yield from predict_images(
-        _load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision
-    )
+    yield from predict_images(_load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision)
 
 
 def explain(
@@ -248,9 +244,7 @@ def measure_faithfulness(
     bundle = _load(model, device, random_weights=random_weights)
     source = open_for_model(data, root=root, trained_on=bundle.config.get("data", {})).split(split)
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
-    images, classes, ids = select_correct_images(
-        bundle, source, labels, count=count, batch_size=batch_size, seed=seed
-    )
+    images, classes, ids = select_correct_images(bundle, source, labels, count=count, batch_size=batch_size, seed=seed)
     where = next(bundle.model.parameters()).device
     with show_progress("faithfulness", None) as advance:
         benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, seed=seed)

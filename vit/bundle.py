@@ -42,11 +42,7 @@ class Bundle:
 
     @classmethod
     def from_model(
-        cls,
-        model: nn.Module,
-        *,
-        class_names: Sequence[str] | None = None,
-        preprocess: Preprocess | None = None,
+        cls, model: nn.Module, *, class_names: Sequence[str] | None = None, preprocess: Preprocess | None = None
     ) -> Self:
         """Wrap a model of this project, timm, torchvision or Hugging Face. It isn't copied; it is put into evaluation
         mode.
@@ -169,9 +165,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 def _find_model_file(path: Path) -> Path:
     file = path / MODEL_FILE if path.is_dir() else path
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME"
-        )
+        raise FileNotFoundError(f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME")
     if not file.is_file():
         raise FileNotFoundError(f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?")
     return file

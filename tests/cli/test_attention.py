@@ -69,9 +69,7 @@ def test_without_images_it_takes_the_models_own_test_split(
     assert all(entry["name"].startswith("digits-") for entry in manifest["images"])
 
 
-def test_every_format_is_written(
-    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_every_format_is_written(attention: Attention, model_file: Path, photos: Path, tmp_path: Path) -> None:
     arguments = ("--format", "png,npz,html,tensorboard", "--method", "rollout,legrad", "--class", "3")
     attention(model_file, photos, "--output", tmp_path / "out", *arguments)
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -116,23 +114,17 @@ def test_resume_explains_only_what_is_missing(
 def test_mistakes_get_a_sentence_and_leave_nothing_behind(
     cli: Launcher, model_file: Path, photos: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    assert re.search(
-        message, cli.fail("attention", model_file, photos, "--output", tmp_path / "out", *arguments)
-    )
+    assert re.search(message, cli.fail("attention", model_file, photos, "--output", tmp_path / "out", *arguments))
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_nothing_but_broken_images_is_an_error(
-    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_nothing_but_broken_images_is_an_error(cli: Launcher, model_file: Path, photos: Path, tmp_path: Path) -> None:
     outcome = cli.run("attention", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
     assert outcome.code == 2
     assert "none of the 1 images could be read" in outcome.err
 
 
-def test_random_weights_give_another_map(
-    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_random_weights_give_another_map(attention: Attention, model_file: Path, photos: Path, tmp_path: Path) -> None:
     maps = []
     for name, extra in (("trained", []), ("random", ["--random-weights"])):
         attention(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-checks", *extra)

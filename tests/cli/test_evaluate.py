@@ -70,9 +70,7 @@ def read_predictions(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_leaves_figures_predictions_pictures_and_a_report(
-    evaluate: Evaluate, model_file: Path, tmp_path: Path
-) -> None:
+def test_leaves_figures_predictions_pictures_and_a_report(evaluate: Evaluate, model_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions", "--shift", "--rotate")
     assert code == 0
@@ -151,12 +149,8 @@ def test_class_names_in_another_order_are_matched_by_name(
     for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
         assert evaluate(path, "--output", tmp_path / name)[0] == 0
     plain, flipped = (read_predictions(tmp_path / name / "predictions.csv") for name in ("plain", "flipped"))
-    assert [(row["label"], row["predicted"]) for row in plain] == [
-        (row["label"], row["predicted"]) for row in flipped
-    ]
-    assert (
-        json.loads((tmp_path / "flipped" / "evaluation.json").read_text())["duplicates_of_training"] is None
-    )
+    assert [(row["label"], row["predicted"]) for row in plain] == [(row["label"], row["predicted"]) for row in flipped]
+    assert json.loads((tmp_path / "flipped" / "evaluation.json").read_text())["duplicates_of_training"] is None
 
 
 def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
@@ -166,9 +160,7 @@ def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
     assert evaluate(model_file, "--output", tmp_path / "plain")[0] == 0
     assert evaluate(model_file, "--output", tmp_path / "first", "--calibrate")[0] == 0
     after = load_bundle(model_file)
-    plain, first = (
-        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first")
-    )
+    plain, first = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first"))
     assert after.temperature == first["calibration"]["temperature"] != 1
     assert first["model_sha256"] == after.sha256 != before.sha256
     assert first["calibration"]["fitted_on"]["split"] == "validation"
@@ -181,9 +173,7 @@ def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
     assert json.loads((tmp_path / "second" / "evaluation.json").read_text())["ece"] == first["ece"]
 
 
-def test_processes_share_the_work_and_leave_the_same_metrics(
-    cli: Launcher, model_file: Path, tmp_path: Path
-) -> None:
+def test_processes_share_the_work_and_leave_the_same_metrics(cli: Launcher, model_file: Path, tmp_path: Path) -> None:
     arguments = ["--batch-size", "5", "--shift", "--device", "cpu", "--precision", "float32"]
     cli.finish(cli.start("evaluate", model_file, "--output", tmp_path / "two", *arguments, processes=2))
     threads = torch.get_num_threads()
@@ -193,18 +183,14 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
     finally:
         torch.set_num_threads(threads)
     assert code == 0
-    assert (tmp_path / "one" / "predictions.csv").read_bytes() == (
-        tmp_path / "two" / "predictions.csv"
-    ).read_bytes()
+    assert (tmp_path / "one" / "predictions.csv").read_bytes() == (tmp_path / "two" / "predictions.csv").read_bytes()
     one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
     assert two["conditions"]["processes"] == "2"
     for name in one.keys() - {"conditions", "cost"}:
         assert one[name] == two[name], name
 
 
-def test_an_earlier_evaluation_is_replaced_only_when_told(
-    evaluate: Evaluate, model_file: Path, tmp_path: Path
-) -> None:
+def test_an_earlier_evaluation_is_replaced_only_when_told(evaluate: Evaluate, model_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert evaluate(model_file, "--output", out)[0] == 0
     before = (out / "evaluation.json").read_bytes()
@@ -237,9 +223,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_folders_and_models_get_one_line(
-    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
-) -> None:
+def test_bad_folders_and_models_get_one_line(evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (root / "test" / "bee").rename(root / "test" / "yak")
     write_images(tmp_path / "strange", split="test", first_seed=0, count=2)

@@ -41,9 +41,7 @@ def save(save_model: SaveModel, tmp_path: Path) -> Save:
         preprocess = Preprocess(
             (8, 16), crop_pct=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
         )
-        path = save_model(
-            tmp_path / "model.safetensors", class_names=NAMES, preprocess=preprocess, **sizes, **options
-        )
+        path = save_model(tmp_path / "model.safetensors", class_names=NAMES, preprocess=preprocess, **sizes, **options)
         return path, load_bundle(path).model
 
     return save
@@ -51,9 +49,7 @@ def save(save_model: SaveModel, tmp_path: Path) -> Save:
 
 @pytest.fixture
 def export(cli: Launcher) -> Export:
-    return lambda model, to, output, *more: cli.succeed(
-        "export", model, "--to", to, "--output", output, *more
-    )
+    return lambda model, to, output, *more: cli.succeed("export", model, "--to", to, "--output", output, *more)
 
 
 @pytest.mark.parametrize("options", FOR_TIMM)

@@ -26,9 +26,7 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
 def test_the_same_seed_measures_the_same(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     arrays = []
     for name in ("first", "second"):
-        cli.succeed(
-            "faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / name
-        )
+        cli.succeed("faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / name)
         with np.load(tmp_path / name / "faithfulness.npz") as stored:
             arrays.append({key: stored[key] for key in stored.files})
     assert all(np.array_equal(values, arrays[1][key]) for key, values in arrays[0].items())

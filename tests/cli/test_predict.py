@@ -38,9 +38,7 @@ def predict(cli: Launcher) -> Callable[..., Outcome]:
     return lambda *arguments: cli.run("predict", *arguments, "--device", "cpu", "--precision", "float32")
 
 
-def test_json_lines_of_a_folder_in_order(
-    predict: Callable[..., Outcome], model_file: Path, folder: Path
-) -> None:
+def test_json_lines_of_a_folder_in_order(predict: Callable[..., Outcome], model_file: Path, folder: Path) -> None:
     code, out, err = predict(model_file, folder, "--top-k", "2")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
@@ -97,9 +95,7 @@ def test_a_name_that_is_no_text_passes_through(cli: Launcher, model_file: Path, 
         os.unlink(name)
 
 
-def test_nothing_to_predict_is_an_error(
-    predict: Callable[..., Outcome], model_file: Path, tmp_path: Path
-) -> None:
+def test_nothing_to_predict_is_an_error(predict: Callable[..., Outcome], model_file: Path, tmp_path: Path) -> None:
     code, out, err = predict(model_file, tmp_path)
     assert (code, out) == (2, "")
     assert "holds no images" in err

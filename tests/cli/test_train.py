@@ -55,9 +55,7 @@ def test_a_run_leaves_what_it_promises(empty_yaml: Path, tmp_path: Path, cli: La
     assert bundle.data["fingerprint"] in "".join(outcome.out.split())
 
 
-def test_the_resolved_configuration_gives_the_same_run(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
-) -> None:
+def test_the_resolved_configuration_gives_the_same_run(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     cli.succeed("train", empty_yaml, *TINY, "--output", first)
     cli.succeed("train", first / "config.yaml", "--output", second)
@@ -65,9 +63,7 @@ def test_the_resolved_configuration_gives_the_same_run(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_tensorboard_shows_curves_pictures_and_attention(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
-) -> None:
+def test_tensorboard_shows_curves_pictures_and_attention(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "run")
@@ -84,15 +80,11 @@ def test_tensorboard_shows_curves_pictures_and_attention(
     assert (picture.width, picture.height) == (8 * 96, 2 * 96)
 
 
-def test_a_directory_with_a_run_is_not_touched_unasked(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
-) -> None:
+def test_a_directory_with_a_run_is_not_touched_unasked(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
     output = tmp_path / "run"
     cli.succeed("train", empty_yaml, *TINY, "train.epochs=1", "--output", output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    assert "--resume or replace it with --overwrite" in cli.fail(
-        "train", empty_yaml, *TINY, "--output", output
-    )
+    assert "--resume or replace it with --overwrite" in cli.fail("train", empty_yaml, *TINY, "--output", output)
     assert "train.epochs differ" in cli.fail("train", empty_yaml, *TINY, "--output", output, "--resume")
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     cli.succeed("train", "--output", output, "--resume")
@@ -121,10 +113,7 @@ def test_a_folder_of_images_trains_and_bad_ones_are_named(
     (photos / "train" / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
     arguments = ["train", empty_yaml, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
     outcome = cli.succeed(*arguments, "data.max_unreadable_fraction=0.2", "--output", tmp_path / "run")
-    assert (
-        len([line for line in outcome.err.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line])
-        == 1
-    )
+    assert len([line for line in outcome.err.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
     assert "1 unreadable and skipped" in outcome.text
     assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
     message = cli.fail(*arguments, "data.max_unreadable_fraction=0.01", "--output", tmp_path / "refused")
@@ -156,15 +145,7 @@ def test_a_mistake_gets_one_line(
 def test_folders_without_two_classes_of_images_are_refused(
     empty_yaml: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    arguments = [
-        "train",
-        empty_yaml,
-        *TINY,
-        "data.name=folder",
-        f"data.root={photos}",
-        "--output",
-        tmp_path / "run",
-    ]
+    arguments = ["train", empty_yaml, *TINY, "data.name=folder", f"data.root={photos}", "--output", tmp_path / "run"]
     for name in ("dog", "cat"):
         for path in (photos / "train" / name).iterdir():
             path.unlink()

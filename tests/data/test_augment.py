@@ -30,9 +30,7 @@ def cut(augment: Augment, epoch: int = 0, ids: Tensor = IDS, images: Tensor | No
 
 def finish(augment: Augment, pixels: Tensor, epoch: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
     ids = torch.arange(len(pixels))
-    return finish_images(
-        pixels, ids, rng=StatelessRandom(0, epoch), augment=augment, preprocess=PREPROCESS, size=size
-    )
+    return finish_images(pixels, ids, rng=StatelessRandom(0, epoch), augment=augment, preprocess=PREPROCESS, size=size)
 
 
 def test_without_augmentation_the_pixels_are_only_normalised() -> None:
@@ -104,12 +102,7 @@ def test_resized_crops_keep_their_share_of_area_and_their_aspect() -> None:
 
 def test_a_resized_crop_can_come_out_smaller() -> None:
     crops = cut_pixels(
-        pictures(),
-        IDS,
-        IDS,
-        rng=StatelessRandom(0, 0),
-        augment=Augment(resized_crop_scale=(0.5, 1.0)),
-        size=(8, 10),
+        pictures(), IDS, IDS, rng=StatelessRandom(0, 0), augment=Augment(resized_crop_scale=(0.5, 1.0)), size=(8, 10)
     )
     assert crops.shape == (200, 3, 8, 10)
 
@@ -193,9 +186,7 @@ def mixed(augment: Augment, count: int = 400, epoch: int = 0) -> tuple[Tensor, T
     ids = torch.arange(count)
     images = PREPROCESS.normalize(pictures(count))
     labels = ids % 7
-    out, targets = mix_batch(
-        images, labels, ids, rng=StatelessRandom(0, epoch), augment=augment, num_classes=7
-    )
+    out, targets = mix_batch(images, labels, ids, rng=StatelessRandom(0, epoch), augment=augment, num_classes=7)
     return images, labels, out, targets
 
 

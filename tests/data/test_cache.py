@@ -170,9 +170,7 @@ def test_unreadable_images_are_named_counted_and_left_out(make_folder: MakeFolde
             pixels = Preprocess((9, 8)).to_uint8(read_image(source.reader.root / dataset.ids[index]))
             np.testing.assert_array_equal(dataset.images[index], pixels)
         assert dataset.labels.tolist() == [0] * 29 + [1] * 28
-    with pytest.raises(
-        ValueError, match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png"
-    ):
+    with pytest.raises(ValueError, match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png"):
         build(source, cache, max_unreadable_fraction=0.02)
 
 

@@ -68,9 +68,7 @@ def test_banded_search_finds_what_comparing_all_finds(distance: int) -> None:
         for bit in random.integers(0, 64, random.integers(0, 10)):
             queries[query] ^= np.uint64(1 << int(bit))
     pairs = {
-        (int(q), int(t))
-        for qs, ts, _ in _close_pairs(queries, training, distance)
-        for q, t in zip(qs, ts, strict=True)
+        (int(q), int(t)) for qs, ts, _ in _close_pairs(queries, training, distance) for q, t in zip(qs, ts, strict=True)
     }
     every = np.bitwise_count(queries[:, None] ^ training[None]) <= distance
     assert pairs == {(int(q), int(t)) for q, t in np.argwhere(every)}

@@ -15,9 +15,7 @@ from vit.data.images import Preprocess, read_image
 
 def smooth(height: int, width: int) -> np.ndarray:
     y, x = np.mgrid[0:height, 0:width]
-    return np.stack([x * 255 // width, y * 255 // height, (x + y) * 127 // (height + width)], -1).astype(
-        np.uint8
-    )
+    return np.stack([x * 255 // width, y * 255 // height, (x + y) * 127 // (height + width)], -1).astype(np.uint8)
 
 
 def save(image: Image.Image, path: Path, **options: object) -> Path:
@@ -162,15 +160,11 @@ def test_stored_pixels_cut_later_equal_pixels_cut_at_once() -> None:
 
 def test_normalization_is_the_formula_in_both_layouts() -> None:
     preprocess = Preprocess((5, 4), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    pixels = torch.randint(
-        0, 256, (2, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    pixels = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = (pixels.double() / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor([0.5, 0.6, 0.7])
     expected = expected.permute(0, 3, 1, 2)
     torch.testing.assert_close(preprocess.normalize(pixels).double(), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(
-        preprocess.normalize(pixels.permute(0, 3, 1, 2)).double(), expected, atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(preprocess.normalize(pixels.permute(0, 3, 1, 2)).double(), expected, atol=1e-6, rtol=0)
     images = [Image.fromarray(pixels[0].numpy()), Image.fromarray(smooth(9, 30))]
     assert preprocess(images).shape == (2, 3, 5, 4)
     torch.testing.assert_close(preprocess(images)[0].double(), expected[0], atol=1e-6, rtol=0)

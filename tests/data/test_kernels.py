@@ -75,9 +75,7 @@ def test_resized_crop_equals_torchvisions_antialiased_bilinear(size: tuple[int, 
     )
     expected = torch.stack(
         [
-            reference.resized_crop(
-                image.float(), top, left, bottom - top, right - left, list(size), antialias=True
-            )
+            reference.resized_crop(image.float(), top, left, bottom - top, right - left, list(size), antialias=True)
             for image, (left, top, right, bottom) in zip(images, boxes.tolist(), strict=True)
         ]
     )
@@ -97,9 +95,7 @@ def test_affine_equals_torchvisions_for_each_image() -> None:
         shift = -inverse @ torch.tensor([float(right), float(down)])
         matrices.append(torch.cat([inverse, shift[:, None]], dim=1))
         expected.append(
-            reference.affine(
-                image, angle, [right, down], 1.0, [0.0, 0.0], reference.InterpolationMode.BILINEAR
-            )
+            reference.affine(image, angle, [right, down], 1.0, [0.0, 0.0], reference.InterpolationMode.BILINEAR)
         )
     got = kernels.affine(images, torch.stack(matrices))
     torch.testing.assert_close(got, torch.stack(expected), atol=0.02, rtol=0)

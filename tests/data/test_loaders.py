@@ -102,9 +102,7 @@ def join_ranks(ranks: list[list[Batch]]) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(
-    dataset: DecodedDataset, world_size: int
-) -> None:
+def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(dataset: DecodedDataset, world_size: int) -> None:
     alone = make(ResidentLoader, dataset, augment=FULL)
     ranks = [
         list(make(ResidentLoader, dataset, augment=FULL, rank=rank, world_size=world_size).epoch(1))
@@ -154,9 +152,7 @@ def test_mistakes_get_a_sentence(dataset: DecodedDataset, changes: dict[str, Any
 
 
 @pytest.mark.parametrize("augment", [Augment(), GEOMETRY, FULL], ids=["plain", "geometry", "full"])
-def test_any_number_of_workers_gives_the_same_batches(
-    file_dataset: DecodedDataset, augment: Augment
-) -> None:
+def test_any_number_of_workers_gives_the_same_batches(file_dataset: DecodedDataset, augment: Augment) -> None:
     alone = make(WorkerLoader, file_dataset, augment=augment, workers=0)
     expected = [list(alone.epoch(epoch)) for epoch in range(2)]
     for workers in (1, 2):
@@ -196,9 +192,7 @@ def test_samples_are_drawn_differently_from_each_other(make_folder: MakeFolder, 
     assert len({image.numpy().tobytes() for image in batch.images}) == 12
 
 
-def test_ranks_of_the_worker_loader_share_out_the_batches_of_one_process(
-    file_dataset: DecodedDataset,
-) -> None:
+def test_ranks_of_the_worker_loader_share_out_the_batches_of_one_process(file_dataset: DecodedDataset) -> None:
     alone = make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0)
     ranks = [
         list(make(WorkerLoader, file_dataset, augment=GEOMETRY, workers=0, rank=rank, world_size=2).epoch(1))
@@ -243,9 +237,7 @@ def test_an_epoch_takes_nothing_from_anyones_random_state(file_dataset: DecodedD
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
     before = states()
-    loader = make(
-        WorkerLoader, file_dataset, augment=GEOMETRY.model_copy(update={"mixup": 0.8}), workers=workers
-    )
+    loader = make(WorkerLoader, file_dataset, augment=GEOMETRY.model_copy(update={"mixup": 0.8}), workers=workers)
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
@@ -299,9 +291,7 @@ def test_shards_are_read_by_workers_like_files(file_dataset: DecodedDataset, tmp
     source = open_dataset("webdataset", root=shards).split("all")
     scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
     np.testing.assert_array_equal(scan.digests, file_dataset.digests)
-    files, tars = (
-        make(WorkerLoader, dataset, augment=GEOMETRY, workers=2) for dataset in (file_dataset, scan)
-    )
+    files, tars = (make(WorkerLoader, dataset, augment=GEOMETRY, workers=2) for dataset in (file_dataset, scan))
     assert_same(files.epoch(0), tars.epoch(0))
     files.close()
     tars.close()
@@ -318,9 +308,7 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(
-    "augment", [Augment(), FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY]
-)
+@pytest.mark.parametrize("augment", [Augment(), FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY])
 def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Augment) -> None:
     host = make(ResidentLoader, dataset, augment=augment)
     device = make(ResidentLoader, dataset, augment=augment, device="cuda")

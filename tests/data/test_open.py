@@ -58,9 +58,7 @@ def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
 
 
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
-    assert len(open_dataset("digits", validation_fraction=0.3).split("validation")) == pytest.approx(
-        431, abs=6
-    )
+    assert len(open_dataset("digits", validation_fraction=0.3).split("validation")) == pytest.approx(431, abs=6)
     assert len(open_dataset("digits", validation_fraction=0).split("train")) == pytest.approx(1438, abs=6)
     with pytest.raises(ValueError, match="the validation split is empty"):
         open_dataset("digits", validation_fraction=0).split("validation")
@@ -115,9 +113,7 @@ def test_split_folders_are_the_splits(make_folder: MakeFolder) -> None:
     assert len(open_dataset("folder", root=root).split("all")) == 60
 
 
-def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
-    make_folder: MakeFolder,
-) -> None:
+def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("train", "val"))
     test, held = (open_dataset("folder", root=root).split(split) for split in ("test", "validation"))
     assert list(test.ids) == sorted(grid("val"))
@@ -155,10 +151,7 @@ def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFold
     [
         ([], "holds no class folders; a classifier needs two or more"),
         (["cat/1.png"], "holds one class, 'cat'; a classifier needs two or more"),
-        (
-            ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
-            "holds class 'cow', which .*train does not have",
-        ),
+        (["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"], "holds class 'cow', which .*train does not have"),
         (["cat/1.png", "dog/1.txt.png/x.json.png"], None),
     ],
 )
@@ -209,9 +202,7 @@ def write_labels(root: Path, *lines: str) -> Path:
 def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
     root = make_folder("x/1.png", "x/2.png", "3.png")
     write_labels(root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test')
-    train, test = (
-        open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test")
-    )
+    train, test = (open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test"))
     assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
     assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
 
@@ -225,9 +216,7 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
         ("1.png,elk", "line 3: 1.png was already listed"),
     ],
 )
-def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
-    make_folder: MakeFolder, line: str, sentence: str
-) -> None:
+def test_a_wrong_line_of_a_label_file_is_named_by_its_number(make_folder: MakeFolder, line: str, sentence: str) -> None:
     root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
     with pytest.raises(ValueError, match=sentence):
         open_dataset("folder", root=root).split("train")
@@ -257,9 +246,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def batch() -> dict[str, object]:
         return {"data": random.integers(0, 256, (20, 3072), dtype=np.uint8), "labels": [0, 1] * 10}
 
-    monkeypatch.setattr(
-        datasets.CIFAR10, "train_list", [write(f"data_batch_{n}", batch()) for n in range(1, 6)]
-    )
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", [write(f"data_batch_{n}", batch()) for n in range(1, 6)])
     monkeypatch.setattr(datasets.CIFAR10, "test_list", [write("test_batch", batch())])
     name, md5 = write("batches.meta", {"label_names": ["airplane", "automobile"]})
     monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
@@ -274,9 +261,7 @@ def test_cifar_is_read_from_its_published_files(cifar_root: Path) -> None:
     assert train.class_names == ("airplane", "automobile")
     assert not set(train.ids) & set(held.ids)
     raw = pickle.loads((cifar_root / "cifar-10-batches-py" / "test_batch").read_bytes())
-    np.testing.assert_array_equal(
-        np.asarray(test.read(3)), raw["data"][3].reshape(3, 32, 32).transpose(1, 2, 0)
-    )
+    np.testing.assert_array_equal(np.asarray(test.read(3)), raw["data"][3].reshape(3, 32, 32).transpose(1, 2, 0))
     assert test.ids[3] == "test/00003"
 
 
@@ -318,9 +303,7 @@ def test_a_download_is_checked_and_unpacked(
 
 def test_a_failed_download_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "download", fail_to_download)
-    with pytest.raises(
-        OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"
-    ):
+    with pytest.raises(OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"):
         open_dataset("cifar10", root=tmp_path).split("train")
 
 
@@ -345,16 +328,9 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
 
 def test_imagenet_is_cut_to_classes_by_wnid_or_name(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("train", "val", classes=("n01", "n02", "n03"), count=3))
-    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split("train").class_names == (
-        "n01",
-        "n03",
-    )
+    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split("train").class_names == ("n01", "n03")
     (root / "LOC_synset_mapping.txt").write_text("n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n")
-    assert open_dataset("imagenet", root=root).split("train").class_names == (
-        "crane (n01)",
-        "crane (n02)",
-        "great owl",
-    )
+    assert open_dataset("imagenet", root=root).split("train").class_names == ("crane (n01)", "crane (n02)", "great owl")
     cut = open_dataset("imagenet", root=root, classes=["great owl", "n02"]).split("test")
     assert cut.class_names == ("crane (n02)", "great owl")
     assert Counter(cut.labels.tolist()) == {0: 3, 1: 3}
@@ -402,9 +378,7 @@ def test_splits_of_shards_published_sets_and_label_files_are_described(
     ]
 
 
-def test_each_folder_is_walked_once_whatever_is_asked(
-    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_folder_is_walked_once_whatever_is_asked(make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make_folder(*grid("train", "val"))
     walked: Counter[str] = Counter()
     walk = os.walk
@@ -445,9 +419,7 @@ def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: Ma
     assert len(open_for_model(str(root), trained_on={}).split("all")) == 8
 
 
-def test_the_cache_of_the_training_run_is_used_while_it_exists(
-    make_folder: MakeFolder, tmp_path: Path
-) -> None:
+def test_the_cache_of_the_training_run_is_used_while_it_exists(make_folder: MakeFolder, tmp_path: Path) -> None:
     trained_on = {"name": "folder", "root": make_folder(*grid(".")), "cache_dir": str(tmp_path / "cache")}
     assert open_for_model(None, trained_on=trained_on).cache_dir != tmp_path / "cache"
     (tmp_path / "cache").mkdir()
@@ -457,9 +429,7 @@ def test_the_cache_of_the_training_run_is_used_while_it_exists(
 
 
 def test_what_is_no_data_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"--data cifar11 is no data set \(cifar10, .*no folder and no shards"
-    ):
+    with pytest.raises(ValueError, match=r"--data cifar11 is no data set \(cifar10, .*no folder and no shards"):
         open_for_model("cifar11", trained_on={})
     with pytest.raises(ValueError, match="doesn't say what it was trained on; name the images with --data"):
         open_for_model(None, trained_on={})

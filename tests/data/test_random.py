@@ -10,10 +10,7 @@ from scipy.stats import chi2
 from vit.data.random import StatelessRandom
 
 MASK = (1 << 64) - 1
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def splitmix64(seed: int, epoch: int, stream: str, sample: int) -> int:
@@ -45,23 +42,12 @@ def test_uniforms_and_integers_are_the_upper_bits_exactly(device: str) -> None:
     ids = torch.arange(1000, device=device)
     words = [splitmix64(0, 1, "x", sample) for sample in range(1000)]
     assert StatelessRandom(0, 1).uniform("x", ids).tolist() == [(word >> 40) / 2**24 for word in words]
-    assert StatelessRandom(0, 1).integers("x", ids, below=9).tolist() == [
-        (word >> 32) * 9 >> 32 for word in words
-    ]
+    assert StatelessRandom(0, 1).integers("x", ids, below=9).tolist() == [(word >> 32) * 9 >> 32 for word in words]
 
 
 def test_random_numbers_never_change_between_versions() -> None:
     # a resumed run must see the pictures it would have seen
-    assert StatelessRandom(0, 0).integers("crop y", torch.arange(8), below=9).tolist() == [
-        5,
-        2,
-        4,
-        5,
-        5,
-        4,
-        2,
-        4,
-    ]
+    assert StatelessRandom(0, 0).integers("crop y", torch.arange(8), below=9).tolist() == [5, 2, 4, 5, 5, 4, 2, 4]
     assert StatelessRandom(0, 0).permutation(8).tolist() == [6, 2, 0, 4, 5, 1, 7, 3]
 
 

@@ -21,9 +21,7 @@ MakePredictions = Callable[..., tuple[Logits, Ints]]
 def make_predictions() -> MakePredictions:
     """Logits whose softmax is the chance of each label: a model that knows how sure it may be."""
 
-    def make(
-        count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0
-    ) -> tuple[Logits, Ints]:
+    def make(count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0) -> tuple[Logits, Ints]:
         rng = np.random.default_rng(seed)
         logits = sharpness * rng.standard_normal((count, classes))
         labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
@@ -41,11 +39,7 @@ def bundle(tiny_bundle: Bundle) -> Bundle:
 def images(bundle: Bundle) -> Images:
     """The digits' test split."""
     return load_images(
-        open_dataset("digits"),
-        "test",
-        preprocess=bundle.preprocess,
-        class_names=bundle.class_names,
-        progress=False,
+        open_dataset("digits"), "test", preprocess=bundle.preprocess, class_names=bundle.class_names, progress=False
     )
 
 

@@ -5,12 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from vit.evaluation.cost import Cost
-from vit.evaluation.metrics import (
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
+from vit.evaluation.metrics import compute_metrics, compute_per_class, compute_reliability, score_logits
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,

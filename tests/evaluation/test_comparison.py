@@ -55,18 +55,14 @@ def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> No
 
 
 def test_equal_predictions_differ_by_exactly_nothing(make_evaluation: MakeEvaluation) -> None:
-    pair = compare_groups(
-        *group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)]))
-    )
+    pair = compare_groups(*group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)])))
     assert (pair.difference, pair.interval, pair.p_value) == (0.0, (0.0, 0.0), 1.0)
     assert pair.recall_changes == []
 
 
 def test_classes_that_moved_most_come_first(make_evaluation: MakeEvaluation) -> None:
     # image i is of class i % 4
-    evaluations = load_evaluations(
-        [make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))]
-    )
+    evaluations = load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))])
     moved = compare_groups(*group_seeds(evaluations)).recall_changes
     assert [move.name for move in moved] == ["class 3", "class 0"]
     assert moved[0].recall_b - moved[0].recall_a == pytest.approx(3 / 100)

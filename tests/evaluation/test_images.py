@@ -19,9 +19,7 @@ def write_images(root: Path, *folders: str, count: int = 3) -> Path:
         (root / folder).mkdir(parents=True)
         for number in range(count):
             coarse = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-            Image.fromarray(coarse).resize((40, 40), Image.Resampling.BICUBIC).save(
-                root / folder / f"{number}.png"
-            )
+            Image.fromarray(coarse).resize((40, 40), Image.Resampling.BICUBIC).save(root / folder / f"{number}.png")
     return root
 
 
@@ -44,14 +42,9 @@ def test_a_class_that_the_model_does_not_know_is_refused() -> None:
 
 def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> None:
     model = ("tench, Tinca tinca", "crane", "crane, machine")
-    assert map_labels(np.array([0, 1]), source_classes=("tench", "crane"), model_classes=model).tolist() == [
-        0,
-        1,
-    ]
+    assert map_labels(np.array([0, 1]), source_classes=("tench", "crane"), model_classes=model).tolist() == [0, 1]
     with pytest.raises(ValueError, match="doesn't know 'drake'"):
-        map_labels(
-            np.array([0]), source_classes=("drake",), model_classes=("drake, bird", "drake, musician", "x")
-        )
+        map_labels(np.array([0]), source_classes=("drake",), model_classes=("drake, bird", "drake, musician", "x"))
 
 
 def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_path: Path) -> None:
@@ -65,11 +58,7 @@ def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_p
     for name in ("1", "2"):
         Image.fromarray(np.rot90(fresh, int(name)).copy()).resize((40, 40)).save(held / name / "0.png")
     tested = load_images(
-        open_dataset("folder", root=held),
-        "all",
-        preprocess=preprocess,
-        class_names=bundle.class_names,
-        progress=False,
+        open_dataset("folder", root=held), "all", preprocess=preprocess, class_names=bundle.class_names, progress=False
     )
     found = count_duplicates(tested, (training.digests, training.perceptual))
     assert (found.exact, found.near) == (1, 1)

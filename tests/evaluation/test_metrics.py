@@ -38,9 +38,7 @@ def test_metrics_equal_scikit_learn(make_predictions: MakePredictions, count: in
         assert metrics[name] == pytest.approx(value, abs=1e-9, rel=0), name
 
 
-def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
-    make_predictions: MakePredictions,
-) -> None:
+def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(make_predictions: MakePredictions) -> None:
     logits, labels = make_predictions(400, 12)
     labels[labels == 7] = 3  # a class without images
     names = tuple(f"class {index}" for index in range(12))
@@ -87,9 +85,7 @@ def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> 
     assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
 
 
-def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(
-    make_predictions: MakePredictions,
-) -> None:
+def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(make_predictions: MakePredictions) -> None:
     logits, labels = make_predictions()
     plain = compute_metrics(score_logits(logits, labels))
     cooled = compute_metrics(score_logits(logits, labels, temperature=2.0))

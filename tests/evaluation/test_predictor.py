@@ -12,9 +12,7 @@ from vit.evaluation.images import Images
 from vit.evaluation.predictor import Logits, Precision, Predictor
 
 
-def predict(
-    bundle: Bundle, images: Images, *, batch_size: int = 100, precision: Precision = "float32"
-) -> Logits:
+def predict(bundle: Bundle, images: Images, *, batch_size: int = 100, precision: Precision = "float32") -> Logits:
     predictor = Predictor(
         model=bundle.model,
         preprocess=bundle.preprocess,
@@ -46,9 +44,7 @@ def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: Imag
 
 
 def test_mirrored_logits_are_the_mean_of_both_views(bundle: Bundle, images: Images) -> None:
-    predictor = Predictor(
-        bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", mirrored=True
-    )
+    predictor = Predictor(bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", mirrored=True)
     inputs = bundle.preprocess(_pil_images(images))
     with torch.inference_mode():
         expected = (bundle.model(inputs) + bundle.model(inputs.flip(-1))).numpy() / 2

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vit.model.attention import (
-    MultiHeadAttention,
-    choose_backend,
-    mask_from_key_padding,
-    scaled_dot_product_attention,
-)
+from vit.model.attention import MultiHeadAttention, choose_backend, mask_from_key_padding, scaled_dot_product_attention
 from vit.model.encoder import Block
 
 torch.manual_seed(0)
@@ -43,8 +38,7 @@ def attend_by_loops(query, key, value, mask, *, causal):
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
         seen = [j for j in range(keys) if allowed[b, h, i, j] and (not causal or j <= i)]
         scores = [
-            math.fsum(float(query[b, h, i, k] * key[b, h, j, k]) for k in range(width)) / math.sqrt(width)
-            for j in seen
+            math.fsum(float(query[b, h, i, k] * key[b, h, j, k]) for k in range(width)) / math.sqrt(width) for j in seen
         ]
         total = math.fsum(math.exp(score) for score in scores)
         for j, score in zip(seen, scores, strict=True):
@@ -76,9 +70,7 @@ class TestFormula:
         third = 1 / (1 + 1 / 2 + 1 / 5)
         expected = [[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [third, third / 2, third / 5]]
         torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0)
-        torch.testing.assert_close(
-            output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0
-        )
+        torch.testing.assert_close(output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0)
 
     def test_rows_sum_to_one(self):
         query, key, value = draw(dtype=torch.float32)
@@ -102,11 +94,7 @@ class TestFormula:
         assert products.var() == pytest.approx(width, rel=0.05)  # grows with the width without the scale
         # the scores, read back from the weights: their logarithms up to a constant a row
         weights = scaled_dot_product_attention(query, key, key)[1]
-        scores = (
-            weights.log()
-            - weights.log().mean(-1, keepdim=True)
-            + products.mean(-1, keepdim=True) / width**0.5
-        )
+        scores = weights.log() - weights.log().mean(-1, keepdim=True) + products.mean(-1, keepdim=True) / width**0.5
         assert scores.var() == pytest.approx(1, rel=0.05)
 
 
@@ -138,9 +126,7 @@ class TestMasks:
         layer = MultiHeadAttention(12, 3, backend=backend).double()
         tokens, mask = torch.randn(2, 5, 12, dtype=torch.float64), ~PADDING[:, None, None]
         both = mask & torch.ones(5, 5).tril().bool()
-        torch.testing.assert_close(
-            layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0
-        )
+        torch.testing.assert_close(layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0)
 
     @pytest.mark.parametrize(
         ("mask", "message"),
@@ -319,9 +305,7 @@ class TestLayer:
     def test_heads_that_do_not_divide_the_width_are_refused(self):
         with pytest.raises(ValueError, match="num_heads 5 does not divide embed_dim 192; try 4 or 6"):
             MultiHeadAttention(192, 5)
-        with pytest.raises(
-            ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"
-        ):
+        with pytest.raises(ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"):
             MultiHeadAttention.__init__.__wrapped__(MultiHeadAttention(8, 2), 8, 2, backend="flash")
 
     def test_half_a_cross_attention_is_refused(self):

@@ -98,9 +98,5 @@ def test_every_parameter_receives_a_gradient(name):
     wide = PRESETS[name]["embed_dim"] >= 768
     model = build(name, img_size=(2 * side, 3 * side), depth=1 if wide else 3)
     model(torch.randn(2, 3, 2 * side, 3 * side)).square().sum().backward()
-    idle = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is None or not parameter.grad.any()
-    ]
+    idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
     assert idle == []

@@ -100,14 +100,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_options_of_timm_load(name, randomise):
-    size = {
-        "img_size": (16, 24),
-        "patch_size": 4,
-        "embed_dim": 48,
-        "depth": 2,
-        "num_heads": 4,
-        "num_classes": 7,
-    }
+    size = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 7}
     theirs = randomise(timm.models.VisionTransformer(**(size | OPTIONS[name])))
     images = torch.randn(2, theirs.in_chans, 16, 24)
     torch.testing.assert_close(load_timm(theirs)(images), theirs(images), atol=1e-5, rtol=0)
@@ -164,9 +157,7 @@ class TestSources:
         assert not model.training
 
     def test_unknown_name_lists_near_ones(self):
-        with pytest.raises(
-            ValueError, match="timm has no model 'vit_tyny_patch16_224'; near it: vit_tiny_patch16"
-        ):
+        with pytest.raises(ValueError, match="timm has no model 'vit_tyny_patch16_224'; near it: vit_tiny_patch16"):
             load_timm("vit_tyny_patch16_224")
 
     def test_unreachable_weights_are_an_os_error_with_the_cure(self, monkeypatch):
@@ -175,8 +166,7 @@ class TestSources:
 
         monkeypatch.setattr(timm, "create_model", refuse)
         with pytest.raises(
-            OSError,
-            match=r"'vit_tiny_patch16_224' cannot be downloaded \(no route to host\); download their file",
+            OSError, match=r"'vit_tiny_patch16_224' cannot be downloaded \(no route to host\); download their file"
         ):
             create_timm("vit_tiny_patch16_224", pretrained=True)
 
@@ -203,9 +193,7 @@ class TestSources:
         theirs = randomise(timm.create_model("vit_tiny_patch16_224", **arguments))
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
         config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
-        (tmp_path / "config.json").write_text(
-            json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}})
-        )
+        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}}))
         images = torch.randn(1, 3, 32, 64)
         torch.testing.assert_close(load_timm(tmp_path)(images), theirs(images), atol=1e-5, rtol=0)
 
@@ -265,7 +253,5 @@ class TestFineTuning:
             assert preprocess["image_size"] == [32, 32]
 
     def test_weights_that_are_not_there(self, tmp_path):
-        with pytest.raises(
-            FileNotFoundError, match=r"nothing.pth is no file of weights, no training directory"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"nothing.pth is no file of weights, no training directory"):
             load_pretrained(tmp_path / "nothing.pth", img_size=64, num_classes=7)

@@ -25,14 +25,7 @@ OPTIONS = [
 
 
 def tiny(**options: object) -> VisionTransformer:
-    settings = {
-        "img_size": (8, 16),
-        "patch_size": 4,
-        "num_classes": 5,
-        "embed_dim": 32,
-        "depth": 3,
-        "num_heads": 4,
-    }
+    settings = {"img_size": (8, 16), "patch_size": 4, "num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 4}
     return VisionTransformer(**(settings | options))
 
 
@@ -65,9 +58,7 @@ def test_architecture_rebuilds_the_model(options):
 
 
 @pytest.mark.parametrize(("pool", "pos_embed"), [("token", "learned"), ("avg", "sincos")])
-def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(
-    pool: str, pos_embed: str
-) -> None:
+def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(pool: str, pos_embed: str) -> None:
     torch.manual_seed(0)
     model = VisionTransformer(16, 4, 3, 5, 16, depth=2, num_heads=2, global_pool=pool, pos_embed=pos_embed)
     small = torch.randn(2, 3, 8, 12)
@@ -96,15 +87,9 @@ class TestGeometry:
             ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch"),
             ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, none, sincos"),
-            (
-                {"stem": "conv", "patch_size": (3, 4), "img_size": 12},
-                "must be powers of two; try 2, 4, 8 or 16",
-            ),
+            ({"stem": "conv", "patch_size": (3, 4), "img_size": 12}, "must be powers of two; try 2, 4, 8 or 16"),
             ({"class_token": False}, "global_pool='token' reads the class token"),
-            (
-                {"distilled": True, "global_pool": "avg", "class_token": True},
-                "global_pool must be 'token', not 'avg'",
-            ),
+            ({"distilled": True, "global_pool": "avg", "class_token": True}, "global_pool must be 'token', not 'avg'"),
             ({"reg_tokens": 9}, "reg_tokens 9 is not from 0 to 8"),
             ({"depth": 0}, "depth 0 and num_classes 5 must be at least 1 and 0"),
             ({"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"}, "embed_dim in fours, not 30; try 32"),
@@ -116,9 +101,7 @@ class TestGeometry:
             tiny(**changes)
 
     def test_images_of_another_shape_are_refused(self):
-        with pytest.raises(
-            ValueError, match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size"
-        ):
+        with pytest.raises(ValueError, match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size"):
             tiny()(torch.randn(2, 3, 16, 8))
 
     @pytest.mark.parametrize("stem", ["conv", "conv_pool", "conv_pool_residual"])
@@ -157,9 +140,7 @@ class TestPositions:
         x, y = 2, 1  # the last token: third column, second row
         expected = [math.sin(x), math.sin(x * low), math.cos(x), math.cos(x * low)]
         expected += [math.sin(y), math.sin(y * low), math.cos(y), math.cos(y * low)]
-        torch.testing.assert_close(
-            positions[0, 5], torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0
-        )
+        torch.testing.assert_close(positions[0, 5], torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0)
 
     def test_sincos_is_fixed_and_made_anew_for_another_size(self):
         model = tiny(pos_embed="sincos", global_pool="avg")
@@ -292,9 +273,7 @@ class TestTraining:
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look, after a break
     @pytest.mark.parametrize("options", OPTIONS)
     def test_compiles_whole_but_for_a_convolutional_stem_on_a_cpu(self, options, monkeypatch):
-        monkeypatch.setattr(
-            jaxtyping.config, "jaxtyping_disable", True
-        )  # the tests' own shape checks break graphs
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the tests' own shape checks break graphs
         torch.manual_seed(0)
         torch._dynamo.reset()
         model, images = tiny(**options, drop_path_rate=0.1), torch.randn(2, 3, 8, 16)
@@ -338,9 +317,7 @@ class TestTraining:
     def test_freezing_n_blocks_freezes_the_embedding_too(self):
         model = tiny(stem="conv", global_pool="attention", reg_tokens=1)
         model.freeze(2)
-        trained = {
-            ".".join(name.split(".")[:2]) for name, value in model.named_parameters() if value.requires_grad
-        }
+        trained = {".".join(name.split(".")[:2]) for name, value in model.named_parameters() if value.requires_grad}
         assert {name for name in trained if name.startswith("blocks")} == {"blocks.2"}
         assert {name.split(".")[0] for name in trained} == {"blocks", "norm", "seq_pool", "head"}
         with pytest.raises(ValueError, match="freeze 4: the model has 3 blocks; or freeze 'backbone'"):

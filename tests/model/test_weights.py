@@ -46,10 +46,7 @@ class TestRefusal:
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
         assert "more differ" in message
-        assert (
-            "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224"
-            in message
-        )
+        assert "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224" in message
 
     def test_nothing_is_loaded_from_weights_that_do_not_fit(self):
         model = build()
@@ -61,9 +58,7 @@ class TestRefusal:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     def test_surplus_tensors_are_a_difference(self):
-        with pytest.raises(
-            ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
-        ):
+        with pytest.raises(ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"):
             load_weights(build(), build(depth=3).state_dict(), origin="it")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -71,9 +66,7 @@ class TestRefusal:
         state = build().state_dict()
         state["blocks.1.mlp.fc1.bias"][3:5] = value
         save_file(state, tmp_path / "bad.safetensors")
-        with pytest.raises(
-            ValueError, match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values"
-        ):
+        with pytest.raises(ValueError, match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values"):
             read_weights(tmp_path / "bad.safetensors")
 
     def test_integers_are_finite(self):
@@ -84,9 +77,7 @@ class TestRefusal:
             infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it")
 
     def test_another_kind_of_network_names_what_it_holds(self):
-        with pytest.raises(
-            ValueError, match=r"it is no vision transformer of .* layout; it holds conv1.weight"
-        ):
+        with pytest.raises(ValueError, match=r"it is no vision transformer of .* layout; it holds conv1.weight"):
             infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
 
 
@@ -98,10 +89,7 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         ("name", "message"),
-        [
-            ("half.safetensors", "is not a whole model file"),
-            ("half.pth", "holds no weights that can be read"),
-        ],
+        [("half.safetensors", "is not a whole model file"), ("half.pth", "holds no weights that can be read")],
     )
     def test_half_a_file(self, tmp_path, name, message):
         path = tmp_path / name

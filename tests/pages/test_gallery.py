@@ -125,12 +125,7 @@ def test_more_images_than_a_page_bears_are_counted(tmp_path: Path, monkeypatch: 
 def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
     options = MapOptions(layer=None, head=None)
     _, data, _ = write_gallery(
-        tmp_path,
-        make_bundle(),
-        make_items(["a"]),
-        sanity_checks=False,
-        methods=("raw", "rollout"),
-        options=options,
+        tmp_path, make_bundle(), make_items(["a"]), sanity_checks=False, methods=("raw", "rollout"), options=options
     )
     assert [found["method"] for found in data["images"][0]["maps"]] == ["rollout"]
 
@@ -231,9 +226,7 @@ def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
 
     (first, _) = open_page(browser, page[0])
     before = browser.execute_script(PIXELS, first)
-    ActionChains(browser).move_to_element_with_offset(
-        first, 3, 3
-    ).perform()  # just right of and below the middle
+    ActionChains(browser).move_to_element_with_offset(first, 3, 3).perform()  # just right of and below the middle
     assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
     row = browser.execute_script("return [...cards[0].view().cells]")
     rollout = page[1]["images"][0]["patch_attention"][0]

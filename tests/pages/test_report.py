@@ -42,9 +42,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     scores = score_logits(logits.astype(np.float32), labels)
     ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
     pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    source = ImageSource(
-        name="made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels)
-    )
+    source = ImageSource(name="made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels))
     dataset = DecodedDataset(
         name="made up",
         split="test",
@@ -109,9 +107,7 @@ def draw_red(pictures: list[Pixels]) -> list[Image.Image]:
     return [Image.new("RGB", (64, 64), "red") for _ in pictures]
 
 
-def build(
-    case: EvaluationResult, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red
-) -> str:
+def build(case: EvaluationResult, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red) -> str:
     return build_report(case, history=history or [], explain=explain)
 
 
@@ -217,10 +213,7 @@ def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case:
     assert [recalls[name] for name in names] == sorted(recalls.values(), reverse=True)
     button.click()
     assert texts(page, "#classes tbody td:first-child") == names[::-1]
-    assert (
-        page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort")
-        == "ascending"
-    )
+    assert page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort") == "ascending"
     page.find_element("css selector", "#classes th:first-child button").click()
     assert texts(page, "#classes tbody td:first-child") == sorted(NAMES)
 
@@ -234,8 +227,7 @@ def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: Evaluati
         names = texts(page, "#matrix tbody th")
         assert texts(page, "#matrix thead span") == names
         shown = [
-            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")]
-            for row in (1, 2, 3, 4)
+            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")] for row in (1, 2, 3, 4)
         ]
         order = [NAMES.index(name) for name in names]
         assert np.array_equal(shown, confusion[np.ix_(order, order)])
@@ -283,8 +275,7 @@ def luminance(colour: list[int]) -> float:
 @pytest.mark.browser
 def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path) -> None:
     page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     )
     try:
         widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")

@@ -17,21 +17,16 @@ Method = Annotated[
         "gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient"
     ),
 ]
-Target = Annotated[
-    str, typer.Option("--class", help="auto (the predicted one), a name, an index, all or top3")
-]
+Target = Annotated[str, typer.Option("--class", help="auto (the predicted one), a name, an index, all or top3")]
 Formats = Annotated[str, typer.Option("--format", help="png, npz, html, tensorboard; separated by commas")]
 Checks = Annotated[
-    bool | None,
-    typer.Option("--checks/--no-checks", help="sanity checks of every map; default: up to 64 images"),
+    bool | None, typer.Option("--checks/--no-checks", help="sanity checks of every map; default: up to 64 images")
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")
 ]
 DiscardRatio = Annotated[float, typer.Option(help="rollout: fraction of the weakest attention dropped")]
-Images = Annotated[
-    list[str] | None, typer.Argument(help="files or folders; without, images of the model's test split")
-]
+Images = Annotated[list[str] | None, typer.Argument(help="files or folders; without, images of the model's test split")]
 
 
 def attention(

@@ -13,18 +13,12 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Argument(help="model.safetensors, a training directory or timm:NAME")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="directory for the results")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result")]
-Data = Annotated[
-    str | None, typer.Option(help="a data set, folder or shards; default: what the model was trained on")
-]
+Data = Annotated[str | None, typer.Option(help="a data set, folder or shards; default: what the model was trained on")]
 Root = Annotated[Path | None, typer.Option(help="where that data set is")]
-Split = Annotated[
-    str | None, typer.Option(help="train, validation, test or all; default: test, or all if it has none")
-]
+Split = Annotated[str | None, typer.Option(help="train, validation, test or all; default: test, or all if it has none")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16")]
-RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")
-]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")]
 
 
 def is_main_process() -> bool:

@@ -19,8 +19,7 @@ def compare(
     evaluations: Annotated[list[Path], typer.Argument(help="two or more directories of vit evaluate")],
     *,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="directory for comparison.json: all classes, all images"),
+        Path | None, typer.Option("--output", "-o", help="directory for comparison.json: all classes, all images")
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="classes and images to show")] = 5,
     overwrite: Overwrite = False,
@@ -75,8 +74,7 @@ def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     )
     for change in pair.recall_changes[:examples]:
         console.print(
-            f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}",
-            markup=False,
+            f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}", markup=False
         )
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")

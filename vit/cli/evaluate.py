@@ -20,19 +20,13 @@ def evaluate(
     root: Root = None,
     split: Split = None,
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="fit a temperature on the validation split, into the model file"),
+        bool, typer.Option("--calibrate", help="fit a temperature on the validation split, into the model file")
     ] = False,
-    corruptions: Annotated[
-        bool, typer.Option("--corruptions", help="fifteen corruptions at five severities")
-    ] = False,
+    corruptions: Annotated[bool, typer.Option("--corruptions", help="fifteen corruptions at five severities")] = False,
     shift: Annotated[bool, typer.Option("--shift", help="move the images right and down")] = False,
     rotate: Annotated[bool, typer.Option("--rotate", help="rotate the images")] = False,
     mirrored: Annotated[
-        bool,
-        typer.Option(
-            "--mirrored", help="test-time augmentation: mean logits of the image and its mirror image"
-        ),
+        bool, typer.Option("--mirrored", help="test-time augmentation: mean logits of the image and its mirror image")
     ] = False,
     pictures: Annotated[
         int, typer.Option(min=0, help="errors, uncertain predictions and label errors to show, of each")

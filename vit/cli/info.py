@@ -7,9 +7,7 @@ import typer
 
 
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="model.safetensors, a training directory or timm:NAME")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="model.safetensors, a training directory or timm:NAME")] = None,
 ) -> None:
     """Versions, device, threads and precision; or a model's architecture, classes, preprocessing and data."""
     from rich.console import Console

@@ -28,9 +28,7 @@ for command in (train, evaluate, attention, info, predict, compare, faithfulness
 
 
 @app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(f"vit {vit.__version__}")
         raise typer.Exit

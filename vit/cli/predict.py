@@ -15,9 +15,7 @@ def predict(
     images: Annotated[list[str], typer.Argument(help="files, folders, or - for a list on standard input")],
     *,
     top_k: Annotated[int, typer.Option(min=1, help="classes an image")] = 5,
-    output_format: Annotated[
-        Literal["jsonl", "csv"], typer.Option("--format", help="of standard output")
-    ] = "jsonl",
+    output_format: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="of standard output")] = "jsonl",
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     device: Device = "auto",
     precision: Precision = "auto",

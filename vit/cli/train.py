@@ -15,19 +15,14 @@ REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a schedul
 
 def train(
     config: Annotated[
-        str | None,
-        typer.Argument(help="YAML file or recipe, such as cifar10/cpu; with --resume the run's own"),
+        str | None, typer.Argument(help="YAML file or recipe, such as cifar10/cpu; with --resume the run's own")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value …, applied to the file")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, applied to the file")] = None,
     *,
     output: Output,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run that is there")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show the plan and one batch, then stop")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and one batch, then stop")] = False,
 ) -> None:
     """Train a model. Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit."""
     from vit import api

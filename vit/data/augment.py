@@ -67,22 +67,14 @@ def cut_pixels(
         cropped = kernels.resized_crop(pixels, boxes.to(device, non_blocking=True), size)
         mirror = flipped.to(device, non_blocking=True)[:, None, None, None]
         return torch.where(mirror, cropped.flip(3), cropped)
-    rows, columns = (
-        _draw_lines(rng, ids, augment.crop_padding, axis=axis, full=full, size=size) for axis in (0, 1)
-    )
+    rows, columns = (_draw_lines(rng, ids, augment.crop_padding, axis=axis, full=full, size=size) for axis in (0, 1))
     columns = torch.where(flipped[:, None], columns.flip(1), columns)
     index, rows, columns = (places.to(device, non_blocking=True) for places in (index, rows, columns))
     return kernels.gather_pixels(images, index, rows, columns)
 
 
 def finish_images(
-    pixels: Tensor,
-    ids: SampleIds,
-    *,
-    rng: StatelessRandom,
-    augment: Augment,
-    preprocess: Preprocess,
-    size: Size,
+    pixels: Tensor, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, preprocess: Preprocess, size: Size
 ) -> Images:
     """Colours, normalisation and erasing of what `cut_pixels` gave, scaled to `size` where that differs."""
     if pixels.dtype == torch.uint8:
@@ -179,9 +171,7 @@ def _draw_rectangles(
     return torch.stack([left, top, left + across, top + down], dim=1)
 
 
-def _draw_crops(
-    rng: StatelessRandom, ids: SampleIds, full: Size, scale: tuple[float, float]
-) -> Float[Tensor, "B 4"]:
+def _draw_crops(rng: StatelessRandom, ids: SampleIds, full: Size, scale: tuple[float, float]) -> Float[Tensor, "B 4"]:
     """Boxes of a fraction of the area in `scale` and an aspect of 3/4 … 4/3, cut off where the image ends."""
     low, high = scale
     area = full[0] * full[1] * (low + (high - low) * rng.uniform("crop area", ids).double())

@@ -112,9 +112,7 @@ def decode_dataset(
 _Chunk = tuple[int, np.ndarray, dict[int, str]]
 
 
-def _build(
-    source: ImageSource, folder: Path, preprocess: Preprocess | None, workers: int, progress: bool
-) -> None:
+def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, workers: int, progress: bool) -> None:
     building = folder.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)  # left by a builder that was killed: we hold its lock
     building.mkdir()
@@ -122,9 +120,7 @@ def _build(
         pixels = building / "images.u8"
         image_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
         with pixels.open("wb") as file:
-            if (
-                image_bytes
-            ):  # reserved now: writing through a memory map to a full disk would kill the process
+            if image_bytes:  # reserved now: writing through a memory map to a full disk would kill the process
                 os.posix_fallocate(file.fileno(), 0, image_bytes * len(source))
         digests, perceptual = hashes = np.zeros((2, len(source)), dtype=np.uint64)
         failures: dict[int, str] = {}

@@ -48,10 +48,7 @@ class Duplicates:
 
 
 def find_duplicates(
-    hashes: tuple[np.ndarray, np.ndarray],
-    training_hashes: tuple[np.ndarray, np.ndarray],
-    *,
-    max_distance: int = NEAR,
+    hashes: tuple[np.ndarray, np.ndarray], training_hashes: tuple[np.ndarray, np.ndarray], *, max_distance: int = NEAR
 ) -> Duplicates:
     """Find images that were in training; each argument is (digests, perceptual hashes), uint64 [n].
 

@@ -44,9 +44,7 @@ def find_image_files(path: str) -> Iterator[str]:
 
 
 def _split_array(pixels: np.ndarray[Any, Any]) -> Iterator[Image.Image]:
-    if pixels.dtype != np.uint8 or not (
-        pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-1] == 3)
-    ):
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-1] == 3)):
         raise ValueError(
             f"an array of {pixels.dtype} {list(pixels.shape)} is no image; give uint8 of 0 to 255, [H, W, 3] or [H, W]"
         )

@@ -27,9 +27,7 @@ def gather_pixels(
     return images.view(-1, 3).index_select(0, places.flatten()).view(*places.shape, 3)
 
 
-def resized_crop(
-    pixels: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]
-) -> Images:
+def resized_crop(pixels: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]) -> Images:
     """Cut out (left, top, right, bottom), whole numbers, and scale to size, bilinear and antialiased."""
     left, top, right, bottom = boxes.unbind(1)
     down = _resize_weights(top, bottom, source=pixels.shape[1], target=size[0])  # [B, H, S]
@@ -39,9 +37,7 @@ def resized_crop(
     return torch.bmm(lines, across.transpose(1, 2)).view(len(pixels), 3, *size)
 
 
-def _resize_weights(
-    start: Factors, stop: Factors, *, source: int, target: int
-) -> Float[Tensor, "B target source"]:
+def _resize_weights(start: Factors, stop: Factors, *, source: int, target: int) -> Float[Tensor, "B target source"]:
     """Rows of a triangle filter that sum to one; its half width is the larger of the two pixels."""
     scale = ((stop - start) / target)[:, None, None]
     centre = start[:, None, None] + (torch.arange(target, device=start.device)[:, None] + 0.5) * scale

@@ -110,9 +110,7 @@ class _Loader(ABC):
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         """(sample ids on the host, what `cut_pixels` gives) of each step."""
 
-    def _finish(
-        self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool
-    ) -> Batch:
+    def _finish(self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool) -> Batch:
         drawn: dict[str, Any] = {"rng": rng, "augment": self.augment}
         images = finish_images(pixels, ids, **drawn, preprocess=self.preprocess, size=size)
         labels = self.labels[ids].to(self.device, non_blocking=True)

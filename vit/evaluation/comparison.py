@@ -13,13 +13,7 @@ from scipy.stats import binomtest, chi2
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.intervals import RESAMPLES, draw_weights, take_percentiles
 from vit.evaluation.metrics import Floats
-from vit.evaluation.schema import (
-    EVALUATION_FILE,
-    PREDICTIONS_FILE,
-    Evaluation,
-    load_evaluation,
-    load_predictions,
-)
+from vit.evaluation.schema import EVALUATION_FILE, PREDICTIONS_FILE, Evaluation, load_evaluation, load_predictions
 from vit.runtime.files import write_text
 from vit.runtime.output_dir import prepare_output
 
@@ -211,9 +205,7 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     columns = load_predictions(path)
     ids = columns["path"]
     if len(ids) != evaluation.num_images:
-        raise ValueError(
-            f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
-        )
+        raise ValueError(f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again")
     return NamedEvaluation(name, evaluation, ids, columns["label"], np.array(columns["rank"]) == "0")
 
 
@@ -228,16 +220,12 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
         )
     position = {name: index for index, name in enumerate(other.ids)}
     if len(position) < len(other.ids) or set(position) != set(first.ids):
-        raise ValueError(
-            f"{first.name} and {other.name} name the same images differently; evaluate both on one copy"
-        )
+        raise ValueError(f"{first.name} and {other.name} name the same images differently; evaluate both on one copy")
     order = [position[name] for name in first.ids]
     return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
 
 
-def _bootstrap_difference(
-    correct_a: Floats, correct_b: Floats, *, resamples: int, seed: int
-) -> tuple[float, float]:
+def _bootstrap_difference(correct_a: Floats, correct_b: Floats, *, resamples: int, seed: int) -> tuple[float, float]:
     """95 % percentile interval of top-1 of B minus A: images are drawn for both together, seeds for each."""
     generator = np.random.default_rng(seed)
     count = correct_a.shape[1]

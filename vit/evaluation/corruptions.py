@@ -41,9 +41,7 @@ class Corruption:
     family: str
     small: Levels  # of CIFAR-10-C, lengths for 32 pixels
     large: Levels  # of ImageNet-C, lengths for 224 pixels
-    apply: Callable[[Picture, Level, Generator], Picture] | None = (
-        None  # None: albumentations' of the same name
-    )
+    apply: Callable[[Picture, Level, Generator], Picture] | None = None  # None: albumentations' of the same name
 
 
 def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
@@ -79,9 +77,7 @@ def rotate(batch: Pixels, *, degrees: float) -> Pixels:
     _, height, width, _ = batch.shape
     margin = (int(np.hypot(height, width)) - min(height, width)) // 2 + 2
     padded = np.pad(batch, ((0, 0), (margin, margin), (margin, margin), (0, 0)), mode="symmetric")
-    turned = [
-        np.asarray(Image.fromarray(image).rotate(degrees, Image.Resampling.BILINEAR)) for image in padded
-    ]
+    turned = [np.asarray(Image.fromarray(image).rotate(degrees, Image.Resampling.BILINEAR)) for image in padded]
     return np.stack(turned)[:, margin : margin + height, margin : margin + width]
 
 

@@ -30,12 +30,7 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.plots import draw_confusion
 from vit.evaluation.predictor import Logits, Predictor
-from vit.evaluation.robustness import (
-    average_error,
-    measure_corruptions,
-    measure_rotations,
-    measure_shifts,
-)
+from vit.evaluation.robustness import average_error, measure_corruptions, measure_rotations, measure_shifts
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -178,9 +173,7 @@ def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bund
 
 def _measure_cost(predictor: Predictor, images: Images) -> Cost:
     pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
-    return measure_cost(
-        predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision
-    )
+    return measure_cost(predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision)
 
 
 def _describe_images(images: Images, bundle: Bundle) -> dict[str, Any]:
@@ -224,9 +217,7 @@ def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calib
     return Calibration(bundle.temperature, fitted_on, before=before, after=after)
 
 
-def _choose_examples(
-    logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int
-) -> Examples:
+def _choose_examples(logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int) -> Examples:
     def describe(indices: Ints) -> list[Example]:
         return [
             Example(

@@ -34,12 +34,7 @@ class Images:
 
 
 def load_images(
-    dataset: ImageDataset,
-    split: str | None,
-    *,
-    preprocess: Preprocess,
-    class_names: Sequence[str],
-    progress: bool,
+    dataset: ImageDataset, split: str | None, *, preprocess: Preprocess, class_names: Sequence[str], progress: bool
 ) -> Images:
     """Decode a split (once: the result is cached) and match its classes with the model's `class_names`.
 
@@ -67,9 +62,7 @@ class Duplication:
     examples: list[str]  # up to 20 of them, exact ones first
 
 
-def count_duplicates(
-    images: Images, training_hashes: tuple[NDArray[np.uint64], NDArray[np.uint64]]
-) -> Duplication:
+def count_duplicates(images: Images, training_hashes: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> Duplication:
     """Look for `images` among those of which the model file holds hashes."""
     found = find_duplicates((images.dataset.digests, images.dataset.perceptual), training_hashes)
     indices = [*found.exact[:, 0].tolist(), *found.near[:, 0].tolist()]
@@ -91,9 +84,7 @@ def map_labels(labels: Ints, *, source_classes: Sequence[str], model_classes: Se
     index |= {name: position for position, name in enumerate(model_classes)}
     unknown = [source_classes[label] for label in np.unique(labels) if source_classes[label] not in index]
     if unknown:
-        raise ValueError(
-            f"the model doesn't know {_shorten(unknown)} of this data; it knows {_shorten(model_classes)}"
-        )
+        raise ValueError(f"the model doesn't know {_shorten(unknown)} of this data; it knows {_shorten(model_classes)}")
     table = np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
     return table[labels]
 

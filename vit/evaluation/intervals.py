@@ -21,9 +21,7 @@ def take_percentiles(replicates: Sequence[float] | Floats) -> tuple[float, float
     return float(low), float(high)
 
 
-def compute_intervals(
-    scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, tuple[float, float]]:
+def compute_intervals(scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, tuple[float, float]]:
     """95 % percentile intervals of every metric, over draws of the images with replacement.
 
     They say how far a metric varies with the choice of test images, not with the training seed.

@@ -69,9 +69,7 @@ class Bin:
 def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: float = 1.0) -> Scores:
     """Score logits [n, C] against labels [n] (0…C-1); probabilities are softmax(logits / temperature)."""
     chunks = [
-        _score_chunk(
-            logits[start : start + CHUNK].astype(np.float64), labels[start : start + CHUNK], temperature
-        )
+        _score_chunk(logits[start : start + CHUNK].astype(np.float64), labels[start : start + CHUNK], temperature)
         for start in range(0, len(labels), CHUNK)
     ]
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -122,9 +120,7 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
     occur = support + predicted > 0
     support, predicted, correct = support[occur], predicted[occur], correct[occur]
     # |mean confidence - accuracy| of a bin times its fraction of the images: the bin's count cancels
-    gaps = np.bincount(
-        _bins(scores.confidence), weights * (scores.confidence - scores.correct), minlength=NUM_BINS
-    )
+    gaps = np.bincount(_bins(scores.confidence), weights * (scores.confidence - scores.correct), minlength=NUM_BINS)
     return {
         "top1": float(hits.sum() / total),
         "top5": float(weights @ (scores.rank < 5) / total),
@@ -147,9 +143,7 @@ def compute_confusion(scores: Scores) -> Ints:
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
     """Precision, recall, F1 and support of every class of the model, also of those without an image."""
     classes = range(scores.num_classes)
-    columns = precision_recall_fscore_support(
-        scores.labels, scores.predicted, labels=classes, zero_division=0
-    )
+    columns = precision_recall_fscore_support(scores.labels, scores.predicted, labels=classes, zero_division=0)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
     rows = zip(class_names, *(column.tolist() for column in (*columns, predicted)), strict=True)
     return [ClassMetrics(*row) for row in rows]

@@ -47,12 +47,7 @@ class PredictionResult:
 
 
 def predict_images(
-    bundle: Bundle,
-    images: ImageInputs,
-    *,
-    top_k: int = 5,
-    batch_size: int = 64,
-    precision: str = "auto",
+    bundle: Bundle, images: ImageInputs, *, top_k: int = 5, batch_size: int = 64, precision: str = "auto"
 ) -> Iterator[Prediction]:
     """The `top_k` most probable classes of each image, in order; of one that can't be read, its error."""
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)

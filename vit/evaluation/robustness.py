@@ -51,11 +51,7 @@ def measure_rotations(predictor: Predictor, images: Images) -> dict[str, Sweep]:
         return rotate(images.read(start, stop), degrees=degrees)
 
     changes = [partial(read, degrees=degrees) for degrees in ROTATIONS]
-    return {
-        "rotate": list(
-            zip(ROTATIONS, _measure_top1(predictor, images, changes, title="rotations"), strict=True)
-        )
-    }
+    return {"rotate": list(zip(ROTATIONS, _measure_top1(predictor, images, changes, title="rotations"), strict=True))}
 
 
 def _measure_top1(

@@ -62,19 +62,13 @@ class Evaluation(BaseModel):
 
     schema_version: int = SCHEMA_VERSION
 
-    top1: float = Field(
-        title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
-    )
+    top1: float = Field(title="Top-1 accuracy", description="fraction of images whose label has the highest logit")
     top5: float = Field(
         title="Top-5 accuracy", description="fraction of images whose label is among the five highest logits"
     )
     loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
-    macro_f1: float = Field(
-        title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
-    )
-    macro_precision: float = Field(
-        title="Macro precision", description="mean precision of the classes that occur"
-    )
+    macro_f1: float = Field(title="Macro F1", description="mean F1 of the classes that occur as label or prediction")
+    macro_precision: float = Field(title="Macro precision", description="mean precision of the classes that occur")
     macro_recall: float = Field(title="Macro recall", description="mean recall of the classes that occur")
     ece: float = Field(
         title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
@@ -85,9 +79,7 @@ class Evaluation(BaseModel):
     nll: float = Field(
         title="Negative log-likelihood", description="mean cross-entropy after temperature scaling, nats"
     )
-    intervals: dict[str, tuple[float, float]] = Field(
-        description="95 % bootstrap confidence interval of each of these"
-    )
+    intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap confidence interval of each of these")
     per_class: list[ClassMetrics] = Field(description="every class of the model, in its order")
     reliability: list[Bin]
     calibration: Calibration | None = Field(description="null where no temperature was ever fitted")
@@ -98,9 +90,7 @@ class Evaluation(BaseModel):
     examples: Examples
 
     corruptions: dict[str, list[float]] | None = Field(description="top-1 at severities 1 to 5 of each")
-    mean_corruption_error: float | None = Field(
-        description="mean of 1 - top-1 over corruptions and severities"
-    )
+    mean_corruption_error: float | None = Field(description="mean of 1 - top-1 over corruptions and severities")
     sweeps: dict[str, list[tuple[float, float]]] | None = Field(
         description="(amount, top-1): shift_right and shift_down as fractions of the side, rotate in degrees"
     )
@@ -122,8 +112,7 @@ class Evaluation(BaseModel):
         if self.unreadable:
             name, reason = self.unreadable[0]
             warnings.append(
-                f"{len(self.unreadable)} images could not be read and are not counted; the first is {name}: "
-                f"{reason}"
+                f"{len(self.unreadable)} images could not be read and are not counted; the first is {name}: {reason}"
             )
         seen = self.duplicates_of_training
         if seen is not None and seen.exact + seen.near > 0:
@@ -154,9 +143,7 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
             raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
         for row in reader:
             if len(row) != len(COLUMNS):
-                raise ValueError(
-                    f"{path} line {reader.line_num} has {len(row)} fields instead of {len(COLUMNS)}"
-                )
+                raise ValueError(f"{path} line {reader.line_num} has {len(row)} fields instead of {len(COLUMNS)}")
             rows.append(row)
     return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
 
@@ -173,6 +160,4 @@ def load_evaluation(path: Path) -> Evaluation:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{path} is not an evaluation of this version: {key} {first['msg']}; evaluate again"
-        ) from None
+        raise ValueError(f"{path} is not an evaluation of this version: {key} {first['msg']}; evaluate again") from None

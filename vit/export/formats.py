@@ -117,8 +117,7 @@ def export_onnx(model: VisionTransformer, path: Path) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"exporting to onnx takes {' and '.join(missing)}, not installed here; "
-            "try pip install 'vit-pipeline[onnx]'"
+            f"exporting to onnx takes {' and '.join(missing)}, not installed here; try pip install 'vit-pipeline[onnx]'"
         )
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with _quiet():
@@ -131,9 +130,7 @@ def _save_for_timm(model: VisionTransformer, config: dict[str, Any], directory: 
     """The folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens. Fixed sine-cosine positions
     become learned ones of the same values."""
     positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
-    state = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()
-    }
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()}
     write_atomically(directory / MODEL_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 

@@ -36,11 +36,7 @@ def scaled_dot_product_attention(
 
 
 def compute_weights(
-    query: Float[Tensor, "... Nq K"],
-    key: Float[Tensor, "... Nk K"],
-    mask: Mask | None = None,
-    *,
-    causal: bool = False,
+    query: Float[Tensor, "... Nq K"], key: Float[Tensor, "... Nk K"], mask: Mask | None = None, *, causal: bool = False
 ) -> Float[Tensor, "... Nq Nk"]:
     """softmax(Q Kᵀ / √d_k): each row a distribution over the keys. A dot product of d_k entries of unit variance has
     variance d_k; dividing by √d_k keeps the softmax from saturating (Vaswani et al. 2017, footnote 4).
@@ -61,9 +57,7 @@ def compute_weights(
 def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 Nk"]:
     """Our mask from torch's `key_padding_mask`, where True is what to ignore."""
     if padding.dtype != torch.bool:
-        raise ValueError(
-            f"a key padding mask is boolean (True = ignored), not {padding.dtype}; use padding.bool()"
-        )
+        raise ValueError(f"a key padding mask is boolean (True = ignored), not {padding.dtype}; use padding.bool()")
     return ~padding[:, None, None, :]
 
 
@@ -165,9 +159,9 @@ class MultiHeadAttention(nn.Module):
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("only kdim = vdim = embed_dim, neither add_bias_kv nor add_zero_attn, converts")
         biased = module.in_proj_bias is not None
-        layer = cls(
-            module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout
-        ).to(module.in_proj_weight)
+        layer = cls(module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout).to(
+            module.in_proj_weight
+        )
         with torch.no_grad():
             layer.qkv.weight.copy_(module.in_proj_weight)
             layer.proj.weight.copy_(module.out_proj.weight)
@@ -198,9 +192,7 @@ class MultiHeadAttention(nn.Module):
         return merged
 
 
-def _allowed(
-    mask: Mask | None, *, shape: torch.Size, causal: bool, device: torch.device
-) -> Bool[Tensor, "..."] | None:
+def _allowed(mask: Mask | None, *, shape: torch.Size, causal: bool, device: torch.device) -> Bool[Tensor, "..."] | None:
     """Where weights of this shape may be non-zero; None: everywhere. The result broadcasts to `shape`."""
     allowed = None
     if mask is not None:
@@ -216,9 +208,7 @@ def _allowed(
             )
         sides = zip(reversed(mask.shape), reversed(shape), strict=False)
         if mask.ndim > len(shape) or any(side not in (1, whole) for side, whole in sides):
-            raise ValueError(
-                f"mask {list(mask.shape)} does not broadcast to the attention weights {list(shape)}"
-            )
+            raise ValueError(f"mask {list(mask.shape)} does not broadcast to the attention weights {list(shape)}")
         allowed = mask.bool()
     if causal:
         triangle = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()

@@ -14,9 +14,7 @@ def compute_logits(model: nn.Module, images: Float[Tensor, "B C height width"]) 
         output: Any = model(images)
         logits = cast(Tensor, getattr(output, "logits", output))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
-    read = getattr(
-        model, "num_read_tokens", None
-    )  # of this project's models: the last block skips other tokens
+    read = getattr(model, "num_read_tokens", None)  # of this project's models: the last block skips other tokens
     options = {} if read is None else {"read": read}
     features = cast(Any, model).forward_features(images, **options)
     with torch.autocast(images.device.type, enabled=False):

@@ -134,10 +134,7 @@ def _build_stem(in_chans: int, embed_dim: int, patch_size: tuple[int, int], *, p
     stages = range(max(rows, columns))
     strides = [(1 + (stage < rows), 1 + (stage < columns)) for stage in stages]
     narrowings = [2 * (stage < stages[-1]) if pooled else stages[-1] - stage for stage in stages]
-    widths = [
-        in_chans,
-        *(max(embed_dim >> halvings, 8) if halvings else embed_dim for halvings in narrowings),
-    ]
+    widths = [in_chans, *(max(embed_dim >> halvings, 8) if halvings else embed_dim for halvings in narrowings)]
     layers: list[nn.Module] = []
     for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
         layers.append(nn.Conv2d(narrow, wide, 3, 1 if pooled else stride, padding=1, bias=not pooled))
@@ -162,11 +159,7 @@ def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[
 
 
 def resample_positions(
-    positions: Float[Tensor, "1 N D"],
-    *,
-    old_grid: tuple[int, int],
-    new_grid: tuple[int, int],
-    num_prefix_tokens: int,
+    positions: Float[Tensor, "1 N D"], *, old_grid: tuple[int, int], new_grid: tuple[int, int], num_prefix_tokens: int
 ) -> Float[Tensor, "1 M D"]:
     """Learned positions for another grid: antialiased bicubic interpolation, as timm's; prefix tokens keep theirs."""
     assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]

@@ -56,9 +56,7 @@ def _build_presets() -> dict[str, dict[str, Any]]:
     # For 32-pixel images, 10 classes by default; mini has the shape of CCT's ViT-Lite-7/4
     for size in ("nano", "micro", "mini", "tiny", "small"):
         ratio = {"mlp_ratio": 2.0} if size in ("nano", "micro", "mini") else {}
-        presets[f"vit_{size}_patch4_32"] = _architecture(
-            size, 4, 32, num_classes=10, global_pool="avg", **ratio
-        )
+        presets[f"vit_{size}_patch4_32"] = _architecture(size, 4, 32, num_classes=10, global_pool="avg", **ratio)
     return presets
 
 

@@ -57,9 +57,7 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
     path = Path(source)
     if isinstance(source, str) and not path.exists():
         return load_timm(create_timm(source, pretrained=pretrained))
-    return (
-        load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)) if path.is_dir() else _load_file(path)[0]
-    )
+    return load_timm(create_timm(f"{_LOCAL}{path}", pretrained=True)) if path.is_dir() else _load_file(path)[0]
 
 
 def load_pretrained(

@@ -79,9 +79,7 @@ class VisionTransformer(nn.Module):
         options: dict[str, Any] = {"mlp_ratio": mlp_ratio, "mlp": mlp, "qkv_bias": qkv_bias}
         options |= {"qk_norm": qk_norm, "init_values": init_values, "attention_backend": attention_backend}
         drop_paths = [drop_path_rate * layer / max(depth - 1, 1) for layer in range(depth)]
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, drop_path=rate, **options) for rate in drop_paths
-        )
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, drop_path=rate, **options) for rate in drop_paths)
         self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.seq_pool = nn.Linear(embed_dim, 1) if global_pool == "attention" else None
         self.fc_norm = nn.LayerNorm(embed_dim, eps=NORM_EPS) if fc_norm else nn.Identity()
@@ -229,17 +227,13 @@ def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
     check_choice(arguments["pos_embed"], POSITIONS, name="pos_embed")
     class_token = pool == "token" if class_token is None else class_token
     if (pool == "token" or distilled) and not class_token:
-        raise ValueError(
-            "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
-        )
+        raise ValueError("global_pool='token' reads the class token; drop class_token or use global_pool='avg'")
     if distilled and pool != "token":
         raise ValueError(f"a distilled model reads its two tokens: global_pool must be 'token', not {pool!r}")
     if not 0 <= arguments["reg_tokens"] <= 8:
         raise ValueError(f"reg_tokens {arguments['reg_tokens']} is not from 0 to 8")
     if arguments["depth"] < 1 or arguments["num_classes"] < 0:
-        raise ValueError(
-            "depth {depth} and num_classes {num_classes} must be at least 1 and 0".format(**arguments)
-        )
+        raise ValueError("depth {depth} and num_classes {num_classes} must be at least 1 and 0".format(**arguments))
     return arguments | {
         "img_size": as_pair(arguments["img_size"], name="img_size"),
         "patch_size": as_pair(arguments["patch_size"], name="patch_size"),

@@ -45,9 +45,7 @@ def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None
     raise ValueError(f"{origin} does not fit this model: {lines}{more}. {_advise(model, state)}")
 
 
-def infer_architecture(
-    state: State, *, origin: str, img_size: tuple[int, int] | None = None
-) -> dict[str, Any]:
+def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
     """The arguments of the VisionTransformer whose weights these are. Shapes don't tell the number of heads (64
     channels each are assumed, as in every preset), nor, without `img_size`, a grid that isn't square."""
     try:

@@ -57,12 +57,7 @@ class Chart:
 
 
 def build_line_chart(
-    title: str,
-    series: Mapping[str, Points],
-    *,
-    x_label: str,
-    y_label: str,
-    y_range: tuple[float, float] | None = None,
+    title: str, series: Mapping[str, Points], *, x_label: str, y_label: str, y_range: tuple[float, float] | None = None
 ) -> Chart:
     """A chart of one or more series of (x, y)."""
     everything = [point for points in series.values() for point in points]
@@ -78,10 +73,7 @@ def build_line_chart(
 
 def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     """Accuracy against confidence."""
-    across, up = (
-        _Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True),
-        _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True),
-    )
+    across, up = (_Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True), _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True))
     bars = [
         Mark(
             across.place(each.lower) + 1,
@@ -93,18 +85,14 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
         for each in bins
         if each.count
     ]
-    ideal = Line(
-        "perfectly calibrated", [Mark(across.place(value), up.place(value)) for value in (0, 1)], style=1
-    )
+    ideal = Line("perfectly calibrated", [Mark(across.place(value), up.place(value)) for value in (0, 1)], style=1)
     return Chart("Reliability", "confidence", "accuracy", across.ticks, up.ticks, lines=[ideal], bars=bars)
 
 
 class _Axis:
     """From values to pixels between `start` and `stop`; `tight` ends at the values, `whole` counts things."""
 
-    def __init__(
-        self, values: Sequence[float], start: float, stop: float, *, tight: bool, whole: bool = False
-    ) -> None:
+    def __init__(self, values: Sequence[float], start: float, stop: float, *, tight: bool, whole: bool = False) -> None:
         low, high = min(values), max(values)
         if high == low:
             low, high = low - 0.5, high + 0.5

@@ -59,9 +59,7 @@ class Gallery:
             "box": [left / width, top / height, right / width, bottom / height],
             "grid": list(explained.grid),
             "predicted": self._class(explained, explained.predicted),
-            "maps": [
-                self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2
-            ],
+            "maps": [self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2],
         }
         matrices = [_describe_attention(each) for each in explained.patch_attention]
         room = _BYTES_AN_IMAGE - len(json.dumps(described))
@@ -88,10 +86,7 @@ class Gallery:
         }
 
     def _class(self, explained: ExplainedImage, index: int) -> dict[str, object]:
-        return {
-            "name": self._class_names[index],
-            "percent": round(100 * float(explained.probabilities[index]), 1),
-        }
+        return {"name": self._class_names[index], "percent": round(100 * float(explained.probabilities[index]), 1)}
 
 
 def _describe_attention(attention: PatchAttention) -> dict[str, object]:
@@ -114,9 +109,7 @@ def _encode_photo(image: Image.Image) -> str:
     if max(image.size) > _PHOTO_SIDE:
         image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
     encoded = (encode_picture(image, quality=quality) for quality in (88, 75, 60, 40))
-    return next(
-        (text for text in encoded if len(text) <= _PHOTO_CHARACTERS), encode_picture(image, quality=40)
-    )
+    return next((text for text in encoded if len(text) <= _PHOTO_CHARACTERS), encode_picture(image, quality=40))
 
 
 def _encode(values: np.ndarray) -> str:

@@ -29,10 +29,7 @@ Explain = Callable[[Sequence[Pixels]], list[Image.Image]]
 
 
 def build_report(
-    result: EvaluationResult,
-    *,
-    history: Sequence[dict[str, Any]] | None = None,
-    explain: Explain | None = None,
+    result: EvaluationResult, *, history: Sequence[dict[str, Any]] | None = None, explain: Explain | None = None
 ) -> str:
     """The page as text.
 
@@ -40,17 +37,13 @@ def build_report(
     a map over each picture (by default attention rollout), and may raise ValueError where a model has none.
     """
     evaluation = result.evaluation
-    examples, maps_missing = _draw_examples(
-        result, explain or (lambda pictures: draw_maps(result.bundle, pictures))
-    )
+    examples, maps_missing = _draw_examples(result, explain or (lambda pictures: draw_maps(result.bundle, pictures)))
     context = {
         "evaluation": evaluation,
         "warnings": evaluation.list_warnings(),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(result.bundle.name) if history is None else history),
-        "matrix": describe_confusion(
-            result.scores, [each.name for each in evaluation.per_class], result.images
-        ),
+        "matrix": describe_confusion(result.scores, [each.name for each in evaluation.per_class], result.images),
         "reliability": build_reliability_chart(evaluation.reliability),
         "examples": examples,
         "maps_missing": maps_missing,
@@ -64,9 +57,7 @@ def render_markdown(result: EvaluationResult) -> str:
     """The metrics as a table."""
     evaluation = result.evaluation
     lines = ["| metric | value | 95 % interval |", "|---|---:|---:|"]
-    lines += [
-        f"| {each['title']} | {each['value']} | {each['interval']} |" for each in _list_metrics(evaluation)
-    ]
+    lines += [f"| {each['title']} | {each['value']} | {each['interval']} |" for each in _list_metrics(evaluation)]
     if evaluation.mean_corruption_error is not None:
         lines.append(f"| Mean corruption error | {evaluation.mean_corruption_error:.1%} | |")
     lines += [
@@ -97,9 +88,7 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
     whole = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
     drawn = []
-    for photo, values in zip(
-        photos, explain_images(whole, photos, batch_size=16).maps.cpu().numpy(), strict=True
-    ):
+    for photo, values in zip(photos, explain_images(whole, photos, batch_size=16).maps.cpu().numpy(), strict=True):
         scale = ColourScale(*find_range([values], signed=False), signed=False, label="this image")
         drawn.append(blend(resize_picture(photo), values, whole.preprocess.geometry(photo.size), scale=scale))
     return drawn
@@ -111,10 +100,7 @@ def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:
         field, (low, high) = Evaluation.model_fields[name], evaluation.intervals[name]
         value, interval = f"{getattr(evaluation, name):.4f}", f"{low:.4f} … {high:.4f}"
         if name in _PER_CENT:
-            value, interval = (
-                f"{100 * getattr(evaluation, name):.2f} %",
-                f"{100 * low:.2f} … {100 * high:.2f}",
-            )
+            value, interval = (f"{100 * getattr(evaluation, name):.2f} %", f"{100 * low:.2f} … {100 * high:.2f}")
         listed.append(
             {"title": str(field.title), "value": value, "interval": interval, "about": str(field.description)}
         )
@@ -137,11 +123,7 @@ def _chart_history(epochs: Sequence[dict[str, Any]]) -> list[Chart]:
         ("Loss", series(training="train_loss", validation="val_loss"), "cross-entropy, nats"),
         ("Accuracy", series(validation="val_top1"), "top-1"),
     )
-    return [
-        build_line_chart(title, lines, x_label="epoch", y_label=label)
-        for title, lines, label in charts
-        if lines
-    ]
+    return [build_line_chart(title, lines, x_label="epoch", y_label=label) for title, lines, label in charts if lines]
 
 
 def _chart_families(evaluation: Evaluation) -> Chart | None:
@@ -170,9 +152,7 @@ def _chart_sweeps(evaluation: Evaluation) -> list[Chart]:
     ]
 
 
-def _draw_examples(
-    result: EvaluationResult, explain: Explain
-) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
+def _draw_examples(result: EvaluationResult, explain: Explain) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
     """The examples with their pictures and maps, and why there are no maps."""
     found, images = result.evaluation.examples, result.images
     groups = {name: getattr(found, name) for name in ("confident_mistakes", "uncertain_hits", "label_errors")}

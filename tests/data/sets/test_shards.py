@@ -89,10 +89,7 @@ def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
     write_shard(tmp_path / "t" / "a.tar", ["owl", "elk", "owl"])
     source = open_dataset("webdataset", root=tmp_path / "t").split("all")
     assert (source.class_names, source.labels.tolist()) == (("elk", "owl"), [1, 0, 1])
-    assert (
-        open_dataset("webdataset", root=tmp_path / "t", classes=["owl", "elk"]).split("all").name
-        == "webdataset"
-    )
+    assert open_dataset("webdataset", root=tmp_path / "t", classes=["owl", "elk"]).split("all").name == "webdataset"
 
 
 def test_all_splits_number_their_classes_alike(tmp_path: Path) -> None:

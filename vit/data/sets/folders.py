@@ -76,12 +76,7 @@ def find_splits(
 def split_folders(root: Path) -> dict[str, Path]:
     """Split → its folder, for those that exist below `root`."""
     entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
-    return {
-        split: entries[alias]
-        for split, names in _SPLIT_FOLDERS.items()
-        for alias in names
-        if alias in entries
-    }
+    return {split: entries[alias] for split, names in _SPLIT_FOLDERS.items() for alias in names if alias in entries}
 
 
 def _list_classes(folder: Path) -> list[str]:
@@ -106,9 +101,7 @@ def _scan(
         files = list(_list_files(split_folder / folder))
         images = [path for path in files if _is_image(os.path.basename(path))]
         if must_fill and not images:
-            raise ValueError(
-                f"{split_folder / folder} holds no images; remove it, or name others in data.classes"
-            )
+            raise ValueError(f"{split_folder / folder} holds no images; remove it, or name others in data.classes")
         ignored += len(files) - len(images)
         paths += [os.path.relpath(path, root) for path in images]
         counts.append(len(images))
@@ -147,15 +140,11 @@ def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> Fo
         table = csv.reader(lines)
         header = next(table, [])
         if header not in (["path", "label"], ["path", "label", "split"]):
-            raise ValueError(
-                f"{file} line 1 must be path,label or path,label,split, not {','.join(header)!r}"
-            )
+            raise ValueError(f"{file} line 1 must be path,label or path,label,split, not {','.join(header)!r}")
         for row in table:
             where = f"{file} line {table.line_num}"
             if len(row) != len(header) or not all(row):
-                raise ValueError(
-                    f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}"
-                )
+                raise ValueError(f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}")
             split = row[2] if len(row) == 3 else "train"
             if split not in _SPLIT_FOLDERS:
                 raise ValueError(f"{where}: unknown split {split!r}; known: {', '.join(_SPLIT_FOLDERS)}")

@@ -88,9 +88,7 @@ def find_imagenet(options: FindOptions) -> FoundSplits:
     folder = existing_root("imagenet", options.root)
     splits = split_folders(folder)
     if "train" not in splits:
-        raise ValueError(
-            f"data.root {folder} has no train/ folder; ImageNet is read as train/<wnid> and val/<wnid>"
-        )
+        raise ValueError(f"data.root {folder} has no train/ folder; ImageNet is read as train/<wnid> and val/<wnid>")
     return find_splits("imagenet", folder, options.classes, aliases=_imagenet_names(folder, splits["train"]))
 
 

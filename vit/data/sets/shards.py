@@ -60,9 +60,7 @@ def find_shards(options: FindOptions) -> FoundSplits:
     classes.txt beside the first shard, else the labels.
     """
     if options.root is None:
-        raise ValueError(
-            "data.name=webdataset needs data.root: a folder of .tar shards, a pattern or pipe:command"
-        )
+        raise ValueError("data.name=webdataset needs data.root: a folder of .tar shards, a pattern or pipe:command")
     folder, origins = Path(options.root).expanduser(), {"train": str(options.root)}
     if not folder.is_dir():
         splits = {"train": _expand(str(options.root), options.cache_dir / "shards")}
@@ -72,9 +70,7 @@ def find_shards(options: FindOptions) -> FoundSplits:
             raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
         places = {split: shards[0].parent for split, shards in splits.items()}
         origins = {
-            split: f"{_SPLIT_PREFIXES[split]}*.tar"
-            if place == folder and len(splits) > 1
-            else f"{place.name}/"
+            split: f"{_SPLIT_PREFIXES[split]}*.tar" if place == folder and len(splits) > 1 else f"{place.name}/"
             for split, place in places.items()
         }
     if "validation" in splits and "test" not in splits:

@@ -179,9 +179,7 @@ def choose_classes(
         raise ValueError(f"unknown class {unknown[0]!r} in data.classes; known: {known}")
     chosen = {spellings[name] for name in wanted}
     if len(chosen) < 2:
-        raise ValueError(
-            f"data.classes {', '.join(wanted)} is {len(chosen)} class; a classifier needs at least two"
-        )
+        raise ValueError(f"data.classes {', '.join(wanted)} is {len(chosen)} class; a classifier needs at least two")
     return tuple(name for name in class_names if name in chosen)
 
 
