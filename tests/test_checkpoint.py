@@ -57,16 +57,16 @@ def test_last_two_best_and_kept_ones_stay(tmp_path: Path, is_sharded: bool) -> N
     assert steps(store) == [3, 4, 6, 9, 10]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path, is_sharded: bool, damage: str) -> None:
+@pytest.mark.parametrize("fault", ["truncate", "flip", "empty"])
+def test_a_faultd_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path, is_sharded: bool, fault: str) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1, is_sharded=is_sharded)
     path = save(store, 2, is_sharded=is_sharded)
     file = path / "shard-1" if is_sharded else path
     content = bytearray(file.read_bytes())
-    if damage == "truncate":
+    if fault == "truncate":
         content = content[: len(content) // 2]
-    elif damage == "flip":
+    elif fault == "flip":
         content[len(content) // 2] ^= 1
     else:
         content = bytearray()
@@ -75,20 +75,20 @@ def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path,
     assert step == 1
     assert len(messages) == 1
     assert path.name in messages[0]
-    # going on from the fallback supersedes the damaged one
+    # going on from the fallback supersedes the faultd one
     save(store, 2, is_sharded=is_sharded)
     assert load(store) == (2, [])
     assert not file.exists() or file.read_bytes() != bytes(content)
 
 
-def test_a_lost_shard_is_damage(tmp_path: Path) -> None:
+def test_a_lost_shard_is_fault(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1, is_sharded=True)
     (save(store, 2, is_sharded=True) / "shard-1").unlink()
     assert load(store)[0] == 1
 
 
-def test_all_damaged_is_an_error_with_a_cure(tmp_path: Path) -> None:
+def test_all_faultd_is_an_error_with_a_cure(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1).write_bytes(b"no")
     with pytest.raises(ValueError, match="--overwrite"):

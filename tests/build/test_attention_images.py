@@ -1,4 +1,4 @@
-"""Figures of attention's health, by hand."""
+"""Statistics of attention, computed by hand."""
 
 import math
 

@@ -76,7 +76,7 @@ def run_until(run: Run, step: int) -> None:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Rows without what a clock says."""
+    """The lines of metrics.jsonl without the times."""
     clocks = {"images_per_second", "elapsed_seconds"}
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in clocks} for line in lines]
@@ -101,4 +101,6 @@ def flatten(value: Any, name: str = "") -> dict[str, Tensor]:
         items = enumerate(value)
     else:
         return {name: torch.tensor(value)} if isinstance(value, int | float) else {}
-    return {key: tensor for part, child in items for key, tensor in flatten(child, f"{name}/{part}").items()}
+    return {
+        key: tensor for place, child in items for key, tensor in flatten(child, f"{name}/{place}").items()
+    }

@@ -72,8 +72,8 @@ def assert_close(first: Path, second: Path) -> None:
     ours, theirs = weights(first), weights(second)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=0)
-    for row, other in zip(read_metrics(first), read_metrics(second), strict=True):
-        assert row == pytest.approx(other, abs=1e-3)
+    for metrics, other in zip(read_metrics(first), read_metrics(second), strict=True):
+        assert metrics == pytest.approx(other, abs=1e-3)
 
 
 def test_two_processes_equal_one(alone: Path, train: Train, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_two_processes_equal_one(alone: Path, train: Train, tmp_path: Path) -> N
     assert_close(alone, tmp_path / "two")
 
 
-def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(
+def test_two_processes_with_sharded_weights_equal_one_also_when_one_continues(
     train: Train, tmp_path: Path
 ) -> None:
     sharded = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=25"]
@@ -101,7 +101,7 @@ def test_two_processes_that_share_the_weights_equal_one_also_when_one_goes_on(
     assert_close(tmp_path / "alone", tmp_path / "two")
 
 
-def test_a_dead_rank_ends_the_job_and_another_world_size_goes_on(
+def test_a_dead_rank_ends_the_job_and_another_world_size_continues(
     alone: Path, start: Start, train: Train, tmp_path: Path
 ) -> None:
     job = start(tmp_path / "run", "train.checkpoint_every_steps=1", processes=2)

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite stops the run where it happened, or is passed over and counted."""
+"""A loss or gradient that is not finite stops the run where it happened, or is skipped and counted."""
 
 from pathlib import Path
 
@@ -49,11 +49,11 @@ def test_the_named_images_are_those_of_the_failing_batch(make_run: MakeRun, tmp_
     assert f"images {run.data.train.ids[int(batch.sample_ids[0])]}," in str(error.value)
 
 
-def test_such_a_step_can_be_passed_over_and_is_counted(make_run: MakeRun, tmp_path: Path) -> None:
+def test_such_a_step_can_be_skipped_and_is_counted(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path, "train.on_nonfinite=skip")
     poison(run, step=8)
     run.trainer.run()
-    rows = read_metrics(tmp_path)
-    assert [row["skipped_steps"] for row in rows] == [0, 1, 1]
-    assert all(0 < row["train_loss"] < 10 for row in rows)
+    lines = read_metrics(tmp_path)
+    assert [metrics["skipped_steps"] for metrics in lines] == [0, 1, 1]
+    assert all(0 < metrics["train_loss"] < 10 for metrics in lines)
     assert all(bool(value.isfinite().all()) for value in run.model.state_dict().values())

@@ -63,7 +63,7 @@ def test_shards_that_cannot_be_written_are_one_error(make_run: MakeRun, tmp_path
         save_shards(step, tmp_path / "a file")
 
 
-def test_a_death_between_an_epochs_figures_and_its_checkpoint_logs_them_once(
+def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     overrides = ["train.checkpoint_every_steps=5"]  # an epoch's steps
@@ -71,12 +71,12 @@ def test_a_death_between_an_epochs_figures_and_its_checkpoint_logs_them_once(
     broken = make_run(tmp_path / "broken", *overrides)
     save = broken.trainer._save
 
-    def die_after_the_figures() -> None:
+    def die_after_the_metrics() -> None:
         if len(read_metrics(tmp_path / "broken")) == 2:
             raise Killed
         save()
 
-    broken.trainer._save = die_after_the_figures  # type: ignore[method-assign]
+    broken.trainer._save = die_after_the_metrics  # type: ignore[method-assign]
     with pytest.raises(Killed):
         broken.trainer.run()
     resumed = make_run(tmp_path / "broken", *overrides)

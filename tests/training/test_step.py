@@ -20,9 +20,9 @@ def build_step(
     if model is None:
         torch.manual_seed(0)
         model = VisionTransformer(8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
-    parts = create_optimizer(optimizer, model, lr=lr, momentum=0.0 if optimizer == "sgd" else 0.95)
-    schedule = create_schedule(parts, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
-    return TrainStep(model, parts, schedule, **{"precision": "float32"} | arguments)
+    algorithm = create_optimizer(optimizer, model, lr=lr, momentum=0.0 if optimizer == "sgd" else 0.95)
+    schedule = create_schedule(algorithm, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
+    return TrainStep(model, algorithm, schedule, **{"precision": "float32"} | arguments)
 
 
 def draw_batch(size: int = 16, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,18 +47,20 @@ def test_micro_batches_make_the_whole_batchs_step(size, count):
 def test_loss_is_the_smoothed_cross_entropy_before_the_update():
     step = build_step(label_smoothing=0.1)
     images, labels = draw_batch()
-    log_shares = step.module(images).log_softmax(1)
-    shares = 0.9 * F.one_hot(labels, 5) + 0.1 / 5
-    torch.testing.assert_close(step(images, labels).loss, -(shares * log_shares).sum(1).mean().detach())
+    log_probabilities = step.module(images).log_softmax(1)
+    probabilities = 0.9 * F.one_hot(labels, 5) + 0.1 / 5
+    torch.testing.assert_close(
+        step(images, labels).loss, -(probabilities * log_probabilities).sum(1).mean().detach()
+    )
 
 
 def test_mixed_targets_weigh_their_classes_and_count_the_larger_one():
     step = build_step()
     images, labels = draw_batch()
-    shares = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
+    probabilities = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
     logits = step.module(images).detach()
-    result = step(images, shares)
-    torch.testing.assert_close(result.loss, -(shares * logits.log_softmax(1)).sum(1).mean())
+    result = step(images, probabilities)
+    torch.testing.assert_close(result.loss, -(probabilities * logits.log_softmax(1)).sum(1).mean())
     assert result.correct == (logits.argmax(1) == labels).sum()
 
 

@@ -196,8 +196,8 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Trai
     """How long, and what happens when."""
     train = config.train
     total_steps = train.epochs * steps_per_epoch
-    shared = {"epochs", "seed", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
-    shared |= {"on_nonfinite"}
+    keys = {"epochs", "seed", "on_nonfinite"}
+    keys |= {"evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
     return TrainingPlan(
         steps_per_epoch=steps_per_epoch,
         total_steps=min(total_steps, train.max_steps or total_steps),
@@ -206,7 +206,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Trai
         image_sizes=tuple(
             (until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()
         ),
-        **train.model_dump(include=shared),
+        **train.model_dump(include=keys),
     )
 
 

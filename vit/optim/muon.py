@@ -77,8 +77,8 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        shared = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        super().__init__(params, shared | {"num_matrices": 0})
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        super().__init__(params, defaults | {"num_matrices": 0})
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._dtype = dtype
