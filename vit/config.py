@@ -43,9 +43,7 @@ class DataConfig(_Section):
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     image_size: Size = 32
-    crop_pct: float | None = Field(
-        None, gt=0, le=1
-    )  # centre crop / resized side; None: the pretrained model's, or 1
+    crop_pct: float | None = Field(None, gt=0, le=1)  # crop / resized side; None: the pretrained model's or 1
     mean: Triple | None = None  # None: measured on the training images, or the pretrained model's
     std: Triple | None = None
     validation_fraction: float = Field(0.1, ge=0, lt=1)

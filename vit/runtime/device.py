@@ -40,12 +40,8 @@ def describe_device(device: torch.device) -> str:
     """The device's product name, for reports and benchmarks."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = info.read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-        cpu = f"{names[0]}, {len(names)} cores" if names else cpu
+    names = _read_cpuinfo("model name")
+    cpu = f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
     extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"
 
@@ -58,11 +54,17 @@ def cpu_multiplies_bfloat16() -> bool:
 @lru_cache
 def cpu_flags() -> frozenset[str]:
     """The processor's features by Linux's names (`amx_bf16`, `avx512_bf16`, …); none on other systems."""
+    return frozenset(" ".join(_read_cpuinfo("flags")[:1]).split())
+
+
+@lru_cache
+def _read_cpuinfo(key: str) -> list[str]:
+    """A property of every core, as Linux tells it."""
     info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return frozenset()
-    flags = [line for line in info.read_text().splitlines() if line.startswith("flags")]
-    return frozenset(flags[0].split()) if flags else frozenset()
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return [
+        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key
+    ]
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

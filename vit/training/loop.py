@@ -19,7 +19,7 @@ from vit.data.loaders import Batch
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
 from vit.training.nonfinite import describe_nonfinite, find_nonfinite
-from vit.training.observers import Observer, StepMetrics
+from vit.training.observers import Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import Stopped, stop_on_signals
 from vit.training.state import collect_state, load_shards, restore_state, save_shards
@@ -158,19 +158,22 @@ class Trainer:
         """An epoch's line of metrics.jsonl."""
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
-        images = progress.step_in_epoch * self.plan.batch_size
         return {
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
-            "train_top1": int(progress.correct) / images,
+            "train_top1": int(progress.correct) / (progress.step_in_epoch * self.plan.batch_size),
             "val_loss": val_loss,
             "val_top1": val_top1,
-            "learning_rate": float(self.step.schedule.get_last_lr()[0]),
-            "images_per_second": images / progress.epoch_seconds,
+            **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.step.nonfinite_steps),
         }
+
+    def _measure_speed(self) -> dict[str, float]:
+        images = self.progress.step_in_epoch * self.plan.batch_size
+        learning_rate = float(self.step.schedule.get_last_lr()[0])
+        return {"learning_rate": learning_rate, "images_per_second": images / self.progress.epoch_seconds}
 
     def _log(self, result: StepResult) -> None:
         """Log at fixed steps, and update what the user sees every half second."""
@@ -183,24 +186,19 @@ class Trainer:
         if not (is_log_due or is_display_due):
             return
         self._displayed_at = now
-        metrics = self._measure_step(result)
+        metrics = {
+            "epoch": self.progress.epoch + 1,
+            "step": self.progress.step,
+            "loss": float(result.loss),
+            "top1": int(result.correct) / self.plan.batch_size,
+            "gradient_norm": float(result.grad_norm),
+            **self._measure_speed(),
+        }
         for observer in self.observers:
             if is_log_due:
                 observer.on_log(metrics)
             if is_display_due:
                 observer.on_step(metrics)
-
-    def _measure_step(self, result: StepResult) -> StepMetrics:
-        progress = self.progress
-        return {
-            "epoch": progress.epoch + 1,
-            "step": progress.step,
-            "loss": float(result.loss),
-            "top1": int(result.correct) / self.plan.batch_size,
-            "gradient_norm": float(result.grad_norm),
-            "learning_rate": float(self.step.schedule.get_last_lr()[0]),
-            "images_per_second": progress.step_in_epoch * self.plan.batch_size / progress.epoch_seconds,
-        }
 
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""
