@@ -40,13 +40,7 @@ class CheckpointStore:
         return Path(tempfile.mkdtemp(prefix=".step-", suffix=".tmp", dir=self.directory))
 
     def save(
-        self,
-        state: dict[str, Any],
-        *,
-        step: int,
-        best_step: int,
-        keep_steps: list[int],
-        shards: Path | None = None,
+        self, state: dict[str, Any], *, step: int, best_step: int, keep_steps: list[int], shards: Path | None = None
     ) -> Path:
         """Write `state`, with the `shards` already written, as the checkpoint of global step `step`; delete what is no
         longer kept.

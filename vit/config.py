@@ -175,9 +175,7 @@ class Config(_Section):
         if self.model.init is None and self.data.crop_pct is None:
             object.__setattr__(self, "data", self.data.model_copy(update={"crop_pct": 1.0}))
         model, train = self.model, self.train
-        if (
-            model.init is None and model.preset is None
-        ):  # others have their own shape, checked when they are built
+        if model.init is None and model.preset is None:  # others have their own shape, checked when they are built
             if model.embed_dim % model.num_heads:
                 raise ValueError(
                     f"model.embed_dim {model.embed_dim} is not a multiple of model.num_heads {model.num_heads}"

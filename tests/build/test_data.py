@@ -15,9 +15,7 @@ from vit.build.data import Data, build_data, build_dataset
 from vit.config import load_config
 from vit.data.images import Preprocess
 
-PRETRAINED = Preprocess(
-    (16, 16), crop_pct=0.8, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
-)
+PRETRAINED = Preprocess((16, 16), crop_pct=0.8, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear")
 
 
 @pytest.fixture
@@ -66,12 +64,7 @@ def test_without_pretrained_weights_the_training_images_are_measured(root: Path)
 
 
 def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
-    cli: Launcher,
-    empty_yaml: Path,
-    empty_cache: Path,
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: Launcher, empty_yaml: Path, empty_cache: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walked: Counter[str] = Counter()
     walk = os.walk
@@ -83,16 +76,8 @@ def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
 
     monkeypatch.setattr(os, "walk", counting)
     monkeypatch.chdir(root.parent)
-    overrides = [
-        "data.name=folder",
-        "data.root=images",
-        "data.cache_dir=own",
-        "train.epochs=1",
-        "train.batch_size=8",
-    ]
-    settings = [
-        text for text in TINY_RUN if not text.startswith(("data.name", "train.epochs", "train.batch"))
-    ]
+    overrides = ["data.name=folder", "data.root=images", "data.cache_dir=own", "train.epochs=1", "train.batch_size=8"]
+    settings = [text for text in TINY_RUN if not text.startswith(("data.name", "train.epochs", "train.batch"))]
     summary = cli.succeed("train", empty_yaml, *settings, *overrides, "--output", "run").text
     assert "valid/ is the test split; validation is 10 % of train/ (seed 0)" in summary
     assert walked == {"train/a": 1, "train/b": 1}

@@ -16,8 +16,7 @@ def test_the_best_model_is_chosen_by_the_reports_numbers(
     overrides = [*TINY_RUN, f"train.precision={precision}", "train.epochs=2", "train.ema_decay=0.9"]
     cli.succeed("train", empty_yaml, *overrides, "--output", run)
     cli.succeed(
-        *("evaluate", run, "--split", "validation", "--device", "cpu", "--precision", precision),
-        *("--output", output),
+        *("evaluate", run, "--split", "validation", "--device", "cpu", "--precision", precision), *("--output", output)
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     best = max(lines, key=lambda metrics: (metrics["val_top1"], -metrics["val_loss"]))

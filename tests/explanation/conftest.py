@@ -41,9 +41,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm-qk-norm": lambda: build_timm(qk_norm=True),
     "timm-eva": lambda: build_timm("eva02_tiny_patch14_224", img_size=56),
     "timm-rotary": lambda: build_timm("vit_small_patch16_dinov3", img_size=64),
-    "torchvision": lambda: torchvision.models.VisionTransformer(
-        64, 16, 3, 3, 24, 48, num_classes=NUM_CLASSES
-    ),
+    "torchvision": lambda: torchvision.models.VisionTransformer(64, 16, 3, 3, 24, 48, num_classes=NUM_CLASSES),
     "hugging-face": build_hugging_face,
 }
 

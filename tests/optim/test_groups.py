@@ -64,9 +64,7 @@ def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in
     for name, parameter in model.named_parameters():
         inside = name.startswith("blocks") and parameter.ndim == 2
         kernel = parameter.ndim == 4 and name != reads_pixels
-        assert num_matrices[name] == (3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0), (
-            name
-        )
+        assert num_matrices[name] == (3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0), name
     kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3}[stem]
     assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels
 

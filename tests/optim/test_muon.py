@@ -36,9 +36,7 @@ def build_model(seed: int = 0) -> torch.nn.Module:
 
 
 def build_optimizer(model: torch.nn.Module, *, weight_decay: float = 0.1, layer_decay: float = 1.0) -> Muon:
-    groups = parameter_groups(
-        model, lr=1e-3, weight_decay=weight_decay, muon_lr=0.02, layer_decay=layer_decay
-    )
+    groups = parameter_groups(model, lr=1e-3, weight_decay=weight_decay, muon_lr=0.02, layer_decay=layer_decay)
     return Muon(groups, lr=1e-3, weight_decay=weight_decay)
 
 
@@ -97,10 +95,7 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
 
 
 def test_packed_queries_keys_and_values_are_orthogonalised_apart():
-    packed, apart = (
-        torch.nn.Parameter(torch.randn(24, 8)),
-        [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)],
-    )
+    packed, apart = (torch.nn.Parameter(torch.randn(24, 8)), [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)])
     with torch.no_grad():
         for third, parameter in zip(packed.chunk(3), apart, strict=True):
             parameter.copy_(third)

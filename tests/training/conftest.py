@@ -101,6 +101,4 @@ def flatten(value: Any, name: str = "") -> dict[str, Tensor]:
         items = enumerate(value)
     else:
         return {name: torch.tensor(value)} if isinstance(value, int | float) else {}
-    return {
-        key: tensor for place, child in items for key, tensor in flatten(child, f"{name}/{place}").items()
-    }
+    return {key: tensor for place, child in items for key, tensor in flatten(child, f"{name}/{place}").items()}

@@ -81,9 +81,7 @@ def test_two_processes_equal_one(alone: Path, train: Train, tmp_path: Path) -> N
     assert_close(alone, tmp_path / "two")
 
 
-def test_two_processes_with_sharded_weights_equal_one_also_when_one_continues(
-    train: Train, tmp_path: Path
-) -> None:
+def test_two_processes_with_sharded_weights_equal_one_also_when_one_continues(train: Train, tmp_path: Path) -> None:
     sharded = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=25"]
     sharded += ["train.attention_maps=8"]  # asked for, and not waited for by the process that is alone in it
     train(tmp_path / "alone", *sharded, processes=1)

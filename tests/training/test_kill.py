@@ -90,9 +90,7 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(
     errors = cli.finish(start(tmp_path / "run", "--resume")).err
     assert f"resuming after step {step}" in errors
     assert read_metrics(tmp_path / "run")[-1]["step"] == STEPS
-    assert [point for point, _ in read_curves(tmp_path / "run")["epoch/val_loss"]] == list(
-        range(5, STEPS + 1, 5)
-    )
+    assert [point for point, _ in read_curves(tmp_path / "run")["epoch/val_loss"]] == list(range(5, STEPS + 1, 5))
 
 
 def test_two_runs_cannot_write_one_directory(start: Start, tmp_path: Path) -> None:

@@ -29,9 +29,7 @@ def poison(run: Run, *, step: int) -> list[Tensor]:
 def test_the_run_stops_and_names_step_images_and_module(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path, "train.checkpoint_every_steps=1")
     before = poison(run, step=8)
-    with pytest.raises(
-        ValueError, match=r"step 8: .* first seen in blocks\.1\.mlp; images digits/\d+"
-    ) as error:
+    with pytest.raises(ValueError, match=r"step 8: .* first seen in blocks\.1\.mlp; images digits/\d+") as error:
         run.trainer.run()
     assert "(256)" in str(error.value)
     assert torch.equal(run.model.head.weight, before[0])

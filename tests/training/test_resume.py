@@ -63,9 +63,7 @@ def test_shards_that_cannot_be_written_are_one_error(make_run: MakeRun, tmp_path
         save_shards(step, tmp_path / "a file")
 
 
-def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(make_run: MakeRun, tmp_path: Path) -> None:
     overrides = ["train.checkpoint_every_steps=5"]  # an epoch's steps
     make_run(tmp_path / "whole", *overrides).trainer.run()
     broken = make_run(tmp_path / "broken", *overrides)

@@ -13,9 +13,7 @@ from vit.training.nonfinite import find_nonfinite
 from vit.training.step import TrainStep
 
 
-def build_step(
-    model: nn.Module | None = None, *, optimizer: str = "sgd", lr: float = 1.0, **arguments
-) -> TrainStep:
+def build_step(model: nn.Module | None = None, *, optimizer: str = "sgd", lr: float = 1.0, **arguments) -> TrainStep:
     """A step in float32 at a constant rate."""
     if model is None:
         torch.manual_seed(0)
@@ -49,9 +47,7 @@ def test_loss_is_the_smoothed_cross_entropy_before_the_update():
     images, labels = draw_batch()
     log_probabilities = step.module(images).log_softmax(1)
     probabilities = 0.9 * F.one_hot(labels, 5) + 0.1 / 5
-    torch.testing.assert_close(
-        step(images, labels).loss, -(probabilities * log_probabilities).sum(1).mean().detach()
-    )
+    torch.testing.assert_close(step(images, labels).loss, -(probabilities * log_probabilities).sum(1).mean().detach())
 
 
 def test_mixed_targets_weigh_their_classes_and_count_the_larger_one():
@@ -104,9 +100,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count(optimizer):
     assert torch.equal(weights(step), before)
     assert all(torch.equal(value, average[name]) for name, value in step.averaged_model.state_dict().items())
     for index, values in step.optimizer.state_dict()["state"].items():
-        assert all(
-            torch.equal(value, state[index][key]) for key, value in values.items() if value is not None
-        )
+        assert all(torch.equal(value, state[index][key]) for key, value in values.items() if value is not None)
     assert step(*draw_batch(seed=2)).finite
     assert not torch.equal(weights(step), before)
 
@@ -132,9 +126,7 @@ def test_restored_state_goes_on_to_the_same_bits(precision):
     step = build_step(precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9)
     for seed in range(3):
         step(*draw_batch(seed=seed))
-    resumed = build_step(
-        copy.deepcopy(step.module), precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9
-    )
+    resumed = build_step(copy.deepcopy(step.module), precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9)
     resumed.averaged_model.load_state_dict(step.averaged_model.state_dict())
     resumed.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
     resumed.schedule.load_state_dict(step.schedule.state_dict())

@@ -73,9 +73,7 @@ def compute_attention_distance(
     return float(((patches * distances).sum(dim=-1) / total).mean())
 
 
-def write_training_batch(
-    writer: "SummaryWriter", images: Float[Tensor, "B 3 H W"], preprocess: Preprocess
-) -> None:
+def write_training_batch(writer: "SummaryWriter", images: Float[Tensor, "B 3 H W"], preprocess: Preprocess) -> None:
     """A grid of augmented training images, as the model sees them."""
     from torchvision.utils import make_grid
 

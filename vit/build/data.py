@@ -84,9 +84,7 @@ def build_data(
         for split in splits
     }
     mean, std = (
-        _measure_normalization(decoded["train"].images)
-        if pretrained is None
-        else (preprocess.mean, preprocess.std)
+        _measure_normalization(decoded["train"].images) if pretrained is None else (preprocess.mean, preprocess.std)
     )
     return Data(
         train=decoded["train"],
@@ -117,9 +115,7 @@ def build_train_loader(config: Config, data: Data, *, device: torch.device, proc
     return WorkerLoader(data.train, workers=config.data.workers, **shared)
 
 
-def _measure_normalization(
-    images: np.ndarray | None,
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Mean and standard deviation of the training images; ImageNet's where they were only scanned."""
     if images is None:
         return IMAGENET_MEAN, IMAGENET_STD

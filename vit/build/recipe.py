@@ -12,9 +12,7 @@ from vit.training.run_directory import CONFIG_FILE
 ConfigLike = str | Path | Mapping[str, Any] | Config
 
 
-def resolve_config(
-    config: ConfigLike | None, overrides: Sequence[str], output: Path, *, resume: bool
-) -> Config:
+def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: Path, *, resume: bool) -> Config:
     """The configuration of the run in the directory `output`; its own where it is to be continued.
 
     Raises ValueError where there is none, where it is wrong, and where it differs from the run to be continued.

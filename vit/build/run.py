@@ -68,9 +68,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
         )
         preprocess = Preprocess.from_dict(values) if values else None
     else:
-        arguments = wanted.model_dump(
-            exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None
-        )
+        arguments = wanted.model_dump(exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None)
         if wanted.preset is not None:
             arguments = _find_preset(wanted.preset) | arguments
         model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
@@ -89,12 +87,7 @@ def _find_preset(name: str) -> dict[str, Any]:
 
 
 def build_run(
-    config: Config,
-    *,
-    directory: Path,
-    process: Process,
-    device_name: str,
-    observers: list[Observer] | None = None,
+    config: Config, *, directory: Path, process: Process, device_name: str, observers: list[Observer] | None = None
 ) -> Run:
     """All the parts of a training run, ready to start or to resume."""
     train, device = config.train, choose_device(device_name)
@@ -159,17 +152,13 @@ def build_step(
     """The model wrapped for its processes, with its average, optimizer and schedule."""
     train, schedule = config.train, config.schedule
     if train.parallel == "fsdp" and config.optimizer.name == "muon":
-        raise ValueError(
-            "optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw"
-        )
+        raise ValueError("optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw")
     precision = choose_precision(train.precision, device)
     average_model = copy.deepcopy(model) if train.ema_decay else None
     parallel_model = wrap_model(model, process=process, parallel=train.parallel, device=device)
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
-    optimizer = create_optimizer(
-        model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision)
-    )
+    optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
     warmup_steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
     return TrainStep(
         parallel_model,
@@ -203,9 +192,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Trai
         total_steps=min(total_steps, train.max_steps or total_steps),
         batch_size=batch_size,
         mix_until=config.augment.mix_until,
-        image_sizes=tuple(
-            (until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()
-        ),
+        image_sizes=tuple((until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()),
         **train.model_dump(include=keys),
     )
 
@@ -249,9 +236,7 @@ def _should_compile(config: Config, plan: TrainingPlan, model: VisionTransformer
     )
 
 
-def _model_writer(
-    config: Config, data: Data, directory: Path, process: Process
-) -> Callable[[nn.Module], None]:
+def _model_writer(config: Config, data: Data, directory: Path, process: Process) -> Callable[[nn.Module], None]:
     """Writes the model file of the run."""
     description = data.describe()
     hashes = (np.asarray(data.train.digests), np.asarray(data.train.perceptual))

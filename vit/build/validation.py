@@ -28,12 +28,7 @@ def build_evaluate(
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         predictor = Predictor(
-            unwrap_for_evaluation(model),
-            preprocess,
-            num_classes,
-            choose_batch_size(device),
-            device,
-            precision,
+            unwrap_for_evaluation(model), preprocess, num_classes, choose_batch_size(device), device, precision
         )
         scores = score_logits(predictor.predict(read, count=len(labels)), labels)
         return float(scores.loss.mean()), float(scores.correct.mean())

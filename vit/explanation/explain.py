@@ -146,9 +146,7 @@ def iterate_explanations(
         for number, batch in enumerate(batches):
             reading = coming or [pool.submit(item.read) for item in batch]
             decoded = list(_collect(batch, reading, on_unreadable))
-            coming = (
-                [pool.submit(item.read) for item in batches[number + 1]] if number + 1 < len(batches) else []
-            )
+            coming = [pool.submit(item.read) for item in batches[number + 1]] if number + 1 < len(batches) else []
             yield explainer(decoded) if decoded else []
 
 
@@ -168,15 +166,11 @@ class _Explainer:
         images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
         with autocast(self.device, self.settings.precision):
             forward = run_methods_forward(bundle.model, images, self.methods)
-            targets, maps = explain_forward(
-                forward, self.methods, choose_targets=self.choose_targets, options=options
-            )
+            targets, maps = explain_forward(forward, self.methods, choose_targets=self.choose_targets, options=options)
             logits = forward.logits.detach().float()
             checked = [of_method for of_method in maps if self.checker and not of_method.is_sheet]
             checks = iter(
-                self.checker.check(images, logits, targets, checked, options)
-                if self.checker and checked
-                else []
+                self.checker.check(images, logits, targets, checked, options) if self.checker and checked else []
             )
         probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
         explained = [

@@ -25,9 +25,7 @@ class Explanation:
 
     method: str
     maps: Float[Tensor, "B rows columns"]
-    targets: Int[
-        Tensor, " B"
-    ]  # the class each map is about; the predicted one where a method depends on none
+    targets: Int[Tensor, " B"]  # the class each map is about; the predicted one where a method depends on none
     probabilities: Float[Tensor, "B C"]
     prefix_mass: Float[Tensor, " B"]  # fraction of the relevance in class, distillation and register tokens
     entropy: Float[Tensor, " B"]  # nats, 0 to log(patches)
@@ -80,9 +78,7 @@ class Explanations:
             for method in self.settings.methods
         }
 
-    def save(
-        self, directory: str | Path, *, formats: Sequence[str] = FORMATS, overwrite: bool = False
-    ) -> None:
+    def save(self, directory: str | Path, *, formats: Sequence[str] = FORMATS, overwrite: bool = False) -> None:
         """Write overlays (png), maps.npz (npz), manifest.json and, for the format html, a gallery.
 
         Raises ValueError for an unknown format, FileExistsError where `directory` holds files, unless `overwrite` is

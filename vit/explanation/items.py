@@ -57,9 +57,7 @@ def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> li
     given = list(list_images(images))
     paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
     return [
-        ImageItem(
-            path, name, partial(_read_file, image) if isinstance(image, str) else partial(_with_hash, image)
-        )
+        ImageItem(path, name, partial(_read_file, image) if isinstance(image, str) else partial(_with_hash, image))
         for path, name, image in zip(paths, name_images(paths, taken=taken), given, strict=True)
     ]
 

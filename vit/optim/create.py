@@ -32,18 +32,12 @@ def create_optimizer(
     """
     check_choice(name, get_args(OptimizerName), name="optimizer")
     hidden_lr = muon_lr if name == "muon" else None
-    groups = parameter_groups(
-        model, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, muon_lr=hidden_lr
-    )
+    groups = parameter_groups(model, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, muon_lr=hidden_lr)
     if name == "muon":
-        return Muon(
-            groups, lr=lr, betas=betas, weight_decay=weight_decay, momentum=momentum, dtype=muon_dtype
-        )
+        return Muon(groups, lr=lr, betas=betas, weight_decay=weight_decay, momentum=momentum, dtype=muon_dtype)
     if name == "adamw":
         return AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-    optimizer = SGD(
-        groups, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0, fused=True
-    )
+    optimizer = SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0, fused=True)
     if momentum > 0:
         # torch allocates them in the first step, uninitialised where that step finds a non-finite gradient
         for group in optimizer.param_groups:

@@ -30,12 +30,7 @@ def layer_of(name: str, *, depth: int) -> int:
 
 
 def parameter_groups(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    layer_decay: float = 1.0,
-    muon_lr: float | None = None,
+    model: nn.Module, *, lr: float, weight_decay: float, layer_decay: float = 1.0, muon_lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Every trainable parameter of `model` once, in groups that share their settings.
 

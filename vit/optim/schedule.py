@@ -29,23 +29,15 @@ def schedule_factor(
 
 
 def create_schedule(
-    optimizer: Optimizer,
-    *,
-    name: ScheduleName,
-    warmup_steps: int,
-    total_steps: int,
-    cooldown_fraction: float = 0.25,
+    optimizer: Optimizer, *, name: ScheduleName, warmup_steps: int, total_steps: int, cooldown_fraction: float = 0.25
 ) -> LRScheduler:
     """A scheduler over `schedule_factor`; step it once after every optimizer step."""
     check_choice(name, get_args(ScheduleName), name="schedule")
     if not 0 <= warmup_steps < total_steps:
-        raise ValueError(
-            f"warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; shorten it"
-        )
+        raise ValueError(f"warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; shorten it")
     if not 0 < cooldown_fraction <= 1:
         raise ValueError(f"cooldown_fraction {cooldown_fraction} is not in (0, 1]; 0.25 is usual")
     settings = {"warmup_steps": warmup_steps, "total_steps": total_steps}
     return LambdaLR(
-        optimizer,
-        lambda step: schedule_factor(step, name=name, cooldown_fraction=cooldown_fraction, **settings),
+        optimizer, lambda step: schedule_factor(step, name=name, cooldown_fraction=cooldown_fraction, **settings)
     )

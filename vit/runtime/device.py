@@ -62,9 +62,7 @@ def _read_cpuinfo(key: str) -> list[str]:
     """A property of every core, as Linux tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    return [
-        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key
-    ]
+    return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key]
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

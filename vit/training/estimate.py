@@ -26,12 +26,7 @@ class StepCost:
 
 
 def measure_step_cost(
-    model: nn.Module,
-    *,
-    batch_size: int,
-    image_size: tuple[int, int],
-    grad_accum_steps: int,
-    precision: Precision,
+    model: nn.Module, *, batch_size: int, image_size: tuple[int, int], grad_accum_steps: int, precision: Precision
 ) -> StepCost:
     """Run forward and backward on blank images, one micro-batch's at most, and scale up to the batch.
 

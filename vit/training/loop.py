@@ -119,9 +119,7 @@ class Trainer:
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
         epoch, plan = self.progress.epoch, self.plan
         mix = epoch < plan.mix_until * plan.epochs
-        return self.train_batches.epoch(
-            epoch, start_step=start_step, image_size=plan.image_size(epoch), mix=mix
-        )
+        return self.train_batches.epoch(epoch, start_step=start_step, image_size=plan.image_size(epoch), mix=mix)
 
     def _finish_epoch(self) -> None:
         """Evaluate, keep the best model, tell the observers, save."""

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-StepMetrics = dict[
-    str, float
-]  # epoch and step (counted from 1), loss, top1 of the batch (0 to 1), gradient_norm, …
+StepMetrics = dict[str, float]  # epoch and step (counted from 1), loss, top1 of the batch (0 to 1), gradient_norm, …
 
 
 class Observer:

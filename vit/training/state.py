@@ -40,9 +40,7 @@ def restore_state(step: TrainStep, state: dict[str, Any]) -> None:
             "the checkpoint and this run differ in keeping an average of the weights; use the same ema_decay"
         )
     if step.module.state_dict().keys() != state["model"].keys():
-        raise ValueError(
-            "the checkpoint is of another architecture; resume with the configuration it began with"
-        )
+        raise ValueError("the checkpoint is of another architecture; resume with the configuration it began with")
     step.module.load_state_dict(state["model"])
     if step.average:
         step.average.model.load_state_dict(state["average"])
@@ -72,11 +70,7 @@ def load_shards(step: TrainStep, directory: Path, state: dict[str, Any]) -> None
     tensors, _ = _find_tensors(step)
     _rename_old_keys(state["groups"])
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(directory)),
-            no_dist=not dist.is_initialized(),
-        )
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=not dist.is_initialized())
     set_state_dict(
         step.module,
         step.optimizer,

@@ -56,9 +56,7 @@ class TrainStep:
     def __post_init__(self, average_model: nn.Module | None, compile: bool) -> None:
         check_choice(self.precision, get_args(Precision), name="precision")
         if self.grad_accum_steps < 1:
-            raise ValueError(
-                f"grad_accum_steps {self.grad_accum_steps} is not positive; 1 takes the batch at once"
-            )
+            raise ValueError(f"grad_accum_steps {self.grad_accum_steps} is not positive; 1 takes the batch at once")
         wrapped = isinstance(self.model, DistributedDataParallel)
         self.module = cast(nn.Module, self.model.module) if wrapped else self.model
         self.step = 0

@@ -156,9 +156,7 @@ def test_gradients_equal_autograd_through_explicit_attention(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_gradients_equal_central_differences(
-    ours: Build, monkeypatch: pytest.MonkeyPatch, layer: int
-) -> None:
+def test_gradients_equal_central_differences(ours: Build, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     model, images = ours()
     model, images = model.double(), images[:1].double()
     with capture_attention(model, gradients=True) as record:
@@ -188,10 +186,7 @@ def test_torchvision_gradients_equal_those_of_the_same_layers_written_out(build:
     with capture_attention(model, gradients=True) as record:
         gradients = record.gradients(model(images)[:, 1])
     tokens = model._process_input(images)
-    tokens = (
-        torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
-        + model.encoder.pos_embedding
-    )
+    tokens = torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], dim=1) + model.encoder.pos_embedding
     kept = []
     for block in model.encoder.layers:
         module = block.self_attention
@@ -260,11 +255,7 @@ def test_attention_that_cannot_be_recomputed_is_refused(from_timm: Build) -> Non
     bias[..., 3] = 5.0
     for block in model.blocks:
         block.attn.forward = lambda x, f=block.attn.forward, **kwargs: f(x, attn_mask=bias)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match="computes something else"),
-        capture_attention(model),
-    ):
+    with torch.no_grad(), pytest.raises(ValueError, match="computes something else"), capture_attention(model):
         model(images)
     assert count_hooks(model) == 0
 

@@ -71,17 +71,9 @@ def test_a_distilled_model_is_read_at_both_of_its_tokens(ours: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "arguments"),
-    [
-        (0, {"global_pool": "avg"}),
-        (1, {}),
-        (2, {"distilled": True}),
-        (5, {"reg_tokens": 4}),
-    ],
+    ("prefix", "arguments"), [(0, {"global_pool": "avg"}), (1, {}), (2, {"distilled": True}), (5, {"reg_tokens": 4})]
 )
-def test_prefix_tokens_are_dropped_and_their_share_reported(
-    ours: Build, prefix: int, arguments: dict
-) -> None:
+def test_prefix_tokens_are_dropped_and_their_share_reported(ours: Build, prefix: int, arguments: dict) -> None:
     model, images = ours(**arguments)
     _, _, (maps,) = compute_maps(model, images)
     assert maps.values.shape == (2, 1, 4, 6)
@@ -111,9 +103,7 @@ def test_every_method_explains_every_family(build: Build, method: str, family: s
     "family", ["ours", "ours-registers-norms", "timm-eva", "timm-rotary", "torchvision", "hugging-face"]
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_queries_and_keys_computed_again_give_the_same_attention(
-    build: Build, family: str, gradients: bool
-) -> None:
+def test_queries_and_keys_computed_again_give_the_same_attention(build: Build, family: str, gradients: bool) -> None:
     model, images = build(family)
     with torch.set_grad_enabled(gradients):
         with capture_attention(model, gradients=gradients) as kept:
@@ -128,10 +118,7 @@ def test_queries_and_keys_computed_again_give_the_same_attention(
 def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build) -> None:
     model, images = ours()
     _, targets, (agnostic, specific) = compute_maps(
-        model,
-        images,
-        methods=["rollout", "gae"],
-        choose_targets=lambda logits: logits.topk(3).indices,
+        model, images, methods=["rollout", "gae"], choose_targets=lambda logits: logits.topk(3).indices
     )
     assert targets.shape == (2, 3)
     assert agnostic.values.shape == (2, 1, 4, 6)

@@ -51,14 +51,7 @@ def test_areas_are_trapezoids_of_the_stored_curves(measurement: Measurement) -> 
 
 
 def test_every_metric_holds_every_map_it_can(measurement: Measurement) -> None:
-    for metric in (
-        "deletion",
-        "insertion",
-        "saco",
-        "leave_one_out_correlation",
-        "deletion_mean",
-        "insertion_blur",
-    ):
+    for metric in ("deletion", "insertion", "saco", "leave_one_out_correlation", "deletion_mean", "insertion_blur"):
         assert set(measurement.values[metric]) == {
             "rollout", "gae", "leave-one-out", "centre", "edges", "random",
         }  # fmt: skip

@@ -45,9 +45,7 @@ def painted(trained) -> dict[str, Any]:
 
 
 def test_deletion_is_pixel_flipping(painted: dict[str, Any]) -> None:
-    flip = quantus.PixelFlipping(
-        features_in_step=painted["features_in_step"], perturb_baseline=0.0, **AS_IT_IS
-    )
+    flip = quantus.PixelFlipping(features_in_step=painted["features_in_step"], perturb_baseline=0.0, **AS_IT_IS)
     curve = deletion_curve(
         painted["predict"], find_order(painted["maps"]), fractions=[(i + 1) / PATCHES for i in range(PATCHES)]
     )

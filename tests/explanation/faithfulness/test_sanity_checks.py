@@ -56,9 +56,7 @@ def test_the_cascade_randomises_from_the_head_down(trained) -> None:
         randomised = randomise_weights(trained.model, fraction_of_blocks=share)
         changed[share] = {
             name
-            for (name, before), after in zip(
-                trained.model.named_parameters(), randomised.parameters(), strict=True
-            )
+            for (name, before), after in zip(trained.model.named_parameters(), randomised.parameters(), strict=True)
             if not torch.equal(before, after)
         }
     assert {name.split(".")[0] for name in changed[0.0]} <= {"norm", "head"}

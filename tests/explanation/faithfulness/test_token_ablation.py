@@ -47,10 +47,7 @@ def test_kept_patches_are_each_images_own(ours: Build) -> None:
 
 def test_rotary_models_are_refused_and_painted_over_instead(build: Build) -> None:
     model, images = build("timm-eva")
-    with (
-        pytest.raises(ValueError, match="rotary positions"),
-        keep_tokens(model, torch.arange(3).expand(2, -1)),
-    ):
+    with pytest.raises(ValueError, match="rotary positions"), keep_tokens(model, torch.arange(3).expand(2, -1)):
         pass
     classes = torch.tensor([0, 1])
     auto = build_predictor(model, images, classes, grid=(4, 4))
@@ -67,9 +64,7 @@ def test_painting_leaves_kept_patches_their_pixels(ours: Build, fill: str) -> No
     handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     predict(torch.tensor([[7], [0]]))
     handle.remove()
-    assert torch.equal(
-        seen[0][0, :, 8:16, 8:16], images[0, :, 8:16, 8:16]
-    )  # patch 7: row 1, column 1 of 8 px
+    assert torch.equal(seen[0][0, :, 8:16, 8:16], images[0, :, 8:16, 8:16])  # patch 7: row 1, column 1 of 8 px
     assert (seen[0][0, :, :8, :8] - images[0, :, :8, :8]).abs().max() > 0.1
     assert torch.equal(seen[0][1, :, :8, :8], images[1, :, :8, :8])
     assert torch.isfinite(seen[0]).all()

@@ -41,9 +41,7 @@ def test_gae_equals_the_published_loop(ours: Build, pool: str) -> None:
     found = compute_gae(forward, score)
     for image in range(2):
         relevance = torch.eye(forward.readout.shape[1], dtype=torch.float64)
-        for attention, gradient in zip(
-            *attention_and_gradient(model, images[image : image + 1]), strict=True
-        ):
+        for attention, gradient in zip(*attention_and_gradient(model, images[image : image + 1]), strict=True):
             relevance = relevance + (gradient * attention).clamp(min=0).mean(dim=0) @ relevance
         expected = relevance[0] if pool == "token" else relevance.mean(dim=0)
         assert (found[image] - expected).abs().max() < 1e-10

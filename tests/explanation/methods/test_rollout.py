@@ -38,9 +38,7 @@ def test_equals_the_published_formula_in_float64() -> None:
 @pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
 @pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("residual", [0.0, 0.5, 0.9])
-def test_rows_sum_to_one_whatever_the_options(
-    head_fusion: str, discard_ratio: float, residual: float
-) -> None:
+def test_rows_sum_to_one_whatever_the_options(head_fusion: str, discard_ratio: float, residual: float) -> None:
     rollout = attention_rollout(
         random_attention(), head_fusion=head_fusion, discard_ratio=discard_ratio, residual=residual
     )

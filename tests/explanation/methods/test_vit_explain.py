@@ -86,19 +86,14 @@ def test_vit_explain_equals_an_independent_rederivation(head_fusion: str, discar
     attentions = random_attention()
     found = vit_explain_rollout(attentions, head_fusion=head_fusion, discard_ratio=discard_ratio)
     for image in range(2):
-        fused = [
-            getattr(np, head_fusion)(attention[image].double().numpy(), axis=0) for attention in attentions
-        ]
+        fused = [getattr(np, head_fusion)(attention[image].double().numpy(), axis=0) for attention in attentions]
         expected = their_rollout(fused, discard_ratio=discard_ratio, spare_first=True)
         assert np.abs(found[image].numpy() - expected).max() < 1e-6
 
 
 def test_vit_explain_gradient_rollout_pairs_attention_with_the_mirrored_layers_score_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
-    scores = [
-        torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator, requires_grad=True)
-        for _ in range(4)
-    ]
+    scores = [torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(4)]
     attentions = [score.softmax(dim=-1) for score in scores]
     for attention in attentions:
         attention.retain_grad()

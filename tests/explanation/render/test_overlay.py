@@ -112,9 +112,7 @@ def test_a_warning_is_red_in_the_picture() -> None:
     geometry = Preprocess(image_size=(16, 16)).geometry((64, 64))
     values = np.ones((4, 4), dtype=np.float32)
     plain = draw_overlay(Image.new("RGB", (64, 64)), values, geometry, **arguments)
-    marked = draw_overlay(
-        Image.new("RGB", (64, 64)), values, geometry, **arguments, warnings=["nearly uniform"]
-    )
+    marked = draw_overlay(Image.new("RGB", (64, 64)), values, geometry, **arguments, warnings=["nearly uniform"])
     assert marked.height > plain.height
     pixels = np.asarray(marked).astype(int)
     assert ((pixels[..., 0] > 150) & (pixels[..., 1] < 60)).sum() > 30
@@ -123,8 +121,6 @@ def test_a_warning_is_red_in_the_picture() -> None:
 def test_a_sheet_has_a_row_for_each_layer_and_a_column_for_each_head() -> None:
     tiles = np.random.default_rng(0).random((3, 2, 4, 4), dtype=np.float32)
     sheet = draw_sheet(tiles, layers=["0", "1", "2"], heads=["0", "1"], scale=SCALE, caption=["x"])
-    wider = draw_sheet(
-        tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"]
-    )
+    wider = draw_sheet(tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"])
     assert wider.width - 200 == sheet.width or wider.width > sheet.width
     assert wider.height == sheet.height

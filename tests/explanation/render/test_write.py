@@ -38,12 +38,7 @@ def photos(tmp_path: Path) -> list[str]:
     """Five images of different sizes, two with the same stem, and a broken one."""
     folder = tmp_path / "photos"
     random = np.random.default_rng(0)
-    for name, size in {
-        "a/one.png": (20, 30),
-        "b/one.png": (30, 20),
-        "two.jpg": (16, 16),
-        "é.webp": (64, 48),
-    }.items():
+    for name, size in {"a/one.png": (20, 30), "b/one.png": (30, 20), "two.jpg": (16, 16), "é.webp": (64, 48)}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(folder / name)
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
@@ -53,9 +48,7 @@ def photos(tmp_path: Path) -> list[str]:
 def write(bundle: Bundle, items: list[ImageItem], writer: MapWriter) -> list[ExplainedImage]:
     seen: list[ExplainedImage] = []
     with writer:
-        for batch in iterate_explanations(
-            bundle, items, writer.settings, on_unreadable=writer.add_unreadable
-        ):
+        for batch in iterate_explanations(bundle, items, writer.settings, on_unreadable=writer.add_unreadable):
             writer.add(batch)
             seen += batch
     return seen
@@ -95,9 +88,7 @@ def test_the_manifest_says_how_each_map_was_made(bundle: Bundle, photos: list[st
     assert manifest["method"] == "rollout"
     assert manifest["model_sha256"] == "0" * 64
     assert manifest["parameters"]["residual"] == 0.5
-    assert [entry["path"] for entry in manifest["images"]] == sorted(
-        path for path in photos if "broken" not in path
-    )
+    assert [entry["path"] for entry in manifest["images"]] == sorted(path for path in photos if "broken" not in path)
     entry = manifest["images"][0]
     assert entry["path"].endswith("a/one.png")
     assert entry["size"] == [20, 30]
@@ -110,14 +101,10 @@ def test_the_manifest_says_how_each_map_was_made(bundle: Bundle, photos: list[st
     assert found["class_specific"] is False
     assert found["target"] is None
     assert 0 < found["prefix_mass"] < 1
-    assert {"deletion_gap", "better_than_random", "randomised_correlation", "warnings"} == found[
-        "sanity_check"
-    ].keys()
+    assert {"deletion_gap", "better_than_random", "randomised_correlation", "warnings"} == found["sanity_check"].keys()
 
 
-def test_a_broken_image_is_named_and_the_rest_explained(
-    bundle: Bundle, photos: list[str], tmp_path: Path
-) -> None:
+def test_a_broken_image_is_named_and_the_rest_explained(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     manifest = export(bundle, photos, tmp_path / "out")
     assert len(manifest["images"]) == 4
     (bad,) = manifest["unreadable"]
@@ -125,9 +112,7 @@ def test_a_broken_image_is_named_and_the_rest_explained(
     assert "broken.jpg" in bad["reason"]
 
 
-def test_equal_stems_in_different_folders_do_not_collide(
-    bundle: Bundle, photos: list[str], tmp_path: Path
-) -> None:
+def test_equal_stems_in_different_folders_do_not_collide(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     export(bundle, photos, tmp_path / "out", sanity_checks=False)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert names == ["a-one.rollout.png", "b-one.rollout.png", "two.rollout.png", "é.rollout.png"]
@@ -137,9 +122,7 @@ class Stop(Exception):
     """Ctrl-C, as far as the export is concerned."""
 
 
-def test_an_interrupted_export_continues_where_it_was(
-    bundle: Bundle, photos: list[str], tmp_path: Path
-) -> None:
+def test_an_interrupted_export_continues_where_it_was(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
     settings, output, items = Settings(batch_size=1), tmp_path / "parts", items_from_files(photos)
     batches = iterate_explanations(bundle, items, settings, on_unreadable=lambda item, reason: None)
@@ -176,12 +159,8 @@ def test_an_export_of_an_older_version_is_refused(bundle: Bundle, photos: list[s
         MapWriter(tmp_path / "out", bundle, Settings(batch_size=2, sanity_checks=False), resume=True)
 
 
-def test_class_targets_have_a_map_each_and_safe_names(
-    bundle: Bundle, photos: list[str], tmp_path: Path
-) -> None:
-    manifest = export(
-        bundle, photos, tmp_path / "out", methods=("gae", "rollout"), target="all", sanity_checks=False
-    )
+def test_class_targets_have_a_map_each_and_safe_names(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
+    manifest = export(bundle, photos, tmp_path / "out", methods=("gae", "rollout"), target="all", sanity_checks=False)
     entry = manifest["images"][2]
     maps = entry["maps"]
     assert [found["target"] and found["target"]["name"] for found in maps].count(None) == 1
@@ -191,19 +170,12 @@ def test_class_targets_have_a_map_each_and_safe_names(
     assert all(np.isfinite(found["logit"]) for found in maps if found["target"])
 
 
-@pytest.mark.parametrize(
-    ("classes", "count"), [("auto", 1), ("cat", 1), ("1", 1), ("3", 1), ("top3", 3), ("all", 5)]
-)
+@pytest.mark.parametrize(("classes", "count"), [("auto", 1), ("cat", 1), ("1", 1), ("3", 1), ("top3", 3), ("all", 5)])
 def test_classes_are_given_by_name_index_or_number(
     bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
 ) -> None:
     manifest = export(
-        bundle,
-        photos[:1] + photos[2:3],
-        tmp_path / "out",
-        methods=("gae",),
-        target=classes,
-        sanity_checks=False,
+        bundle, photos[:1] + photos[2:3], tmp_path / "out", methods=("gae",), target=classes, sanity_checks=False
     )
     for entry in manifest["images"]:
         assert len(entry["maps"]) == count
@@ -229,15 +201,11 @@ def test_scales_are_of_what_they_say(bundle: Bundle, photos: list[str], tmp_path
             values = np.stack([other.values for other in found]) if scale == "batch" else one.values
             high = np.abs(values).max() if signed else values.max()
             assert np.isclose(one.scale.high, FIXED_END if scale == "fixed" else high)
-            assert np.isclose(
-                one.scale.low, -one.scale.high if signed else 0 if scale == "fixed" else values.min()
-            )
+            assert np.isclose(one.scale.low, -one.scale.high if signed else 0 if scale == "fixed" else values.min())
 
 
 def test_all_layers_and_heads_are_one_sheet(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
-    manifest = export(
-        bundle, photos, tmp_path / "out", methods=("raw",), options=MapOptions(layer=None, head=None)
-    )
+    manifest = export(bundle, photos, tmp_path / "out", methods=("raw",), options=MapOptions(layer=None, head=None))
     with np.load(tmp_path / "out" / "maps.npz") as arrays:
         assert arrays[manifest["images"][0]["map_key"]].shape == (2, 3, 4, 4)
     assert manifest["images"][0]["maps"][0]["sanity_check"] is None
@@ -261,9 +229,7 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
         explain_images(bundle, [])
 
 
-def test_half_precision_is_of_the_forward_pass_alone(
-    bundle: Bundle, photos: list[str], tmp_path: Path
-) -> None:
+def test_half_precision_is_of_the_forward_pass_alone(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     settings = Settings(precision="bfloat16", sanity_checks=False, methods=("rollout", "gae"))
     seen = write(bundle, items_from_files(photos), MapWriter(tmp_path / "out", bundle, settings))
     for of_image in seen:

@@ -124,9 +124,7 @@ class AttentionLayer:
 
     def _attach_heads(self) -> RemovableHandle:
         """Hook the submodule that O goes into."""
-        receiver = next(
-            getattr(self.module, name) for name in ("norm", "o_proj", "proj") if hasattr(self.module, name)
-        )
+        receiver = next(getattr(self.module, name) for name in ("norm", "o_proj", "proj") if hasattr(self.module, name))
         handle: RemovableHandle = receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
         return handle
 
@@ -192,9 +190,7 @@ class RotaryLayer(AttentionLayer):
         module = self.module
         if module.qkv is not None:
             return super()._project_query_and_key(tokens)
-        return module.q_norm(self._split(module.q_proj(tokens))), module.k_norm(
-            self._split(module.k_proj(tokens))
-        )
+        return module.q_norm(self._split(module.q_proj(tokens))), module.k_norm(self._split(module.k_proj(tokens)))
 
     def _rotate(self, tensor: Tensor, rope: Tensor) -> Tensor:
         """Rotary position embedding (Su et al. 2021, eq. 34) of patches; prefix tokens have no position."""

@@ -17,12 +17,7 @@ from vit.explanation.faithfulness import grid_pointing
 from vit.explanation.faithfulness.baselines import RANDOM_MAPS, centre_maps, edge_maps, random_maps
 from vit.explanation.faithfulness.map_metrics import KEPT, REMOVED, PerImage, compute_saco, find_order
 from vit.explanation.faithfulness.sanity_checks import randomise_weights, rank_correlation
-from vit.explanation.faithfulness.token_ablation import (
-    area_under,
-    build_predictor,
-    deletion_curve,
-    leave_one_out,
-)
+from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve, leave_one_out
 from vit.explanation.methods.table import MapOptions, compute_maps
 from vit.model.logits import compute_logits
 
@@ -97,9 +92,7 @@ class Benchmark:
     def _measure_randomised_weights(self) -> None:
         """Rank correlation with maps of the model with weights randomised from its head down (Adebayo et al. 2018)."""
         images, classes = self.images[self.few], self.classes[self.few]
-        models = [
-            randomise_weights(self.model, fraction_of_blocks=fraction) for fraction in FRACTIONS_OF_BLOCKS
-        ]
+        models = [randomise_weights(self.model, fraction_of_blocks=fraction) for fraction in FRACTIONS_OF_BLOCKS]
         values = self.result.values["randomised_correlation"]
         for method in self.methods:
             self.on_progress(f"randomised weights: {method}")
@@ -108,9 +101,7 @@ class Benchmark:
             self.result.cascade[method] = [float(stage.mean()) for stage in found]
             values[method] = found[-1].cpu().numpy()
         drops = self._leave_one_out(models[-1], images, classes)
-        values[LEAVE_ONE_OUT] = (
-            rank_correlation(self.maps[LEAVE_ONE_OUT][self.few], drops).abs().cpu().numpy()
-        )
+        values[LEAVE_ONE_OUT] = rank_correlation(self.maps[LEAVE_ONE_OUT][self.few], drops).abs().cpu().numpy()
         for baseline in ("centre", "edges"):  # which don't depend on the model
             values[baseline] = np.ones(len(images), dtype=np.float32)
 
@@ -121,8 +112,7 @@ class Benchmark:
         generator = torch.Generator().manual_seed(self.seed)
         reach = _NOISE / torch.tensor(self.bundle.preprocess.std, device=images.device).view(3, 1, 1)
         noise = [
-            (2 * torch.rand(images.shape, generator=generator).to(images) - 1) * reach
-            for _ in range(_NOISY_COPIES)
+            (2 * torch.rand(images.shape, generator=generator).to(images) - 1) * reach for _ in range(_NOISY_COPIES)
         ]
         for method in self.methods:
             self.on_progress(f"sensitivity: {method}")
@@ -140,9 +130,7 @@ class Benchmark:
             name = type(self.model).__name__
             self.result.notes.append(f"no grid pointing: {name} does not take another number of patches")
             return
-        mosaics, targets = grid_pointing.build_mosaics(
-            self.images, self.classes, count=self.mosaics, seed=self.seed
-        )
+        mosaics, targets = grid_pointing.build_mosaics(self.images, self.classes, count=self.mosaics, seed=self.seed)
         if len(mosaics) == 0:
             self.result.notes.append("no grid pointing: the images show fewer than four classes")
             return
@@ -153,9 +141,7 @@ class Benchmark:
         maps: dict[str, Sequence[PatchMaps]] = {}
         for method in self.methods:
             self.on_progress(f"grid pointing: {method}")
-            maps[method] = [
-                self._explain(method, model, mosaics, of_quarter) for of_quarter in targets.unbind(dim=1)
-            ]
+            maps[method] = [self._explain(method, model, mosaics, of_quarter) for of_quarter in targets.unbind(dim=1)]
         self.on_progress("grid pointing: baselines")
         grid, generator = (2 * self.grid[0], 2 * self.grid[1]), torch.Generator().manual_seed(self.seed)
         maps["random"] = [random_maps(len(mosaics), grid, generator=generator)] * 4
@@ -200,9 +186,7 @@ class Benchmark:
             insertion = deletion_curve(predict, order.flip(1), fractions=[1 - fraction for fraction in KEPT])
             return torch.stack([deletion, insertion], dim=1)
 
-        deletion, insertion = self._in_batches(
-            compute, self.images[chosen], self.classes[chosen], maps
-        ).unbind(dim=1)
+        deletion, insertion = self._in_batches(compute, self.images[chosen], self.classes[chosen], maps).unbind(dim=1)
         return deletion, insertion
 
     def _saco(self, maps: PatchMaps) -> Float[Tensor, " n"]:
@@ -214,11 +198,7 @@ class Benchmark:
     def _explain(self, method: str, model: nn.Module, images: Tensor, classes: Tensor) -> PatchMaps:
         def compute(images: Tensor, classes: Tensor) -> Tensor:
             _, _, (maps,) = compute_maps(
-                model,
-                images,
-                methods=[method],
-                choose_targets=lambda _: classes[:, None],
-                options=self.options,
+                model, images, methods=[method], choose_targets=lambda _: classes[:, None], options=self.options
             )
             return maps.values[:, 0]
 
@@ -244,9 +224,7 @@ class Benchmark:
     def _in_batches(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`compute` of a few rows of the tensors at a time."""
         starts = range(0, len(tensors[0]), self.batch_size)
-        return torch.cat(
-            [compute(*(t[start : start + self.batch_size] for t in tensors)) for start in starts]
-        )
+        return torch.cat([compute(*(t[start : start + self.batch_size] for t in tensors)) for start in starts])
 
 
 def _mean(several: Sequence[Tensor]) -> Float[np.ndarray, "n ..."]:

@@ -116,9 +116,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
             methods = metrics[metric]["methods"]
             reference, random = _interval(methods[LEAVE_ONE_OUT]), _interval(methods["random"])
             ahead = (reference.mean > random.mean) == METRICS[metric].higher_is_better
-            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = ahead and map_metrics.disjoint(
-                reference, random
-            )
+            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = ahead and map_metrics.disjoint(reference, random)
     random = _interval(metrics["saco"]["methods"]["random"])
     checks["random SaCo is about 0"] = random.low <= 0 <= random.high
     return checks
@@ -140,9 +138,7 @@ def build_table(summary: Mapping[str, Any]) -> str:
         milliseconds = summary["milliseconds_per_image"].get(name)
         kind = "baseline" if name in BASELINES else "yes" if METHODS[name].class_specific else "no"
         rows.append([name, kind, *cells, *wins, "" if milliseconds is None else f"{milliseconds:.1f}"])
-    return map_metrics.to_markdown(
-        ["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows
-    )
+    return map_metrics.to_markdown(["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows)
 
 
 def _show(method: Mapping[str, Any] | None) -> str:

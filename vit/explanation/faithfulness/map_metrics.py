@@ -98,6 +98,5 @@ def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
     lines = [headings, ["-" * width for width in widths], *rows]
     return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )

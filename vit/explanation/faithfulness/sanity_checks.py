@@ -88,14 +88,7 @@ class SanityChecker:
 class RandomDeletion:
     """Deletion of patches in random orders from a batch of images, to compare maps with."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        images: Images,
-        classes: Int[Tensor, " B"],
-        *,
-        grid: Grid,
-    ) -> None:
+    def __init__(self, model: nn.Module, images: Images, classes: Int[Tensor, " B"], *, grid: Grid) -> None:
         self._predict = build_predictor(model, images, classes, grid=grid)
         generator = torch.Generator().manual_seed(0)  # the same orders for every image: batches don't matter
         orders = [torch.randperm(grid[0] * grid[1], generator=generator) for _ in range(RANDOM_ORDERS)]

@@ -50,7 +50,5 @@ def select_correct_images(
         if len(ids) == count:
             break
     if len(ids) < FEWEST_IMAGES:
-        raise ValueError(
-            f"the model predicts {len(ids)} of {len(source)} images correctly; {FEWEST_IMAGES} are needed"
-        )
+        raise ValueError(f"the model predicts {len(ids)} of {len(source)} images correctly; {FEWEST_IMAGES} are needed")
     return torch.stack(kept), torch.tensor(classes), ids

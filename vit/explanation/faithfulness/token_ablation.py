@@ -56,12 +56,7 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
 
 
 def build_predictor(
-    model: nn.Module,
-    images: Images,
-    classes: Int[Tensor, " B"],
-    *,
-    grid: Grid,
-    fill: str = "auto",
+    model: nn.Module, images: Images, classes: Int[Tensor, " B"], *, grid: Grid, fill: str = "auto"
 ) -> Predict:
     """A function from the patches that are kept to the probability of each image's class.
 
@@ -97,22 +92,17 @@ def deletion_curve(
     return torch.stack([predict(order[:, round(fraction * patches) :]) for fraction in fractions], dim=1)
 
 
-def leave_one_out(
-    predict: Predict, *, batch: int, patches: int, device: torch.device
-) -> Float[Tensor, "B P"]:
+def leave_one_out(predict: Predict, *, batch: int, patches: int, device: torch.device) -> Float[Tensor, "B P"]:
     """The drop in probability when one patch is left out (leave-one-out occlusion)."""
     everything = torch.arange(patches, device=device).expand(batch, -1)
     whole = predict(everything)
     without = [
-        predict(torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1))
-        for patch in range(patches)
+        predict(torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1)) for patch in range(patches)
     ]
     return whole[:, None] - torch.stack(without, dim=1)
 
 
-def area_under(
-    curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = FRACTIONS
-) -> Float[Tensor, " B"]:
+def area_under(curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = FRACTIONS) -> Float[Tensor, " B"]:
     """Trapezoidal area, divided by the range of the fractions: a mean probability."""
     points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])

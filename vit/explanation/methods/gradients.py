@@ -61,9 +61,7 @@ def compute_attention_gradcam(forward: Forward, score: Float[Tensor, " B"]) -> F
     return torch.cat(maps)
 
 
-def compute_legrad(
-    forward: Forward, classes: Int[Tensor, " B"], *, start_layer: int = 0
-) -> Float[Tensor, "B N"]:
+def compute_legrad(forward: Forward, classes: Int[Tensor, " B"], *, start_layer: int = 0) -> Float[Tensor, "B N"]:
     """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on the mean
     of the tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
     layers = forward.record.layers[start_layer:]
@@ -101,10 +99,7 @@ def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Fl
 
 
 def _weighted_attention(
-    forward: Forward,
-    score: Float[Tensor, " B"],
-    *,
-    fuse: Callable[[Float[Tensor, "b H N N"]], Float[Tensor, "b N N"]],
+    forward: Forward, score: Float[Tensor, " B"], *, fuse: Callable[[Float[Tensor, "b H N N"]], Float[Tensor, "b N N"]]
 ) -> Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]]:
     """fuse(G⊙A) of a layer and some images. A layer's gradient is found by the layer, never by its
     position."""

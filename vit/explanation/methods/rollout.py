@@ -94,10 +94,7 @@ def attention_rollout(
     """
     check_rollout_options(len(attentions), head_fusion, discard_ratio, residual, start_layer)
     fuse = partial(
-        mixing_matrix,
-        head_fusion=head_fusion,
-        discard_ratio=discard_ratio,
-        num_prefix_tokens=num_prefix_tokens,
+        mixing_matrix, head_fusion=head_fusion, discard_ratio=discard_ratio, num_prefix_tokens=num_prefix_tokens
     )
 
     def mix(attention: Float[Tensor, "B H N N"], row: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:

@@ -199,12 +199,7 @@ _ALL = (
     Method("rollout", "attention rollout", _rollout),
     Method("raw", "attention of a layer", _raw),
     Method("gae", "generic attention explanation", _GAE, class_specific=True),
-    Method(
-        "gae-scale-free",
-        "generic attention explanation, rows normalised",
-        _GAE_SCALE_FREE,
-        class_specific=True,
-    ),
+    Method("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, class_specific=True),
     Method("gradient-rollout", "gradient-weighted rollout", _GRADIENT_ROLLOUT, class_specific=True),
     Method("attn-gradcam", "Grad-CAM of the last attention", _GRADCAM, class_specific=True),
     Method("legrad", "LeGrad", _legrad, class_specific=True),

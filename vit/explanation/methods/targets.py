@@ -36,6 +36,4 @@ def find_class(target: int | str, class_names: Sequence[str]) -> int:
     if str(target).isdigit() and int(target) < len(class_names):
         return int(target)
     shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
-    raise ValueError(
-        f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}"
-    )
+    raise ValueError(f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}")

@@ -50,9 +50,7 @@ def collect_patch_attention(forward: Forward, image: int, *, budget: int) -> lis
         attention = layer.attention(one)[0, :, patches, patches]  # [H, P, P]
         kept.append(_quantise(attention.mean(dim=0), grid, layer_grid, layer=number))
         if with_heads:
-            heads_kept += [
-                _quantise(a, grid, grid, layer=number, head=head) for head, a in enumerate(attention)
-            ]
+            heads_kept += [_quantise(a, grid, grid, layer=number, head=head) for head, a in enumerate(attention)]
     return kept + heads_kept
 
 
