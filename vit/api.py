@@ -19,13 +19,14 @@ from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
-from vit.explanation.explain import choose_settings, explain_items
+from vit.explanation.explain import explain_items, fit_settings
 from vit.explanation.explanations import Explanations
 from vit.explanation.faithfulness.benchmark import Benchmark
 from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.items import find_items
 from vit.explanation.methods.table import METHODS, MapOptions, find_methods
+from vit.explanation.render.explained import Settings
 from vit.explanation.render.write import MapWriter
 from vit.pages.explanation_files import EXTRA_FORMATS, check_formats, write_explanations
 from vit.pages.report import PAGES
@@ -192,16 +193,16 @@ def explain(
     bundle = _load(model, device, random_weights=random_weights)
     given, trained_on = None if images is None else list(list_images(images)), bundle.config.get("data", {})
     number = count if given is None else len(given)
-    settings = choose_settings(
-        bundle,
-        methods=methods,
+    settings = Settings(
+        methods=(methods,) if isinstance(methods, str) else tuple(methods),
+        options=options or MapOptions(),
         target=target,
-        options=options,
         scale=scale,
         sanity_checks=number <= 64 if sanity_checks is None else sanity_checks,
-        batch_size=batch_size,
+        batch_size=batch_size or 0,
         precision=precision,
     )
+    settings = fit_settings(bundle, settings)
     if output is None:
         items = find_items(given, trained_on=trained_on, count=count)
         return replace(explain_items(bundle, items, settings), extra_formats=EXTRA_FORMATS)

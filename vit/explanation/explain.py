@@ -15,14 +15,7 @@ from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.explanations import Explanation, Explanations
 from vit.explanation.faithfulness.sanity_checks import SanityCheck, SanityChecker
 from vit.explanation.items import ImageItem, clean_name, items_from_images
-from vit.explanation.methods.table import (
-    MapOptions,
-    Maps,
-    check_options,
-    explain_forward,
-    find_methods,
-    run_methods_forward,
-)
+from vit.explanation.methods.table import MapOptions, Maps, check_options, compute_maps
 from vit.explanation.methods.targets import build_target_chooser
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
@@ -33,30 +26,14 @@ from vit.runtime.progress import show_progress
 Decoded = tuple[ImageItem, Image.Image, str]
 
 
-def choose_settings(
-    bundle: Bundle,
-    *,
-    methods: str | Sequence[str] = ("rollout",),
-    target: int | str = "auto",
-    options: MapOptions | None = None,
-    scale: str = "image",
-    sanity_checks: bool = False,
-    batch_size: int | None = None,
-    precision: str = "float32",
-) -> Settings:
-    """Settings with defaults that fit the model. Raises ValueError for what this model does not have."""
-    settings = Settings(
-        methods=(methods,) if isinstance(methods, str) else tuple(methods),
-        options=options or MapOptions(),
-        target=target,
-        scale=scale,
-        sanity_checks=sanity_checks,
-        batch_size=batch_size or choose_batch_size(bundle.preprocess.image_size),
-        precision=choose_precision(precision, next(bundle.model.parameters()).device),
-    )
+def fit_settings(bundle: Bundle, settings: Settings) -> Settings:
+    """`settings` with the batch size and precision that fit the model. Raises ValueError for a class, layer or option
+    that the model does not have."""
     build_target_chooser(settings.target, bundle.class_names)
     check_options(settings.options, find_attention_layers(bundle.model))
-    return settings
+    size = settings.batch_size or choose_batch_size(bundle.preprocess.image_size)
+    precision = choose_precision(settings.precision, next(bundle.model.parameters()).device)
+    return replace(settings, batch_size=size, precision=precision)
 
 
 def explain_items(bundle: Bundle, items: Sequence[ImageItem], settings: Settings) -> Explanations:
@@ -113,8 +90,9 @@ def explain_images(
     batch_size: int = 32,
 ) -> Explanation:
     """Explain RGB images with one method and one class each: with tensors as the result."""
-    settings = choose_settings(bundle, methods=method, target=target, options=options, batch_size=batch_size)
-    found = explain_items(bundle, items_from_images(images), settings)
+    options = options or MapOptions()
+    settings = Settings((method,), options, target, sanity_checks=False, batch_size=batch_size)
+    found = explain_items(bundle, items_from_images(images), fit_settings(bundle, settings))
     maps = [of_image.maps[0] for of_image in found.images]
     mass, entropy = (torch.tensor([getattr(m, name) for m in maps]) for name in ("prefix_mass", "entropy"))
     return Explanation(method, found.maps[method], found.targets, found.probabilities, mass, entropy)
@@ -146,7 +124,8 @@ def iterate_explanations(
         for number, batch in enumerate(batches):
             reading = coming or [pool.submit(item.read) for item in batch]
             decoded = list(_collect(batch, reading, on_unreadable))
-            coming = [pool.submit(item.read) for item in batches[number + 1]] if number + 1 < len(batches) else []
+            following = [item for of_batch in batches[number + 1 : number + 2] for item in of_batch]
+            coming = [pool.submit(item.read) for item in following]
             yield explainer(decoded) if decoded else []
 
 
@@ -157,16 +136,16 @@ class _Explainer:
         self.bundle, self.settings = bundle, settings
         self.patch_attention_bytes = patch_attention_bytes
         self.device = next(bundle.model.parameters()).device
-        self.methods = find_methods(settings.methods)
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
         self.checker = SanityChecker(bundle.model) if settings.sanity_checks else None
 
     def __call__(self, decoded: Sequence[Decoded]) -> list[ExplainedImage]:
         bundle, options = self.bundle, self.settings.options
         images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
-        with autocast(self.device, self.settings.precision):
-            forward = run_methods_forward(bundle.model, images, self.methods)
-            targets, maps = explain_forward(forward, self.methods, choose_targets=self.choose_targets, options=options)
+        with autocast(self.device, choose_precision(self.settings.precision, self.device)):
+            forward, targets, maps = compute_maps(
+                bundle.model, images, methods=self.settings.methods, choose_targets=self.choose_targets, options=options
+            )
             logits = forward.logits.detach().float()
             checked = [of_method for of_method in maps if self.checker and not of_method.is_sheet]
             checks = iter(

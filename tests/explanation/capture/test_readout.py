@@ -91,12 +91,12 @@ def test_the_grid_follows_an_input_of_another_size(from_timm: Build) -> None:
 @pytest.mark.parametrize("family", ["ours", "timm", "timm-eva", "torchvision", "hugging-face"])
 def test_every_method_explains_every_family(build: Build, method: str, family: str) -> None:
     model, images = build(family)
-    logits, targets, (maps,) = compute_maps(model, images, methods=[method])
+    forward, targets, (maps,) = compute_maps(model, images, methods=[method])
     assert maps.values.dtype == torch.float32
     assert torch.isfinite(maps.values).all()
     if method != "attn-gradcam":  # whose positive part can be nothing
         assert maps.values.std() > 0
-    assert torch.equal(targets[:, 0], logits.argmax(dim=1))
+    assert torch.equal(targets[:, 0], forward.logits.argmax(dim=1))
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,10 @@ def test_the_cascade_randomises_from_the_head_down(trained) -> None:
 def test_judges_do_not_depend_on_the_batch(trained) -> None:
     checker, options = SanityChecker(trained.model), MapOptions()
     images = trained.images[:6]
-    logits, targets, maps = compute_maps(trained.model, images, methods=["rollout", "gae"])
-    together = checker.check(images, logits, targets, maps, options)
-    one_logits, one_targets, one_maps = compute_maps(trained.model, images[4:5], methods=["rollout", "gae"])
-    alone = checker.check(images[4:5], one_logits, one_targets, one_maps, options)
+    forward, targets, maps = compute_maps(trained.model, images, methods=["rollout", "gae"])
+    together = checker.check(images, forward.logits, targets, maps, options)
+    one_forward, one_targets, one_maps = compute_maps(trained.model, images[4:5], methods=["rollout", "gae"])
+    alone = checker.check(images[4:5], one_forward.logits, one_targets, one_maps, options)
     for method in range(2):
         assert abs(together[method][4][0].deletion_gap - alone[method][0][0].deletion_gap) < 1e-5
         assert together[method][4][0].better_than_random == alone[method][0][0].better_than_random

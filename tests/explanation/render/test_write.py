@@ -212,7 +212,7 @@ def test_all_layers_and_heads_are_one_sheet(bundle: Bundle, photos: list[str], t
 
 
 def test_an_unknown_scale_or_method_is_said_before_any_work() -> None:
-    with pytest.raises(ValueError, match="unknown scale 'log'; known: image, batch, fixed"):
+    with pytest.raises(ValueError, match="unknown scale 'log'; known: batch, fixed, image"):
         Settings(scale="log")
     with pytest.raises(ValueError, match="unknown method 'lrp'"):
         Settings(methods=("lrp",))

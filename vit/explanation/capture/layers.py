@@ -56,11 +56,14 @@ class AttentionLayer:
 
     def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
         """What attention multiplies, [b, H, N, K] each, before scaling."""
-        if self.query is None or self.key is None:
-            assert self.tokens is not None
-            with torch.no_grad():
-                return self._project_query_and_key(self.tokens[images].detach())
-        return self.query[images], self.key[images]
+        if self.query is not None and self.key is not None:
+            return self.query[images], self.key[images]
+        assert self.tokens is not None
+        with torch.no_grad():
+            tokens = self.tokens[images].detach()
+            query, key = self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
+            has_norms = hasattr(self.module, "q_norm")
+            return (self.module.q_norm(query), self.module.k_norm(key)) if has_norms else (query, key)
 
     def scaled_query_and_key(
         self, images: slice = EVERY_IMAGE
@@ -79,15 +82,9 @@ class AttentionLayer:
     ) -> Float[Tensor, "b H Nq N"]:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         assert self.tokens is not None
-        value = self._split(self.value(self.tokens[images].detach()).detach())
+        value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         gradient = self._split(heads_gradient[images])
         return at_least_float32(gradient) @ at_least_float32(value).transpose(-2, -1)
-
-    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
-        """The values, heads side by side."""
-        qkv, size = self.module.qkv, self.module.qkv.out_features // 3
-        separate = getattr(self.module, "v_bias", None)  # Eva adds its biases to a qkv without any
-        return F.linear(tokens, qkv.weight[-size:], separate if qkv.bias is None else qkv.bias[-size:])
 
     def attach(self, *, gradients: bool, token_limit: int) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph.
@@ -106,7 +103,9 @@ class AttentionLayer:
 
         def on_projection(kind: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             if self.tokens is not None and self.tokens.nbytes <= token_limit:
-                setattr(self, kind, self._as_heads(output.detach()))
+                output = output.detach()
+                # a copy where the output is a view, which would keep the whole qkv output alive
+                setattr(self, kind, output.contiguous() if output.ndim == 4 else self._split(output))
 
         def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.block_tokens = _first(result)
@@ -117,10 +116,6 @@ class AttentionLayer:
         if gradients:
             handles.append(self.block.register_forward_hook(on_block))
         return handles
-
-    def _as_heads(self, projection: Tensor) -> Float[Tensor, "B H N K"]:
-        # a copy where the output is a view, which would keep the whole qkv output alive
-        return projection.contiguous()
 
     def _attach_heads(self) -> RemovableHandle:
         """Hook the submodule that O goes into."""
@@ -137,21 +132,23 @@ class AttentionLayer:
         if self.query is not None and not self._gradients:
             self.tokens = None
 
-    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
-        qkv, size = self.module.qkv, self.module.qkv.out_features // 3
-        bias = qkv.bias
-        if bias is None and getattr(self.module, "q_bias", None) is not None:  # Eva adds its biases itself
-            bias = torch.cat([self.module.q_bias, self.module.k_bias])
-        both = F.linear(tokens, qkv.weight[: 2 * size], None if bias is None else bias[: 2 * size])
-        query, key = (self._split(part) for part in both.chunk(2, dim=-1))
-        return self.module.q_norm(query), self.module.k_norm(key)
+    def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
+        """Queries (0), keys (1) or values (2), heads side by side."""
+        letter, qkv = "qkv"[which], getattr(self.module, "qkv", None)
+        if qkv is None:
+            projected: Tensor = getattr(self.module, f"{letter}_proj")(tokens)
+            return projected
+        size = qkv.out_features // 3
+        rows = slice(which * size, (which + 1) * size)
+        separate = getattr(self.module, f"{letter}_bias", None)  # Eva adds its biases to a qkv without any
+        return F.linear(tokens, qkv.weight[rows], separate if qkv.bias is None else qkv.bias[rows])
 
     @torch.no_grad()
     def _verify(self, heads: Tensor) -> None:
         assert self.tokens is not None
         query, key = self.scaled_query_and_key(slice(1))
         attention = (query[:, :, :_VERIFIED_QUERIES] @ key.transpose(-2, -1)).softmax(dim=-1)
-        expected = attention @ at_least_float32(self._split(self.value(self.tokens[:1])))
+        expected = attention @ at_least_float32(self._split(self._project(self.tokens[:1], 2)))
         expected = self._project_heads(expected.transpose(1, 2).flatten(2))  # [1, rows, H·K]
         actual = at_least_float32(heads[:1, :_VERIFIED_QUERIES])
         tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
@@ -183,15 +180,6 @@ class RotaryLayer(AttentionLayer):
         rope = self.options.get("rope")
         return (query, key) if rope is None else (self._rotate(query, rope), self._rotate(key, rope))
 
-    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
-        return super().value(tokens) if self.module.qkv is not None else self.module.v_proj(tokens)
-
-    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
-        module = self.module
-        if module.qkv is not None:
-            return super()._project_query_and_key(tokens)
-        return module.q_norm(self._split(module.q_proj(tokens))), module.k_norm(self._split(module.k_proj(tokens)))
-
     def _rotate(self, tensor: Tensor, rope: Tensor) -> Tensor:
         """Rotary position embedding (Su et al. 2021, eq. 34) of patches; prefix tokens have no position."""
         prefix, patches = tensor.tensor_split([self.module.num_prefix_tokens], dim=2)
@@ -214,16 +202,6 @@ class HuggingFaceLayer(AttentionLayer):
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "num_attention_heads", "scaling")
         return all(hasattr(module, name) for name in names)
 
-    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
-        value: Tensor = self.module.v_proj(tokens)
-        return value
-
-    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
-        return self._split(self.module.q_proj(tokens)), self._split(self.module.k_proj(tokens))
-
-    def _as_heads(self, projection: Tensor) -> Float[Tensor, "B H N K"]:
-        return self._split(projection)
-
 
 class TorchvisionLayer(AttentionLayer):
     """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run.
@@ -242,16 +220,10 @@ class TorchvisionLayer(AttentionLayer):
     def scale(self) -> float:
         return float(self.module.head_dim**-0.5)
 
-    def value(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N E"]:
-        return self._project(tokens, 2)
-
     def attention_gradient(
         self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
     ) -> Float[Tensor, "b H Nq N"]:
         return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
-
-    def _project_query_and_key(self, tokens: Float[Tensor, "B N D"]) -> tuple[Tensor, Tensor]:
-        return self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
 
     def _attach_heads(self) -> RemovableHandle:
         handle: RemovableHandle = self.module.register_forward_hook(
@@ -263,7 +235,7 @@ class TorchvisionLayer(AttentionLayer):
         projection = self.module.out_proj
         return F.linear(heads, projection.weight.to(heads.dtype), projection.bias.to(heads.dtype))
 
-    def _project(self, tokens: Tensor, which: int) -> Tensor:
+    def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
         rows = slice(which * self.module.embed_dim, (which + 1) * self.module.embed_dim)
         bias = self.module.in_proj_bias
         return F.linear(tokens, self.module.in_proj_weight[rows], None if bias is None else bias[rows])

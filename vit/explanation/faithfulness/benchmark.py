@@ -92,7 +92,7 @@ class Benchmark:
     def _measure_randomised_weights(self) -> None:
         """Rank correlation with maps of the model with weights randomised from its head down (Adebayo et al. 2018)."""
         images, classes = self.images[self.few], self.classes[self.few]
-        models = [randomise_weights(self.model, fraction_of_blocks=fraction) for fraction in FRACTIONS_OF_BLOCKS]
+        models = [randomise_weights(self.model, fraction_of_blocks=each) for each in FRACTIONS_OF_BLOCKS]
         values = self.result.values["randomised_correlation"]
         for method in self.methods:
             self.on_progress(f"randomised weights: {method}")
@@ -101,7 +101,8 @@ class Benchmark:
             self.result.cascade[method] = [float(stage.mean()) for stage in found]
             values[method] = found[-1].cpu().numpy()
         drops = self._leave_one_out(models[-1], images, classes)
-        values[LEAVE_ONE_OUT] = rank_correlation(self.maps[LEAVE_ONE_OUT][self.few], drops).abs().cpu().numpy()
+        reference = self.maps[LEAVE_ONE_OUT][self.few]
+        values[LEAVE_ONE_OUT] = rank_correlation(reference, drops).abs().cpu().numpy()
         for baseline in ("centre", "edges"):  # which don't depend on the model
             values[baseline] = np.ones(len(images), dtype=np.float32)
 
@@ -111,9 +112,8 @@ class Benchmark:
         images, classes = self.images[self.few], self.classes[self.few]
         generator = torch.Generator().manual_seed(self.seed)
         reach = _NOISE / torch.tensor(self.bundle.preprocess.std, device=images.device).view(3, 1, 1)
-        noise = [
-            (2 * torch.rand(images.shape, generator=generator).to(images) - 1) * reach for _ in range(_NOISY_COPIES)
-        ]
+        uniform = (torch.rand(images.shape, generator=generator).to(images) for _ in range(_NOISY_COPIES))
+        noise = [(2 * of_copy - 1) * reach for of_copy in uniform]
         for method in self.methods:
             self.on_progress(f"sensitivity: {method}")
             whole = self.maps[method][self.few].flatten(1)
@@ -141,16 +141,14 @@ class Benchmark:
         maps: dict[str, Sequence[PatchMaps]] = {}
         for method in self.methods:
             self.on_progress(f"grid pointing: {method}")
-            maps[method] = [self._explain(method, model, mosaics, of_quarter) for of_quarter in targets.unbind(dim=1)]
+            maps[method] = [self._explain(method, model, mosaics, quarter) for quarter in targets.T]
         self.on_progress("grid pointing: baselines")
         grid, generator = (2 * self.grid[0], 2 * self.grid[1]), torch.Generator().manual_seed(self.seed)
         maps["random"] = [random_maps(len(mosaics), grid, generator=generator)] * 4
         maps["centre"] = [centre_maps(len(mosaics), grid)] * 4
         maps["edges"] = [edge_maps(mosaics, grid)] * 4
-        drops = self._in_batches(
-            lambda *batch: grid_pointing.leave_blocks_out(model, *batch, grid=grid), mosaics, targets
-        )
-        maps[LEAVE_ONE_OUT] = drops.unbind(dim=1)
+        leave_blocks_out = partial(grid_pointing.leave_blocks_out, model, grid=grid)
+        maps[LEAVE_ONE_OUT] = self._in_batches(leave_blocks_out, mosaics, targets).unbind(dim=1)
         for name, of_quarters in maps.items():
             self.result.values["grid_pointing"][name] = grid_pointing.point(of_quarters).cpu().numpy()
 
@@ -174,9 +172,7 @@ class Benchmark:
             self.result.values[metric][name] = _mean(numbers)
         self.result.curves[name] = {kind: _mean(numbers) for kind, numbers in curves.items()}
 
-    def _curves(
-        self, maps: PatchMaps, chosen: slice, fill: str
-    ) -> tuple[Float[Tensor, "n steps"], Float[Tensor, "n steps"]]:
+    def _curves(self, maps: PatchMaps, chosen: slice, fill: str) -> Float[Tensor, "2 n steps"]:
         """Probabilities while patches are removed in the maps' order, and while they are added to nothing."""
 
         def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
@@ -186,8 +182,7 @@ class Benchmark:
             insertion = deletion_curve(predict, order.flip(1), fractions=[1 - fraction for fraction in KEPT])
             return torch.stack([deletion, insertion], dim=1)
 
-        deletion, insertion = self._in_batches(compute, self.images[chosen], self.classes[chosen], maps).unbind(dim=1)
-        return deletion, insertion
+        return self._in_batches(compute, self.images[chosen], self.classes[chosen], maps).transpose(0, 1)
 
     def _saco(self, maps: PatchMaps) -> Float[Tensor, " n"]:
         def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
@@ -224,7 +219,8 @@ class Benchmark:
     def _in_batches(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`compute` of a few rows of the tensors at a time."""
         starts = range(0, len(tensors[0]), self.batch_size)
-        return torch.cat([compute(*(t[start : start + self.batch_size] for t in tensors)) for start in starts])
+        batches = ([t[start : start + self.batch_size] for t in tensors] for start in starts)
+        return torch.cat([compute(*batch) for batch in batches])
 
 
 def _mean(several: Sequence[Tensor]) -> Float[np.ndarray, "n ..."]:

@@ -58,9 +58,9 @@ class SanityChecker:
     ) -> list[list[list[SanityCheck]]]:
         """By method, image and class. Maps that don't depend on the class are checked for the predicted one."""
         names = [of_method.method.name for of_method in maps]
-        _, _, randomised = compute_maps(
+        randomised = compute_maps(
             self.randomised, images, methods=names, choose_targets=lambda _: targets, options=options
-        )
+        )[2]
         rows, columns = maps[0].values.shape[-2:]
         predicted = logits.argmax(dim=1)
         deletions: dict[int, RandomDeletion] = {}

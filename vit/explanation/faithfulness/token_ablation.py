@@ -38,9 +38,8 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
     Raises ValueError where `can_drop_tokens` says no.
     """
     if not can_drop_tokens(model):
-        raise ValueError(
-            f"{type(model).__name__} has rotary positions, so its tokens cannot be left out; use fill='mean'"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} has rotary positions, so its tokens cannot be left out; use fill='mean'")
     num_prefix = count_prefix_tokens(model)
 
     def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -95,11 +94,8 @@ def deletion_curve(
 def leave_one_out(predict: Predict, *, batch: int, patches: int, device: torch.device) -> Float[Tensor, "B P"]:
     """The drop in probability when one patch is left out (leave-one-out occlusion)."""
     everything = torch.arange(patches, device=device).expand(batch, -1)
-    whole = predict(everything)
-    without = [
-        predict(torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1)) for patch in range(patches)
-    ]
-    return whole[:, None] - torch.stack(without, dim=1)
+    others = (torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1) for patch in range(patches))
+    return predict(everything)[:, None] - torch.stack([predict(kept) for kept in others], dim=1)
 
 
 def area_under(curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = FRACTIONS) -> Float[Tensor, " B"]:

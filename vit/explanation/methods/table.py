@@ -81,38 +81,20 @@ def compute_maps(
     methods: Sequence[str] = ("rollout",),
     choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
-) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B T"], list[Maps]]:
-    """Logits, the classes explained and the maps of every method, from one forward pass.
+) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
+    """One recorded forward pass, the classes explained and the maps of every method.
 
     `choose_targets` picks T classes an image from the logits; without it, the predicted one.
     """
-    chosen = find_methods(methods)
-    forward = run_methods_forward(model, images, chosen)
-    targets, maps = explain_forward(forward, chosen, choose_targets=choose_targets, options=options)
-    return forward.logits.detach(), targets, maps
-
-
-def run_methods_forward(model: nn.Module, images: Images, methods: Sequence[Method]) -> Forward:
-    """A forward pass that records what these methods need."""
-    return run_forward(model, images, gradients=any(method.class_specific for method in methods))
-
-
-def explain_forward(
-    forward: Forward,
-    methods: Sequence[Method],
-    *,
-    choose_targets: ChooseTargets | None = None,
-    options: MapOptions | None = None,
-) -> tuple[Int[Tensor, "B T"], list[Maps]]:
-    """The classes explained and the maps of every method. Class-specific ones need a forward pass with gradients."""
-    options = options or MapOptions()
+    chosen, options = find_methods(methods), options or MapOptions()
+    forward = run_forward(model, images, gradients=any(method.class_specific for method in chosen))
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
     # the forward pass may be in half precision; the products of many matrices are not
-    full_precision = torch.autocast(forward.images.device.type, enabled=False)
+    full_precision = torch.autocast(images.device.type, enabled=False)
     with full_precision, torch.set_grad_enabled(forward.logits.requires_grad):
-        return targets, [_compute(method, forward, targets, options) for method in methods]
+        return forward, targets, [_compute(method, forward, targets, options) for method in chosen]
 
 
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
@@ -144,36 +126,33 @@ def find_methods(names: Sequence[str]) -> list[Method]:
 
 
 def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    layers, residual = forward.record.layers[options.start_layer :], options.residual
-    if options.head_fusion == "mean" and options.discard_ratio == 0:
-        return rollout_row(forward.readout, layers, residual=residual)
-    mix = through_matrices(
-        lambda layer, images: mixing_matrix(
-            layer.attention(images),
-            head_fusion=options.head_fusion,
-            discard_ratio=options.discard_ratio,
-            num_prefix_tokens=forward.num_prefix_tokens,
-        )
-    )
-    return propagate(forward.readout, layers, mix, residual=residual)
+    layers = forward.record.layers[options.start_layer :]
+    fusion, ratio, prefix = options.head_fusion, options.discard_ratio, forward.num_prefix_tokens
+    if fusion == "mean" and ratio == 0:
+        return rollout_row(forward.readout, layers, residual=options.residual)
+
+    def mixing(layer: AttentionLayer, images: slice) -> Tensor:
+        attention = layer.attention(images)
+        return mixing_matrix(attention, head_fusion=fusion, discard_ratio=ratio, num_prefix_tokens=prefix)
+
+    return propagate(forward.readout, layers, through_matrices(mixing), residual=options.residual)
 
 
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """What the readout attends to, uᵀA, as [B, layers · heads, N]."""
     layers = forward.record.layers
-    if options.layer is not None:
-        layers = [layers[options.layer]]
-    rows = torch.stack([_read_layer(forward, layer) for layer in layers], dim=1)  # [B, L, H, N]
+    readout = forward.readout[:, None, None].float()
+
+    def read(layer: AttentionLayer) -> Float[Tensor, "B H N"]:
+        return in_chunks(layer, lambda images: (readout[images] @ layer.attention(images).float())[:, :, 0])
+
+    chosen = layers if options.layer is None else [layers[options.layer]]
+    rows = torch.stack([read(layer) for layer in chosen], dim=1)  # [B, L, H, N]
     if options.head == -1:
         rows = rows.mean(dim=2, keepdim=True)
     elif options.head is not None:
         rows = rows[:, :, options.head : options.head + 1]
     return rows.flatten(1, 2)
-
-
-def _read_layer(forward: Forward, layer: AttentionLayer) -> Float[Tensor, "B H N"]:
-    readout = forward.readout[:, None, None]
-    return in_chunks(layer, lambda b: (readout[b].float() @ layer.attention(b).float())[:, :, 0])
 
 
 def _of_logit(compute: Callable[..., Tensor], *option_names: str) -> Compute:

@@ -13,12 +13,15 @@ from vit.explanation.items import ImageItem
 from vit.explanation.methods.table import MapOptions, Method, find_methods
 from vit.explanation.render.overlay import SCALES, ColourScale
 from vit.explanation.render.patch_attention import PatchAttention
-from vit.runtime.device import Precision
+from vit.runtime.arguments import check_choice
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How images are explained. Raises ValueError for an unknown method or scale."""
+    """How images are explained. Raises ValueError for an unknown method or scale.
+
+    `fit_settings` replaces a batch size of 0 and the precision "auto" by what fits the model.
+    """
 
     methods: tuple[str, ...] = ("rollout",)
     options: MapOptions = field(default_factory=MapOptions)
@@ -26,12 +29,11 @@ class Settings:
     scale: str = "image"  # of the colours: image, batch or fixed
     sanity_checks: bool = True  # with every map: about 25 forward passes an image
     batch_size: int = 16
-    precision: Precision = "float32"  # of the forward pass; maps are float32
+    precision: str = "float32"  # of the forward pass; maps are float32
 
     def __post_init__(self) -> None:
         find_methods(self.methods)
-        if self.scale not in SCALES:
-            raise ValueError(f"unknown scale {self.scale!r}; known: {', '.join(SCALES)}")
+        check_choice(self.scale, SCALES, name="scale")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the manifest."""

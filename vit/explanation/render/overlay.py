@@ -140,11 +140,10 @@ def draw_overlay(
     scale: ColourScale,
     caption: Sequence[str],
     warnings: Sequence[str] = (),
-    opacity: float = OPACITY,
 ) -> Image.Image:
     """The photo, its heat map beside it, lines of caption and warning, and the legend."""
     photo = image.resize(_panel_size(image.size), Image.Resampling.LANCZOS)
-    heated = blend(photo, values, geometry, scale=scale, opacity=opacity)
+    heated = blend(photo, values, geometry, scale=scale)
     page = Image.new("RGB", (photo.width + heated.width + _MARGIN, photo.height), "white")
     page.paste(photo, (0, 0))
     page.paste(heated, (photo.width + _MARGIN, 0))
