@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.explain import iterate_explanations
+from vit.explanation.explain import collect_explanations
 from vit.explanation.items import ImageItem, clean_name
 from vit.explanation.methods.table import MapOptions
 from vit.explanation.render.explained import Settings
@@ -48,17 +48,14 @@ def write_gallery(
 ) -> tuple[Path, dict, dict[str, np.ndarray]]:
     gallery = Gallery(bundle.class_names)
     choices = {"methods": ("rollout", "gae", "cdam"), "target": "top3", "sanity_checks": True} | settings
-    explanations = iterate_explanations(
-        bundle,
-        items,
-        Settings(**choices),
-        on_unreadable=lambda item, reason: None,
-        patch_attention_bytes=gallery.patch_attention_bytes,
-    )
     with MapWriter(folder, bundle, Settings(**choices), formats=("npz",)) as writer:
-        for batch in explanations:
-            writer.add(batch)
-            gallery.add(batch)
+        collect_explanations(
+            bundle,
+            items,
+            Settings(**choices),
+            observers=[writer.add, gallery.add],
+            patch_attention_bytes=gallery.patch_attention_bytes,
+        )
     gallery.write(folder / "gallery.html", title="Maps & <b>more</b>")
     text = (folder / "gallery.html").read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])

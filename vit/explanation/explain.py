@@ -55,29 +55,38 @@ def collect_explanations(
     settings: Settings,
     *,
     observers: Sequence[Callable[[list[ExplainedImage]], object]] = (),
-    on_unreadable: Callable[[ImageItem, str], object] = lambda item, reason: None,
+    on_unreadable: Callable[[str, str], object] = lambda path, reason: None,
     patch_attention_bytes: int = 0,
 ) -> Explanations:
     """Explain `items` and call `observers` with each batch.
 
-    Pixels and what each patch attends to go to the observers alone: of many images they don't fit into memory.
+    Pixels and what each patch attends to, `patch_attention_bytes` an image, go to the observers alone: of many images
+    they don't fit into memory.
     """
-    unreadable: list[tuple[str, str]] = []
-    explained: list[ExplainedImage] = []
+    found, size = Explanations(bundle, settings, [], []), settings.batch_size
+    explainer = _Explainer(bundle, settings, patch_attention_bytes)
+    batches = [items[start : start + size] for start in range(0, len(items), size)]
 
-    def note(item: ImageItem, reason: str) -> None:
-        unreadable.append((item.path, reason))
-        on_unreadable(item, reason)
+    def decode(batch: Sequence[ImageItem], reads: Sequence[Future[tuple[Image.Image, str]]]) -> Iterator[Decoded]:
+        for item, read in zip(batch, reads, strict=True):
+            try:
+                yield item, *read.result()
+            except (ValueError, OSError) as error:
+                found.unreadable.append((item.path, " ".join(str(error).split())))
+                on_unreadable(*found.unreadable[-1])
 
-    with show_progress("explaining", len(items)) as advance:
-        for batch in iterate_explanations(
-            bundle, items, settings, on_unreadable=note, patch_attention_bytes=patch_attention_bytes
-        ):
+    with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
+        coming: list[Future[tuple[Image.Image, str]]] = []
+        for number, batch in enumerate(batches):
+            decoded = list(decode(batch, coming or [pool.submit(item.read) for item in batch]))
+            following = [item for of_batch in batches[number + 1 : number + 2] for item in of_batch]
+            coming = [pool.submit(item.read) for item in following]
+            explained = explainer(decoded) if decoded else []
             for observe in observers:
-                observe(batch)
-            explained += [replace(of_image, image=None, patch_attention=[]) for of_image in batch]
+                observe(explained)
+            found.images += [replace(of_image, image=None, patch_attention=[]) for of_image in explained]
             advance(len(batch))
-    return Explanations(bundle, settings, explained, unreadable)
+    return found
 
 
 def explain_images(
@@ -102,31 +111,6 @@ def choose_batch_size(image_size: tuple[int, int]) -> int:
     """Few tokens keep two cores busy only in larger batches: 64 images of 65 tokens are explained 1.1 × (float32) to
     1.4 × (bfloat16) as fast as 16 on a 2-core Zen 5."""
     return 64 if max(image_size) <= 64 else 16
-
-
-def iterate_explanations(
-    bundle: Bundle,
-    items: Sequence[ImageItem],
-    settings: Settings,
-    *,
-    on_unreadable: Callable[[ImageItem, str], object],
-    patch_attention_bytes: int = 0,
-) -> Iterator[list[ExplainedImage]]:
-    """Explain `items` batch by batch; a batch lacks the images that cannot be read.
-
-    `patch_attention_bytes`: bytes an image for what each patch attends to; 0 for none.
-    """
-    explainer = _Explainer(bundle, settings, patch_attention_bytes)
-    size = settings.batch_size
-    batches = [items[start : start + size] for start in range(0, len(items), size)]
-    with ThreadPoolExecutor() as pool:
-        coming: list[Future[tuple[Image.Image, str]]] = []
-        for number, batch in enumerate(batches):
-            reading = coming or [pool.submit(item.read) for item in batch]
-            decoded = list(_collect(batch, reading, on_unreadable))
-            following = [item for of_batch in batches[number + 1 : number + 2] for item in of_batch]
-            coming = [pool.submit(item.read) for item in following]
-            yield explainer(decoded) if decoded else []
 
 
 class _Explainer:
@@ -224,17 +208,3 @@ def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:
         low, high = find_range([other.values for other in together], signed=signed)
         label = f"scale of {len(explained)} images" if scale == "batch" else "scale of this image"
         found.scale = ColourScale(low, high, signed, label)
-
-
-def _collect(
-    batch: Sequence[ImageItem],
-    futures: Sequence[Future[tuple[Image.Image, str]]],
-    on_unreadable: Callable[[ImageItem, str], object],
-) -> Iterator[Decoded]:
-    for item, future in zip(batch, futures, strict=True):
-        try:
-            image, sha256 = future.result()
-        except (ValueError, OSError) as error:
-            on_unreadable(item, " ".join(str(error).split()))
-        else:
-            yield item, image, sha256

@@ -12,7 +12,7 @@ from PIL import Image
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.explain import explain_images, iterate_explanations
+from vit.explanation.explain import collect_explanations, explain_images
 from vit.explanation.items import ImageItem, items_from_files
 from vit.explanation.methods.table import METHODS, MapOptions
 from vit.explanation.render.explained import ExplainedImage, Settings
@@ -48,9 +48,8 @@ def photos(tmp_path: Path) -> list[str]:
 def write(bundle: Bundle, items: list[ImageItem], writer: MapWriter) -> list[ExplainedImage]:
     seen: list[ExplainedImage] = []
     with writer:
-        for batch in iterate_explanations(bundle, items, writer.settings, on_unreadable=writer.add_unreadable):
-            writer.add(batch)
-            seen += batch
+        observers = [writer.add, seen.extend]
+        collect_explanations(bundle, items, writer.settings, observers=observers, on_unreadable=writer.add_unreadable)
     return seen
 
 
@@ -125,11 +124,14 @@ class Stop(Exception):
 def test_an_interrupted_export_continues_where_it_was(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
     settings, output, items = Settings(batch_size=1), tmp_path / "parts", items_from_files(photos)
-    batches = iterate_explanations(bundle, items, settings, on_unreadable=lambda item, reason: None)
-    with pytest.raises(Stop), MapWriter(output, bundle, settings) as writer:  # noqa: PT012
-        for batch, _ in zip(batches, range(2), strict=False):
-            writer.add(batch)
-        raise Stop
+    countdown = iter(range(2))
+
+    def stop(explained: list[ExplainedImage]) -> None:
+        if next(countdown, None) is None:
+            raise Stop
+
+    with pytest.raises(Stop), MapWriter(output, bundle, settings) as writer:
+        collect_explanations(bundle, items, settings, observers=[stop, writer.add])
     resumed = MapWriter(output, bundle, settings, resume=True)
     done = resumed.paths
     assert 0 < len(done) < 4

@@ -17,7 +17,6 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.explanation.items import ImageItem
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
 from vit.runtime.files import write_arrays, write_text
@@ -87,9 +86,9 @@ class MapWriter:
         if monotonic() - self._last_saved > _SAVE_EVERY_SECONDS:
             self._save()
 
-    def add_unreadable(self, item: ImageItem, reason: str) -> None:
+    def add_unreadable(self, path: str, reason: str) -> None:
         """Note an image that could not be read."""
-        self.unreadable.append({"path": item.path, "reason": reason})
+        self.unreadable.append({"path": path, "reason": reason})
 
     def _load(self) -> None:
         manifest = json.loads((self.output / MANIFEST_FILE).read_text(encoding="utf-8"))
