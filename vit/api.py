@@ -17,7 +17,7 @@ from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.images import Images, load_images, map_labels
+from vit.evaluation.evaluated_images import Images, load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.explanation.explain import explain_items, fit_settings
 from vit.explanation.explanations import Explanations

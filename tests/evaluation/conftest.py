@@ -10,7 +10,7 @@ import pytest
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
-from vit.evaluation.images import Images, load_images
+from vit.evaluation.evaluated_images import Images, load_images
 from vit.evaluation.metrics import Ints
 from vit.evaluation.predictor import Logits
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.conftest import Launcher
 from vit.bundle import Bundle
-from vit.evaluation.images import Images
+from vit.evaluation.evaluated_images import Images
 from vit.evaluation.predictor import Logits, Precision, Predictor
 
 
@@ -67,7 +67,7 @@ import torch.distributed as dist
 from vit.bundle import load_bundle
 from vit.data.open import open_dataset
 from vit.evaluation.predictor import Predictor
-from vit.evaluation.images import load_images
+from vit.evaluation.evaluated_images import load_images
 
 model, out = sys.argv[1], sys.argv[2]
 torch.set_num_threads(1)

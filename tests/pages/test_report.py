@@ -18,7 +18,7 @@ from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.cost import Cost
 from vit.evaluation.errors import find_confident_mistakes
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.images import Duplication, Images
+from vit.evaluation.evaluated_images import Duplication, Images
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     compute_confusion,

@@ -66,11 +66,11 @@ def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     from rich.markup import escape
 
     low, high = pair.interval
-    verdict = "beyond chance" if low > 0 or high < 0 else "within chance"
+    verdict = "not significant (95 % interval holds 0)" if low <= 0 <= high else "significant (95 % interval without 0)"
     test = "" if pair.p_value is None else f", McNemar p = {pair.p_value:.2g}"
     console.print(
         f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: "
-        f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test}): {verdict}"
+        f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test}): difference {verdict}"
     )
     for change in pair.recall_changes[:examples]:
         console.print(

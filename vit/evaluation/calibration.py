@@ -13,11 +13,9 @@ _LOWEST, _HIGHEST = 0.05, 20.0
 def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
     """The temperature that minimises the cross-entropy of softmax(logits [n, C] / temperature), 0.05…20.
 
-    The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits. It changes the
-    probabilities, but no prediction.
+    The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits.
     """
-    exact = logits.astype(np.float64)
-    rows = np.arange(len(labels))
+    exact, rows = logits.astype(np.float64), np.arange(len(labels))
 
     def cross_entropy(log_temperature: float) -> float:
         return float(-log_softmax(exact * np.exp(-log_temperature), axis=1)[rows, labels].mean())

@@ -36,8 +36,11 @@ class NamedEvaluation:
 class Group:
     """Evaluations that differ in nothing but the training seed; usually one."""
 
-    name: str
     evaluations: list[NamedEvaluation]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(each.name for each in self.evaluations)
 
     @property
     def top1(self) -> Floats:
@@ -72,8 +75,7 @@ class Pair:
     a: str
     b: str
     difference: float  # top-1 of B minus top-1 of A; of several seeds the mean's
-    # 95 %, paired bootstrap over images, and over seeds where there are several
-    interval: tuple[float, float]
+    interval: tuple[float, float]  # 95 %, paired bootstrap over images, and over seeds where there are several
     loss_difference: float
     p_value: float | None  # McNemar's test; None where a side has several seeds
     recall_changes: list[RecallChange]  # the largest first
@@ -113,19 +115,17 @@ class Comparison:
 def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     """Compare evaluations, or the directories that hold them, with the first; seeds of one recipe are one group.
 
-    Where all are seeds of one recipe, they are compared with each other too. Raises ValueError where there are
-    fewer than two or their images differ, OSError where one can't be read.
+    Where all are seeds of one recipe, they are compared with each other too. Raises what `load_evaluations` raises.
     """
     named = load_evaluations(evaluations)
     groups = group_seeds(named)
-    if len(groups) > 1:
-        return Comparison(groups, [compare_groups(groups[0], other) for other in groups[1:]])
-    seeds = [Group(each.name, [each]) for each in named]
-    return Comparison(groups + seeds, [compare_groups(seeds[0], other) for other in seeds[1:]])
+    compared = groups if len(groups) > 1 else [Group([each]) for each in named]
+    pairs = [compare_groups(compared[0], other) for other in compared[1:]]
+    return Comparison(groups if compared is groups else groups + compared, pairs)
 
 
 def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
-    """Read evaluations. Raises ValueError where there are fewer than two or their images differ."""
+    """Raises ValueError where there are fewer than two or their images differ, OSError where one can't be read."""
     if len(evaluations) < 2:
         raise ValueError("a comparison needs two or more evaluations")
     folders = [Path(each).resolve() for each in evaluations if not isinstance(each, EvaluationResult)]
@@ -147,19 +147,15 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     groups = []
     for members in by_recipe.values():
         seeds = {each.evaluation.seed for each in members}
-        if len(seeds) == len(members) > 1 and None not in seeds:
-            groups.append(Group(" + ".join(each.name for each in members), members))
-        else:
-            groups += [Group(each.name, [each]) for each in members]
+        are_seeds = len(seeds) == len(members) and None not in seeds
+        groups += [Group(members)] if are_seeds else [Group([each]) for each in members]
     return groups
 
 
 def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int = 0) -> Pair:
     """Compare B with A on the same images."""
     # [seeds, n] each
-    correct_a, correct_b = (
-        np.array([each.correct for each in group.evaluations], dtype=np.float64) for group in (a, b)
-    )
+    correct_a, correct_b = (np.array([each.correct for each in group.evaluations], float) for group in (a, b))
     mean_a, mean_b = correct_a.mean(axis=0), correct_b.mean(axis=0)
     p_value = None
     if len(correct_a) == len(correct_b) == 1:
@@ -193,9 +189,8 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
 
 
 def _take(result: EvaluationResult, name: str) -> NamedEvaluation:
-    scores, names = result.scores, result.bundle.class_names
-    labels = [names[label] for label in scores.labels.tolist()]
-    return NamedEvaluation(name, result.evaluation, list(result.images.ids), labels, scores.correct)
+    labels = [result.bundle.class_names[label] for label in result.scores.labels.tolist()]
+    return NamedEvaluation(name, result.evaluation, list(result.images.ids), labels, result.scores.correct)
 
 
 def _load(directory: Path, name: str) -> NamedEvaluation:
@@ -214,9 +209,8 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
     a, b = first.evaluation, other.evaluation
     if a.fingerprint != b.fingerprint:
         raise ValueError(
-            f"{first.name} and {other.name} were evaluated on different images "
-            f"({a.data} {a.split} {a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]}); "
-            "evaluate both on the same"
+            f"{first.name} and {other.name} were evaluated on different images ({a.data} {a.split} "
+            f"{a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]}); evaluate both on the same"
         )
     position = {name: index for index, name in enumerate(other.ids)}
     if len(position) < len(other.ids) or set(position) != set(first.ids):
@@ -227,8 +221,7 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
 
 def _bootstrap_difference(correct_a: Floats, correct_b: Floats, *, resamples: int, seed: int) -> tuple[float, float]:
     """95 % percentile interval of top-1 of B minus A: images are drawn for both together, seeds for each."""
-    generator = np.random.default_rng(seed)
-    count = correct_a.shape[1]
+    generator, count = np.random.default_rng(seed), correct_a.shape[1]
     differences = np.empty(resamples)
     for index in range(resamples):
         seeds_a, seeds_b = (draw_weights(len(rows), generator) / len(rows) for rows in (correct_a, correct_b))
@@ -241,6 +234,5 @@ def _find_recall_changes(labels: NDArray[np.str_], mean_a: Floats, mean_b: Float
     names, index, support = np.unique(labels, return_inverse=True, return_counts=True)
     recall_a, recall_b = np.bincount(index, mean_a) / support, np.bincount(index, mean_b) / support
     columns = (names.tolist(), recall_a.tolist(), recall_b.tolist(), support.tolist())
-    changes = [RecallChange(*row) for row in zip(*columns, strict=True)]
-    changes = [change for change in changes if change.recall_a != change.recall_b]
+    changes = [RecallChange(*row) for row in zip(*columns, strict=True) if row[1] != row[2]]
     return sorted(changes, key=lambda change: -abs(change.recall_b - change.recall_a))

@@ -1,13 +1,10 @@
 """The fifteen corruptions of CIFAR-10-C and ImageNet-C, shifts and rotations of uint8 images.
 
-Hendrycks & Dietterich (2019), "Benchmarking neural network robustness to common corruptions and
-perturbations": fifteen corruptions in four families, each at five severities, on the pixels that the model sees.
-Severities are those of CIFAR-10-C up to 64 pixels and of ImageNet-C above; blur lengths scale with the image.
-Two textures are synthesised: fog by its spectrum instead of midpoint displacement, and frost, for which the
-paper has photographs. So metrics compare with each other, and come close to those on the published sets.
-
-A corrupted image depends on the corruption, the severity and the image's digest alone: not on its place, the
-batch or the number of processes.
+Hendrycks & Dietterich (2019), "Benchmarking neural network robustness to common corruptions and perturbations": four
+families, each corruption at five severities, on the pixels that the model sees. Severities are those of CIFAR-10-C up
+to 64 pixels and of ImageNet-C above; blur lengths scale with the image. Two textures are synthesised: fog by its
+spectrum instead of midpoint displacement, and frost, for which the paper has photographs. So metrics compare with each
+other, and come close to those on the published sets.
 """
 
 import zlib
@@ -15,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter, zoom
@@ -26,7 +24,6 @@ from vit.evaluation.predictor import Pixels
 Picture = NDArray[np.float64]  # [H, W, 3], 0…1
 Level = tuple[float, ...]
 Levels = tuple[float | Level, ...]  # severities 1…5
-Generator = np.random.Generator
 
 SEVERITIES = (1, 2, 3, 4, 5)
 SHIFTS = (-0.25, -0.125, -0.0625, 0.0, 0.0625, 0.125, 0.25)  # of the side
@@ -47,7 +44,8 @@ class Corruption:
 def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
     """One image [H, W, 3] corrupted; `digest` (64 bits) identifies the image and seeds its random numbers.
 
-    All severities use the same random numbers, so that they differ in strength alone.
+    All severities use the same random numbers, so that they differ in strength alone. Nothing depends on the image's
+    place, the batch or the number of processes.
     """
     if name not in CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; known: {', '.join(CORRUPTIONS)}")
@@ -64,12 +62,10 @@ def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
 
 def shift(batch: Pixels, *, fraction: float, axis: int) -> Pixels:
     """Move images [B, H, W, 3] by a fraction of their side, down (axis 0) or right (1); edges are mirrored."""
-    pixels = round(fraction * batch.shape[1 + axis])
-    padding = [(0, 0)] * 4
-    padding[1 + axis] = (max(pixels, 0), max(-pixels, 0))
-    padded = np.pad(batch, padding, mode="symmetric")
-    start = max(-pixels, 0)
-    return padded.take(range(start, start + batch.shape[1 + axis]), axis=1 + axis)
+    side = batch.shape[1 + axis]
+    pixels = round(fraction * side)
+    mirrored = np.pad(np.arange(side), abs(pixels), mode="symmetric")
+    return batch.take(mirrored[abs(pixels) - pixels :][:side], axis=1 + axis)
 
 
 def rotate(batch: Pixels, *, degrees: float) -> Pixels:
@@ -81,22 +77,14 @@ def rotate(batch: Pixels, *, degrees: float) -> Pixels:
     return np.stack(turned)[:, margin : margin + height, margin : margin + width]
 
 
-# --- noise -------------------------------------------------------------------------------------------------
-
-
 def _shot_noise(picture: Picture, level: Level, random: Generator) -> Picture:
-    """Poisson noise of `photons` at full brightness."""
-    (photons,) = level
-    return random.poisson(picture * photons) / photons
-
-
-# --- blur --------------------------------------------------------------------------------------------------
+    """Poisson noise of so many photons at full brightness."""
+    return random.poisson(picture * level[0]) / level[0]
 
 
 def _defocus_blur(picture: Picture, level: Level, _: Generator) -> Picture:
     """A disc of a radius in pixels, its edge softened by a Gaussian (sigma)."""
-    radius, softness = level
-    radius = _scale(radius, picture)
+    radius, softness = _scale(level[0], picture), level[1]
     reach = int(np.ceil(radius + 3 * softness))
     across = np.arange(-reach, reach + 1)
     disc = (across[:, None] ** 2 + across**2 <= radius**2).astype(float)
@@ -110,25 +98,17 @@ def _motion_blur(picture: Picture, level: Level, random: Generator) -> Picture:
     return _filter(picture, _trail(_scale(length, picture), _scale(sigma, picture), angle))
 
 
-# --- weather -----------------------------------------------------------------------------------------------
-
-
 def _snow(picture: Picture, level: Level, random: Generator) -> Picture:
     """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is paler."""
     mean, deviation, enlargement, threshold, length, sigma, keep = level
     height, width = picture.shape[:2]
     size = (int(np.ceil(height / enlargement)) + 1, int(np.ceil(width / enlargement)) + 1)
-    flakes = random.normal(mean, deviation, size)
-    if enlargement > 1:
-        flakes = zoom(flakes, enlargement, order=1)
-    flakes = flakes[:height, :width]
+    flakes = zoom(random.normal(mean, deviation, size), enlargement, order=1)[:height, :width]
     flakes = np.where(flakes < threshold, 0, np.clip(flakes, 0, 1))[..., None]
     trail = _trail(_scale(length, picture), _scale(sigma, picture), random.uniform(-3 / 4, -1 / 4) * np.pi)
     flakes = _filter(flakes, trail)
-    grey = picture.mean(axis=2, keepdims=True)
-    pale = keep * picture + (1 - keep) * np.maximum(picture, 1.5 * grey + 0.5)
-    result: Picture = pale + flakes + flakes[::-1, ::-1]
-    return result
+    pale = keep * picture + (1 - keep) * np.maximum(picture, 1.5 * picture.mean(axis=2, keepdims=True) + 0.5)
+    return np.asarray(pale + flakes + flakes[::-1, ::-1])
 
 
 def _frost(picture: Picture, level: Level, random: Generator) -> Picture:
@@ -137,8 +117,7 @@ def _frost(picture: Picture, level: Level, random: Generator) -> Picture:
     ridges = 1 - np.abs(2 * _texture(picture.shape[:2], 1.6, random) - 1)
     cover = 0.35 + 0.65 * _texture(picture.shape[:2], 2.5, random)
     ice = (ridges**3 * cover)[..., None] * np.array([0.85, 0.95, 1.0])
-    result: Picture = keep * picture + amount * ice
-    return result
+    return np.asarray(keep * picture + amount * ice)
 
 
 def _fog(picture: Picture, level: Level, random: Generator) -> Picture:
@@ -146,40 +125,28 @@ def _fog(picture: Picture, level: Level, random: Generator) -> Picture:
     density, decay = level
     brightest = picture.max()
     cloud = _texture(picture.shape[:2], np.log2(decay) + 1, random)
-    result: Picture = (picture + density * cloud[..., None]) * brightest / (brightest + density)
-    return result
+    return np.asarray((picture + density * cloud[..., None]) * brightest / (brightest + density))
 
 
 def _brightness(picture: Picture, level: Level, _: Generator) -> Picture:
     """The value of HSV raised; hue and saturation stay."""
-    (amount,) = level
     value = picture.max(axis=2, keepdims=True)
-    raised = np.minimum(value + amount, 1)
-    result: Picture = np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised)
-    return result
-
-
-# --- digital -----------------------------------------------------------------------------------------------
+    raised = np.minimum(value + level[0], 1)
+    return np.asarray(np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised))
 
 
 def _contrast(picture: Picture, level: Level, _: Generator) -> Picture:
     """The distance from each channel's mean, scaled."""
-    (scale,) = level
     mean = picture.mean(axis=(0, 1))
-    result: Picture = (picture - mean) * scale + mean
-    return result
+    return np.asarray((picture - mean) * level[0] + mean)
 
 
 def _pixelate(picture: Picture, level: Level, _: Generator) -> Picture:
     """Pillow's box filter, as in the paper: at a severity of 1 it keeps 30 of 32 pixels as they are, which
     albumentations' Downscale blurs by fractions (a mean difference of 7.9 grey levels instead of 2.0)."""
-    height, width = picture.shape[:2]
-    small = (max(int(width * level[0]), 1), max(int(height * level[0]), 1))
-    image = Image.fromarray(np.round(picture * 255).astype(np.uint8)).resize(small, Image.Resampling.BOX)
-    return np.asarray(image.resize((width, height), Image.Resampling.BOX)) / 255
-
-
-# --- shared -----------------------------------------------------------------------------------------------
+    image = Image.fromarray(np.round(picture * 255).astype(np.uint8))
+    small = (max(int(image.width * level[0]), 1), max(int(image.height * level[0]), 1))
+    return np.asarray(image.resize(small, Image.Resampling.BOX).resize(image.size, Image.Resampling.BOX)) / 255
 
 
 def _scale(pixels: float, picture: Picture) -> float:
@@ -192,8 +159,7 @@ def _filter(picture: Picture, kernel: Picture) -> Picture:
     """Convolution with a kernel [odd, odd] brought to sum one; edges are mirrored."""
     down, across = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = np.pad(picture, ((down, down), (across, across), (0, 0)), mode="symmetric")
-    result: Picture = fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1))
-    return result
+    return np.asarray(fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1)))
 
 
 def _trail(length: float, sigma: float, angle: float) -> Picture:
@@ -209,78 +175,40 @@ def _trail(length: float, sigma: float, angle: float) -> Picture:
 
 def _texture(size: tuple[int, int], slope: float, random: Generator) -> Picture:
     """A random field [H, W] of 0…1 whose amplitude falls as frequency ** -slope."""
-    height, width = size
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    frequency = np.hypot(np.fft.fftfreq(size[0])[:, None], np.fft.rfftfreq(size[1]))
     frequency[0, 0] = np.inf  # no mean
-    spectrum = np.fft.rfft2(random.standard_normal(size)) * frequency**-slope
-    field = np.fft.irfft2(spectrum, s=size)
-    result: Picture = (field - field.min()) / (field.max() - field.min())
-    return result
+    field = np.fft.irfft2(np.fft.rfft2(random.standard_normal(size)) * frequency**-slope, s=size)
+    return np.asarray((field - field.min()) / (field.max() - field.min()))
 
 
+# fmt: off
 CORRUPTIONS = {
     "gaussian_noise": Corruption("noise", (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)),
     "shot_noise": Corruption("noise", (500, 250, 100, 75, 50), (60, 25, 12, 5, 3), _shot_noise),
     "impulse_noise": Corruption("noise", (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)),
-    "defocus_blur": Corruption(
-        "blur",
-        ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-        ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-        _defocus_blur,
-    ),
-    "glass_blur": Corruption(
-        "blur",
-        ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-        ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-    ),
-    "motion_blur": Corruption(
-        "blur",
-        ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-        ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-        _motion_blur,
-    ),
-    "zoom_blur": Corruption(
-        "blur",
-        ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-        ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
-    ),
-    "snow": Corruption(
-        "weather",
-        (
-            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-        ),
-        (
-            (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-            (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-            (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-            (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-            (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-        ),
-        _snow,
-    ),
-    "frost": Corruption(
-        "weather",
-        ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-        ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
-        _frost,
-    ),
-    "fog": Corruption(
-        "weather",
-        ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-        ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-        _fog,
-    ),
+    "defocus_blur": Corruption("blur", ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+                               ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)), _defocus_blur),
+    "glass_blur": Corruption("blur", ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+                             ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))),
+    "motion_blur": Corruption("blur", ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+                              ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)), _motion_blur),
+    "zoom_blur": Corruption("blur", ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+                            ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))),
+    "snow": Corruption("weather", ((0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+                                   (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9), (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+                                   (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8)),
+                       ((0.1, 0.3, 3, 0.5, 10, 4, 0.8), (0.2, 0.3, 2, 0.5, 12, 4, 0.7), (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+                        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65), (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55)), _snow),
+    "frost": Corruption("weather", ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+                        ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)), _frost),
+    "fog": Corruption("weather", ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+                      ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)), _fog),
     "brightness": Corruption("weather", (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5), _brightness),
     "contrast": Corruption("digital", (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05), _contrast),
-    "elastic_transform": Corruption(  # alpha and sigma as fractions of the side, without the paper's affine part
-        "digital",
-        ((0.04, 0.04), (0.06, 0.04), (0.08, 0.04), (0.11, 0.04), (0.15, 0.04)),
-        ((0.03, 0.01), (0.05, 0.01), (0.07, 0.01), (0.09, 0.01), (0.12, 0.01)),
-    ),
+    # alpha and sigma as fractions of the side, without the paper's affine part
+    "elastic_transform": Corruption("digital", ((0.04, 0.04), (0.06, 0.04), (0.08, 0.04), (0.11, 0.04), (0.15, 0.04)),
+                                    ((0.03, 0.01), (0.05, 0.01), (0.07, 0.01), (0.09, 0.01), (0.12, 0.01))),
     "pixelate": Corruption("digital", (0.95, 0.9, 0.85, 0.75, 0.65), (0.6, 0.5, 0.4, 0.3, 0.25), _pixelate),
     "jpeg_compression": Corruption("digital", (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)),
 }
+# fmt: on

@@ -38,15 +38,16 @@ class Cost:
 @torch.inference_mode()
 def measure_cost(model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision) -> Cost:
     """Time and count forward passes of `images`, a batch on the model's device. Takes about five seconds."""
-    device = images.device
-    if device.type == "cuda":
+    device, on_cuda = images.device, images.device.type == "cuda"
+    if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with autocast(device, precision):
-        batches = _time_passes(model, images)
-        singles = _time_passes(model, images[:1])
+        batches, singles = _time_passes(model, images), _time_passes(model, images[:1])
         with FlopCounterMode(display=False) as counter:
             # every token of every block, which is how FLOPs are quoted
             cast(Any, model).forward_head(cast(Any, model).forward_features(images[:1]))
+    # kilobytes, but on macOS
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Cost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops_per_image=int(counter.get_total_flops()),
@@ -54,8 +55,8 @@ def measure_cost(model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precisio
         images_per_second=float(len(images) / np.median(batches)),
         latency_p50_seconds=float(np.quantile(singles, 0.5)),
         latency_p95_seconds=float(np.quantile(singles, 0.95)),
-        peak_memory_bytes=_read_peak_memory(device),
-        peak_memory_of="device" if device.type == "cuda" else "process",
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else resident,
+        peak_memory_of="device" if on_cuda else "process",
         threads=torch.get_num_threads(),
     )
 
@@ -71,10 +72,3 @@ def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
         if len(seconds) >= _FEWEST and sum(seconds) > _SECONDS:
             break
     return seconds
-
-
-def _read_peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, but on macOS

@@ -21,7 +21,7 @@ def find_uncertain_hits(scores: Scores, *, count: int) -> Ints:
 def find_label_errors(logits: NDArray[np.float32], scores: Scores, *, count: int) -> tuple[Ints, int]:
     """Indices of the images whose label is probably wrong, the least plausible first, and how many in all.
 
-    `scores` are those of the logits. Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's
+    Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's
     threshold is the mean probability it has on the images labelled with it. An image is a likely label error when,
     of the classes that reach their threshold on it, the most probable is not its label; ranked by self-confidence,
     the probability of the given label. It presumes a model that did not see these images in training.

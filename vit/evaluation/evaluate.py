@@ -14,33 +14,16 @@ import torch
 
 from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle, update_metadata
 from vit.config import restore_old_keys
+from vit.evaluation import errors, metrics, schema
 from vit.evaluation.calibration import fit_temperature
-from vit.evaluation.cost import Cost, measure_cost
-from vit.evaluation.errors import find_confident_mistakes, find_label_errors, find_uncertain_hits
-from vit.evaluation.images import Images, count_duplicates, printable
+from vit.evaluation.cost import measure_cost
+from vit.evaluation.evaluated_images import Images, count_duplicates, printable
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import (
-    Ints,
-    Scores,
-    compute_confusion,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
+from vit.evaluation.metrics import Ints, Scores, score_logits
 from vit.evaluation.plots import draw_confusion
 from vit.evaluation.predictor import Logits, Predictor
 from vit.evaluation.robustness import average_error, measure_corruptions, measure_rotations, measure_shifts
-from vit.evaluation.schema import (
-    EVALUATION_FILE,
-    PREDICTIONS_FILE,
-    Calibration,
-    Evaluation,
-    Example,
-    Examples,
-    save_evaluation,
-    save_predictions,
-)
+from vit.evaluation.schema import Evaluation
 from vit.runtime.device import describe_device
 from vit.runtime.files import write_text
 from vit.runtime.output_dir import prepare_output
@@ -74,11 +57,13 @@ class EvaluationResult:
         names = self.bundle.class_names
         texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
         directory = prepare_output(Path(directory), overwrite=overwrite)
-        save_predictions(directory / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names)
-        draw_confusion(compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
+        schema.save_predictions(
+            directory / schema.PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names
+        )
+        draw_confusion(metrics.compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
         for name, text in texts.items():
             write_text(directory / name, text)
-        save_evaluation(directory / EVALUATION_FILE, self.evaluation)
+        schema.save_evaluation(directory / schema.EVALUATION_FILE, self.evaluation)
 
 
 def evaluate_bundle(
@@ -108,42 +93,29 @@ def evaluate_bundle(
     corrupted = measure_corruptions(predictor, images) if corruptions else None
     sweeps = measure_shifts(predictor, images) if shift else {}
     sweeps |= measure_rotations(predictor, images) if rotate else {}
-    # the other processes wait: their work would slow what is timed
-    cost = process.broadcast(_measure_cost(predictor, images) if process.is_main else None)
+    cost = None
+    if process.is_main:
+        pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
+        cost = measure_cost(predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision)
+    cost = process.broadcast(cost)  # the other processes wait: their work would slow what is timed
     scores = score_logits(logits, images.labels, temperature=bundle.temperature)
     evaluation = Evaluation.model_validate(
         {
-            **compute_metrics(scores),
+            **metrics.compute_metrics(scores),
             "intervals": compute_intervals(scores),
-            "per_class": compute_per_class(scores, bundle.class_names),
-            "reliability": compute_reliability(scores),
+            "per_class": metrics.compute_per_class(scores, bundle.class_names),
+            "reliability": metrics.compute_reliability(scores),
             "calibration": _describe_calibration(bundle, logits, images.labels),
             "examples": _choose_examples(logits, scores, images, bundle.class_names, count=num_examples),
             "corruptions": corrupted,
             "mean_corruption_error": None if corrupted is None else average_error(corrupted),
             "sweeps": sweeps or None,
             "cost": cost,
-            **_describe_images(images, bundle),
-            "model": bundle.name,
-            "model_sha256": bundle.sha256,
-            "recipe": hash_recipe(bundle.config),
-            "seed": bundle.config.get("train", {}).get("seed"),
+            **_describe_origin(images, bundle),
             "conditions": _describe_conditions(predictor),
         }
     )
     return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
-
-
-def hash_recipe(config: Mapping[str, Any]) -> str | None:
-    """The same for training configurations that differ in the seed or the machine alone; None without one."""
-    if not config:
-        return None
-    # under the keys' first names: evaluations on disk hold hashes of those
-    kept = {
-        section: {key: value for key, value in values.items() if key not in _OF_THE_MACHINE.get(section, ())}
-        for section, values in restore_old_keys(config).items()
-    }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
@@ -157,26 +129,17 @@ def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bund
     path = path / MODEL_FILE if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{bundle.name} is no model file; calibration keeps the temperature in one")
-    process = current_process()
+    process, source = current_process(), validation.dataset
     logits = _predict(predictor, validation, title="calibrating")
     if process.is_main:
-        fitted_on = {
-            "split": validation.dataset.split,
-            "num_images": len(validation),
-            "fingerprint": validation.dataset.fingerprint,
-        }
+        fitted_on = {"split": source.split, "num_images": len(validation), "fingerprint": source.fingerprint}
         temperature = fit_temperature(logits, validation.labels)
         update_metadata(path, temperature=temperature, temperature_fitted_on=fitted_on)
     process.wait()
     return load_bundle(bundle.name, device=predictor.device)
 
 
-def _measure_cost(predictor: Predictor, images: Images) -> Cost:
-    pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
-    return measure_cost(predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision)
-
-
-def _describe_images(images: Images, bundle: Bundle) -> dict[str, Any]:
+def _describe_origin(images: Images, bundle: Bundle) -> dict[str, Any]:
     dataset, hashes = images.dataset, bundle.training_hashes
     return {
         "num_images": len(images),
@@ -186,7 +149,23 @@ def _describe_images(images: Images, bundle: Bundle) -> dict[str, Any]:
         "split": dataset.split,
         "notes": list(dataset.notes),
         "fingerprint": dataset.fingerprint,
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "recipe": _hash_recipe(bundle.config),
+        "seed": bundle.config.get("train", {}).get("seed"),
     }
+
+
+def _hash_recipe(config: Mapping[str, Any]) -> str | None:
+    """The same for training configurations that differ in the seed or the machine alone; None without one."""
+    if not config:
+        return None
+    # under the keys' first names: evaluations on disk hold hashes of those
+    kept = {
+        section: {key: value for key, value in values.items() if key not in _OF_THE_MACHINE.get(section, ())}
+        for section, values in restore_old_keys(config).items()
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _describe_conditions(predictor: Predictor) -> dict[str, str]:
@@ -203,24 +182,24 @@ def _describe_conditions(predictor: Predictor) -> dict[str, str]:
     }
 
 
-def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calibration | None:
+def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> schema.Calibration | None:
     if "temperature" not in bundle.metadata:
         return None
-    before, after = (
-        {name: metrics[name] for name in ("ece", "brier", "nll")}
-        for metrics in (
-            compute_metrics(score_logits(logits, labels, temperature=temperature))
-            for temperature in (1.0, bundle.temperature)
-        )
-    )
+
+    def measure(temperature: float) -> dict[str, float]:
+        measured = metrics.compute_metrics(score_logits(logits, labels, temperature=temperature))
+        return {name: measured[name] for name in ("ece", "brier", "nll")}
+
     fitted_on = bundle.metadata.get("temperature_fitted_on", {})
-    return Calibration(bundle.temperature, fitted_on, before=before, after=after)
+    return schema.Calibration(bundle.temperature, fitted_on, measure(1.0), measure(bundle.temperature))
 
 
-def _choose_examples(logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int) -> Examples:
-    def describe(indices: Ints) -> list[Example]:
+def _choose_examples(
+    logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int
+) -> schema.Examples:
+    def describe(indices: Ints) -> list[schema.Example]:
         return [
-            Example(
+            schema.Example(
                 path=images.ids[index],
                 label=names[scores.labels[index]],
                 predicted=names[scores.predicted[index]],
@@ -230,10 +209,10 @@ def _choose_examples(logits: Logits, scores: Scores, images: Images, names: Sequ
             for index in indices.tolist()
         ]
 
-    label_errors, num_label_errors = find_label_errors(logits, scores, count=count)
-    return Examples(
-        confident_mistakes=describe(find_confident_mistakes(scores, count=count)),
-        uncertain_hits=describe(find_uncertain_hits(scores, count=count)),
+    label_errors, num_label_errors = errors.find_label_errors(logits, scores, count=count)
+    return schema.Examples(
+        confident_mistakes=describe(errors.find_confident_mistakes(scores, count=count)),
+        uncertain_hits=describe(errors.find_uncertain_hits(scores, count=count)),
         label_errors=describe(label_errors),
         num_label_errors=num_label_errors,
     )

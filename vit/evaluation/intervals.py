@@ -7,7 +7,6 @@ import numpy as np
 from vit.evaluation.metrics import Floats, Scores, compute_metrics
 
 RESAMPLES = 1000
-LEVEL = 0.95
 
 
 def draw_weights(count: int, generator: np.random.Generator) -> Floats:
@@ -17,7 +16,7 @@ def draw_weights(count: int, generator: np.random.Generator) -> Floats:
 
 def take_percentiles(replicates: Sequence[float] | Floats) -> tuple[float, float]:
     """The interval that holds the middle 95 % of bootstrap replicates."""
-    low, high = np.quantile(replicates, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    low, high = np.quantile(replicates, ((1 - 0.95) / 2, (1 + 0.95) / 2))
     return float(low), float(high)
 
 

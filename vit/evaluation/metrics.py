@@ -1,7 +1,7 @@
 """From logits and labels to metrics, in float64.
 
-A metric is a function of the images and their weights. With weight one each it is the metric itself; with the
-counts of a draw with replacement it is one bootstrap replicate (`intervals.py`): the same lines compute both.
+Each is a function of the images' weights: with weights of one it is the metric itself, with the counts of a draw with
+replacement one bootstrap replicate (`intervals.py`).
 """
 
 from dataclasses import dataclass
@@ -78,8 +78,7 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
 
 def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
     """log softmax(logits / temperature) of [n, C]."""
-    result: Floats = log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1)
-    return result
+    return np.asarray(log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1))
 
 
 def _score_chunk(logits: Floats, labels: Ints, temperature: float) -> dict[str, NDArray[Any]]:
@@ -106,13 +105,10 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
     """The metrics of `Evaluation`, each image counted `weights` times (once by default).
 
     Macro averages run over the classes that occur as a label or a prediction, with 0 for an undefined ratio, as
-    scikit-learn's do (which takes 20 times as long for a bootstrap). ECE is Guo et al. (2017), equation 3, over
-    15 bins of equal width. Brier is the sum over classes (0…2). `loss` is of the logits, `nll` of the
-    probabilities after the temperature.
+    scikit-learn's do (which takes 20 times as long for a bootstrap). ECE is Guo et al. (2017), equation 3.
     """
     weights = np.ones(len(scores)) if weights is None else weights
-    total = weights.sum()
-    hits = weights * scores.correct
+    total, hits = weights.sum(), weights * scores.correct
     support, predicted, correct = (
         np.bincount(classes, weight, minlength=scores.num_classes)
         for classes, weight in ((scores.labels, weights), (scores.predicted, weights), (scores.labels, hits))
@@ -136,8 +132,7 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
 
 def compute_confusion(scores: Scores) -> Ints:
     """Counts [C, C]: rows are the true classes, columns the predicted ones."""
-    counts: Ints = confusion_matrix(scores.labels, scores.predicted, labels=range(scores.num_classes))
-    return counts
+    return np.asarray(confusion_matrix(scores.labels, scores.predicted, labels=range(scores.num_classes)))
 
 
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from vit.evaluation.metrics import Ints
@@ -23,10 +24,7 @@ def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path)
         axes.set_xticks(range(count), class_names, rotation=60, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(count), class_names)
     if count <= 20:
-        for row in range(count):
-            for column in range(count):
-                if confusion[row, column]:
-                    color = "white" if fractions[row, column] > 0.5 else "black"
-                    number = str(confusion[row, column])
-                    axes.text(column, row, number, ha="center", va="center", color=color, fontsize=8)
+        for row, column in np.argwhere(confusion).tolist():
+            color = "white" if fractions[row, column] > 0.5 else "black"
+            axes.text(column, row, str(confusion[row, column]), ha="center", va="center", color=color, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 from PIL import Image
@@ -20,13 +20,15 @@ from vit.evaluation.predictor import Pixels, Predictor
 from vit.runtime.files import write_atomically
 from vit.runtime.output_dir import prepare_output
 
+Classes = list[tuple[int, str, float]]  # index, name and probability, the most probable first
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, (index, name, probability) each; or why there are none."""
+    """The most probable classes of one image, or why there are none."""
 
     path: str  # of a PIL image or an array "image 0", by its place
-    classes: list[tuple[int, str, float]]
+    classes: Classes
     error: str | None = None
 
 
@@ -56,7 +58,7 @@ def predict_images(
         while batch := list(islice(numbered, batch_size)):
             decoded = list(pool.map(lambda pair: _decode(pair[1], predictor.preprocess), batch))
             readable = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            top = iter(_rank(readable, predictor, bundle, top_k=top_k))
+            top = _rank(readable, predictor, bundle, top_k=top_k)
             for (number, image), pixels in zip(batch, decoded, strict=True):
                 path = image if isinstance(image, str) else f"image {number}"
                 error = pixels if isinstance(pixels, str) else None
@@ -66,14 +68,9 @@ def predict_images(
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write one object a line, and hand each prediction on once it is written."""
     for prediction in predictions:
-        line: dict[str, Any] = {"path": prediction.path}
-        if prediction.error is None:
-            line["predictions"] = [
-                dict(zip(("index", "name", "probability"), best, strict=True)) for best in prediction.classes
-            ]
-        else:
-            line["error"] = prediction.error
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        classes = [dict(zip(("index", "name", "probability"), best, strict=True)) for best in prediction.classes]
+        outcome = {"predictions": classes} if prediction.error is None else {"error": prediction.error}
+        file.write(json.dumps({"path": prediction.path, **outcome}, ensure_ascii=False) + "\n")
         yield prediction
 
 
@@ -97,14 +94,8 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
         return getattr(error, "strerror", None) or str(error)
 
 
-def _rank(
-    images: list[Pixels], predictor: Predictor, bundle: Bundle, *, top_k: int
-) -> list[list[tuple[int, str, float]]]:
-    """(index, name, probability) of the `top_k` most probable classes of each image."""
+def _rank(images: list[Pixels], predictor: Predictor, bundle: Bundle, *, top_k: int) -> Iterator[Classes]:
     logits = predictor.predict(lambda start, stop: np.stack(images[start:stop]), count=len(images))
-    probabilities = softmax(logits.astype(np.float64) / bundle.temperature, axis=1)
-    order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
-    return [
-        [(int(index), bundle.class_names[index], float(row[index])) for index in best]
-        for row, best in zip(probabilities, order, strict=True)
-    ]
+    for row in softmax(logits.astype(np.float64) / bundle.temperature, axis=1):
+        best = np.argsort(-row, kind="stable")[:top_k].tolist()
+        yield [(index, bundle.class_names[index], float(row[index])) for index in best]

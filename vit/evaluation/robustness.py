@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from vit.evaluation.corruptions import CORRUPTIONS, ROTATIONS, SEVERITIES, SHIFTS, corrupt, rotate, shift
-from vit.evaluation.images import Images
+from vit.evaluation.evaluated_images import Images
 from vit.evaluation.predictor import Pixels, Predictor
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
@@ -17,12 +17,11 @@ Sweep = list[tuple[float, float]]  # (amount, top-1)
 def measure_corruptions(predictor: Predictor, images: Images) -> dict[str, list[float]]:
     """Top-1 at severities 1 to 5 of each of the fifteen corruptions: 75 passes over the images."""
 
-    def read(start: int, stop: int, *, name: str, severity: int) -> Pixels:
-        digests = images.dataset.digests[start:stop].tolist()
-        batch = zip(images.read(start, stop), digests, strict=True)
-        return np.stack([corrupt(image, name=name, severity=severity, digest=key) for image, key in batch])
+    def change(name: str, severity: int, start: int, stop: int) -> Pixels:
+        batch = zip(images.read(start, stop), images.dataset.digests[start:stop].tolist(), strict=True)
+        return np.stack([corrupt(image, name=name, severity=severity, digest=digest) for image, digest in batch])
 
-    changes = [partial(read, name=name, severity=severity) for name in CORRUPTIONS for severity in SEVERITIES]
+    changes = [partial(change, name, severity) for name in CORRUPTIONS for severity in SEVERITIES]
     top1 = iter(_measure_top1(predictor, images, changes, title="corruptions"))
     return {name: [next(top1) for _ in SEVERITIES] for name in CORRUPTIONS}
 
@@ -35,30 +34,25 @@ def average_error(corruptions: Mapping[str, Sequence[float]]) -> float:
 
 def measure_shifts(predictor: Predictor, images: Images) -> dict[str, Sweep]:
     """Top-1 of images moved right and down by fractions of their side."""
-
-    def read(start: int, stop: int, *, fraction: float, axis: int) -> Pixels:
-        return shift(images.read(start, stop), fraction=fraction, axis=axis)
-
-    changes = [partial(read, fraction=fraction, axis=axis) for axis in (1, 0) for fraction in SHIFTS]
+    changes = [partial(_change, images, shift, axis=axis, fraction=x) for axis in (1, 0) for x in SHIFTS]
     top1 = iter(_measure_top1(predictor, images, changes, title="shifts"))
     return {name: [(fraction, next(top1)) for fraction in SHIFTS] for name in ("shift_right", "shift_down")}
 
 
 def measure_rotations(predictor: Predictor, images: Images) -> dict[str, Sweep]:
     """Top-1 of images turned anticlockwise by degrees."""
-
-    def read(start: int, stop: int, *, degrees: float) -> Pixels:
-        return rotate(images.read(start, stop), degrees=degrees)
-
-    changes = [partial(read, degrees=degrees) for degrees in ROTATIONS]
+    changes = [partial(_change, images, rotate, degrees=degrees) for degrees in ROTATIONS]
     return {"rotate": list(zip(ROTATIONS, _measure_top1(predictor, images, changes, title="rotations"), strict=True))}
+
+
+def _change(images: Images, change: Callable[..., Pixels], start: int, stop: int, **how: float) -> Pixels:
+    return change(images.read(start, stop), **how)
 
 
 def _measure_top1(
     predictor: Predictor, images: Images, changes: Sequence[Callable[[int, int], Pixels]], *, title: str
 ) -> list[float]:
     """Top-1 of the images as each of `changes` reads them."""
-    total = len(changes) * len(images)
-    with show_progress(title, total, shown=current_process().is_main) as advance:
+    with show_progress(title, len(changes) * len(images), shown=current_process().is_main) as advance:
         logits = (predictor.predict(read, count=len(images), on_progress=advance) for read in changes)
         return [float((found.argmax(axis=1) == images.labels).mean()) for found in logits]

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vit.evaluation.cost import Cost
-from vit.evaluation.images import Duplication
+from vit.evaluation.evaluated_images import Duplication
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.runtime.files import write_text
 
@@ -63,9 +63,7 @@ class Evaluation(BaseModel):
     schema_version: int = SCHEMA_VERSION
 
     top1: float = Field(title="Top-1 accuracy", description="fraction of images whose label has the highest logit")
-    top5: float = Field(
-        title="Top-5 accuracy", description="fraction of images whose label is among the five highest logits"
-    )
+    top5: float = Field(title="Top-5 accuracy", description="fraction of images whose label is in the 5 highest logits")
     loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
     macro_f1: float = Field(title="Macro F1", description="mean F1 of the classes that occur as label or prediction")
     macro_precision: float = Field(title="Macro precision", description="mean precision of the classes that occur")
@@ -73,12 +71,8 @@ class Evaluation(BaseModel):
     ece: float = Field(
         title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
     )
-    brier: float = Field(
-        title="Brier score", description="squared difference of probabilities and one-hot label, 0 to 2"
-    )
-    nll: float = Field(
-        title="Negative log-likelihood", description="mean cross-entropy after temperature scaling, nats"
-    )
+    brier: float = Field(title="Brier score", description="squared error of probabilities and one-hot label, 0 to 2")
+    nll: float = Field(title="Negative log-likelihood", description="mean cross-entropy with the temperature, nats")
     intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap confidence interval of each of these")
     per_class: list[ClassMetrics] = Field(description="every class of the model, in its order")
     reliability: list[Bin]
@@ -110,10 +104,8 @@ class Evaluation(BaseModel):
         """What to know before a metric is quoted, in sentences."""
         warnings = list(self.notes)
         if self.unreadable:
-            name, reason = self.unreadable[0]
-            warnings.append(
-                f"{len(self.unreadable)} images could not be read and are not counted; the first is {name}: {reason}"
-            )
+            first, count = ": ".join(self.unreadable[0]), len(self.unreadable)
+            warnings.append(f"{count} images could not be read and are not counted; the first is {first}")
         seen = self.duplicates_of_training
         if seen is not None and seen.exact + seen.near > 0:
             warnings.append(

@@ -9,9 +9,6 @@ from vit.evaluation.metrics import Bin
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 400, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 42  # room for the axes
-
 
 @dataclass(frozen=True)
 class Mark:
@@ -48,12 +45,8 @@ class Chart:
     y_ticks: list[tuple[float, str]]
     lines: list[Line] = field(default_factory=list)
     bars: list[Mark] = field(default_factory=list)
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = _LEFT
-    right: int = WIDTH - _RIGHT
-    top: int = _TOP
-    bottom: int = HEIGHT - _BOTTOM
+    # pixels: the whole, and the area between the axes
+    width, height, left, right, top, bottom = 400, 250, 60, 388, 12, 208
 
 
 def build_line_chart(
@@ -62,8 +55,8 @@ def build_line_chart(
     """A chart of one or more series of (x, y)."""
     everything = [point for points in series.values() for point in points]
     whole = all(float(x).is_integer() for x, _ in everything)
-    across = _Axis([x for x, _ in everything], _LEFT, WIDTH - _RIGHT, tight=True, whole=whole)
-    up = _Axis(y_range or [y for _, y in everything], HEIGHT - _BOTTOM, _TOP, tight=y_range is not None)
+    across = _Axis([x for x, _ in everything], Chart.left, Chart.right, tight=True, whole=whole)
+    up = _Axis(y_range or [y for _, y in everything], Chart.bottom, Chart.top, tight=y_range is not None)
     lines: list[Line] = []
     for name, points in series.items():
         marks = [Mark(across.place(x), up.place(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points]
@@ -73,7 +66,7 @@ def build_line_chart(
 
 def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     """Accuracy against confidence."""
-    across, up = (_Axis((0, 1), _LEFT, WIDTH - _RIGHT, tight=True), _Axis((0, 1), HEIGHT - _BOTTOM, _TOP, tight=True))
+    across, up = (_Axis((0, 1), *ends, tight=True) for ends in ((Chart.left, Chart.right), (Chart.bottom, Chart.top)))
     bars = [
         Mark(
             across.place(each.lower) + 1,
@@ -96,8 +89,7 @@ class _Axis:
         low, high = min(values), max(values)
         if high == low:
             low, high = low - 0.5, high + 0.5
-        locator = MaxNLocator(nbins=5, integer=whole)
-        numbers = [float(number) for number in locator.tick_values(low, high)]
+        numbers = [float(number) for number in MaxNLocator(nbins=5, integer=whole).tick_values(low, high)]
         if not tight:
             low, high = numbers[0], numbers[-1]
         self._low, self._high, self._start, self._stop = low, high, start, stop

@@ -4,24 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from vit.evaluation.images import Images
+from vit.evaluation.evaluated_images import Images
 from vit.evaluation.metrics import Ints, Scores, compute_confusion
-from vit.pages.pictures import encode_thumbnail
+from vit.pages.page import encode_picture
 
 _MOST_CLASSES = 40  # of more, those with the most errors are shown
 _LISTED = 100  # images of a cell
 _PICTURED = 24  # of these, at most so many with a thumbnail
+_THUMBNAIL_SIDE = 64  # pixels
 _THUMBNAIL_BYTES = 3_000_000  # of all cells, encoded: keeps the page below 10 MB
 
 
 def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> dict[str, Any]:
-    """What the template needs: names, counts, support and orders of the classes shown, cells, confused pairs."""
+    """What the template needs: names, counts, support and orders of the classes shown, cells, most frequent errors."""
     confusion = compute_confusion(scores)
-    shown = _choose_classes(confusion)
+    errors = confusion - np.diag(confusion.diagonal())
+    shown = list(range(len(names)))
+    if len(shown) > _MOST_CLASSES:
+        frequent = np.argsort(-(errors.sum(axis=0) + errors.sum(axis=1)), kind="stable")
+        shown = sorted(frequent[:_MOST_CLASSES].tolist())
     counts, shown_names = confusion[np.ix_(shown, shown)], [names[index] for index in shown]
+    largest = [divmod(index, len(names)) for index in np.argsort(-errors, axis=None, kind="stable")[:10].tolist()]
     return {
         "names": shown_names,
         "counts": counts.tolist(),
@@ -29,16 +36,12 @@ def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> 
         "num_classes": len(names),
         "orders": _order_classes(counts, shown_names),
         "cells": _describe_cells(scores, shown, images),
-        "pairs": _list_confused_pairs(confusion, names),
+        "pairs": [
+            {"label": names[row], "predicted": names[column], "count": int(errors[row, column])}
+            for row, column in largest
+            if errors[row, column]
+        ],
     }
-
-
-def _choose_classes(confusion: Ints) -> list[int]:
-    """All classes, or where they are too many to show those with the most errors."""
-    if len(confusion) <= _MOST_CLASSES:
-        return list(range(len(confusion)))
-    errors = confusion.sum(axis=0) + confusion.sum(axis=1) - 2 * confusion.diagonal()
-    return sorted(np.argsort(-errors, kind="stable")[:_MOST_CLASSES].tolist())
 
 
 def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
@@ -59,17 +62,6 @@ def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
     return {name: order.tolist() for name, order in orders.items()}
 
 
-def _list_confused_pairs(confusion: Ints, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The ten most frequent errors."""
-    errors = confusion - np.diag(confusion.diagonal())
-    largest = np.argsort(-errors, axis=None, kind="stable")[:10].tolist()
-    return [
-        {"label": names[row], "predicted": names[column], "count": int(errors[row, column])}
-        for row, column in (divmod(index, len(errors)) for index in largest)
-        if errors[row, column]
-    ]
-
-
 def _describe_cells(scores: Scores, shown: Sequence[int], images: Images) -> dict[str, list[list[Any]]]:
     """ "row,column" → [path, confidence, thumbnail or null] of the first images of each cell, the most confident
     first. The cells take turns, so that each has some thumbnails when not all images can have one."""
@@ -86,7 +78,9 @@ def _describe_cells(scores: Scores, shown: Sequence[int], images: Images) -> dic
         for _, members in sorted(cells.items(), key=lambda cell: cell[0][0] == cell[0][1]):  # errors first
             if turn < len(members) and room > 0:
                 index = members[turn]
-                thumbnails[index] = encode_thumbnail(images.read(index, index + 1)[0])
+                picture = Image.fromarray(images.read(index, index + 1)[0])
+                picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+                thumbnails[index] = encode_picture(picture, "WEBP")
                 room -= len(thumbnails[index])
     return {
         f"{row},{column}": [

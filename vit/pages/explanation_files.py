@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vit.bundle import Bundle
 from vit.explanation.explain import collect_explanations
 from vit.explanation.explanations import Explanations
 from vit.explanation.items import ImageItem
@@ -33,10 +34,8 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
     bundle, directory = writer.bundle, writer.output
     gallery = Gallery(bundle.class_names) if "html" in writer.formats else None
     observers: list[Callable[[list[ExplainedImage]], None]] = [writer.add]
-    if gallery:
-        observers.append(gallery.add)
-    if "tensorboard" in writer.formats:
-        observers.append(_TensorBoardImages(directory, bundle.class_names).add)
+    observers += [gallery.add] if gallery else []
+    observers += [_TensorBoardImages(directory, bundle).add] if "tensorboard" in writer.formats else []
     with writer:
         found = collect_explanations(
             bundle,
@@ -44,7 +43,7 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
             writer.settings,
             observers=observers,
             on_unreadable=writer.add_unreadable,
-            patch_attention_bytes=gallery.patch_attention_bytes if gallery else 0,
+            patch_attention_bytes=Gallery.patch_attention_bytes if gallery else 0,
         )
     if not writer.entries:
         raise ValueError(f"none of the {len(items)} images could be read; {found.unreadable[0][1]}")
@@ -56,8 +55,7 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
 def _save_gallery(explanations: Explanations, directory: Path) -> None:
     """Explains the images that are shown once more, for what each of their patches attends to."""
     bundle, shown = explanations.bundle, explanations.images[:MOST_IMAGES]
-    gallery = Gallery(bundle.class_names)
-    attention: list[ExplainedImage] = []
+    gallery, attention = Gallery(bundle.class_names), list[ExplainedImage]()
     collect_explanations(
         bundle,
         [of_image.item for of_image in shown],
@@ -71,17 +69,13 @@ def _save_gallery(explanations: Explanations, directory: Path) -> None:
     gallery.write(directory / GALLERY_FILE, title=f"Attention maps of {bundle.name}")
 
 
-def _save_tensorboard(explanations: Explanations, directory: Path) -> None:
-    _TensorBoardImages(directory, explanations.bundle.class_names).add(explanations.images)
-
-
 class _TensorBoardImages:
     """Writes the overlays as images of a TensorBoard run."""
 
-    def __init__(self, directory: Path, class_names: Sequence[str]) -> None:
+    def __init__(self, directory: Path, bundle: Bundle) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer, self._class_names = SummaryWriter(directory / "tensorboard"), class_names
+        self._writer, self._class_names = SummaryWriter(directory / "tensorboard"), bundle.class_names
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
         for of_image in explained:
@@ -94,5 +88,5 @@ class _TensorBoardImages:
 # what `Explanations.save` writes beside its own formats
 EXTRA_FORMATS: Mapping[str, Callable[[Explanations, Path], None]] = {
     "html": _save_gallery,
-    "tensorboard": _save_tensorboard,
+    "tensorboard": lambda found, directory: _TensorBoardImages(directory, found.bundle).add(found.images),
 }

@@ -10,14 +10,11 @@ from PIL import Image
 
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap
 from vit.explanation.render.overlay import palette, quantise, relative_to_uniform
-from vit.explanation.render.patch_attention import PatchAttention
-from vit.pages.page import render_page
-from vit.pages.pictures import encode_picture
+from vit.pages.page import encode_picture, render_page
 from vit.runtime.files import write_text
 
 MOST_IMAGES = 64
 _BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
-_PATCH_ATTENTION_BYTES = 166_000  # of them, before base64: rollout and every layer of a 14×14 grid
 _PHOTO_CHARACTERS = 42_700  # a JPEG of 32,000 bytes in base64
 _PHOTO_SIDE = 400  # pixels
 
@@ -25,21 +22,18 @@ _PHOTO_SIDE = 400  # pixels
 class Gallery:
     """Collects explained images and writes them as one page; after `MOST_IMAGES` it only counts."""
 
-    patch_attention_bytes = _PATCH_ATTENTION_BYTES
+    patch_attention_bytes = 166_000  # of an image, before base64: rollout and every layer of a 14×14 grid
 
     def __init__(self, class_names: Sequence[str]) -> None:
-        self._class_names = class_names
+        self._class_names, self._count = class_names, 0
         self._images: list[dict[str, object]] = []
-        self._count = 0
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
         """Take a batch; its photos are kept as small JPEGs, its maps in 8 bits."""
         self._count += len(explained)
-        for of_image in explained[: MOST_IMAGES - len(self._images)]:
-            self._images.append(self._describe(of_image))
+        self._images += map(self._describe, explained[: MOST_IMAGES - len(self._images)])
 
     def write(self, path: Path, *, title: str) -> None:
-        """Write the page to `path`."""
         context = {
             "title": title,
             "shown": len(self._images),
@@ -61,7 +55,16 @@ class Gallery:
             "predicted": self._class(explained, explained.predicted),
             "maps": [self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2],
         }
-        matrices = [_describe_attention(each) for each in explained.patch_attention]
+        matrices = [
+            {
+                "layer": each.layer,
+                "head": each.head,
+                "grid": list(each.grid),
+                "values": _encode(each.values),
+                "maxima": _encode(each.maxima.astype("<f4")),
+            }
+            for each in explained.patch_attention
+        ]
         room = _BYTES_AN_IMAGE - len(json.dumps(described))
         for left_out in ("head", "layer"):  # all heads go together, then all layers
             if len(json.dumps(matrices)) > room:
@@ -87,16 +90,6 @@ class Gallery:
 
     def _class(self, explained: ExplainedImage, index: int) -> dict[str, object]:
         return {"name": self._class_names[index], "percent": round(100 * float(explained.probabilities[index]), 1)}
-
-
-def _describe_attention(attention: PatchAttention) -> dict[str, object]:
-    return {
-        "layer": attention.layer,
-        "head": attention.head,
-        "grid": list(attention.grid),
-        "values": _encode(attention.values),
-        "maxima": _encode(attention.maxima.astype("<f4")),
-    }
 
 
 def _shown_size(size: tuple[int, int]) -> tuple[int, int]:

@@ -1,8 +1,13 @@
 """Self-contained pages: one HTML file, autoescaped, that opens from disk with the network off."""
 
+import base64
+import io
 from collections.abc import Mapping
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
+
+_SIDES = (160, 256)  # pixels: pictures are brought between these
 
 
 def render_page(template: str, context: Mapping[str, object]) -> str:
@@ -11,7 +16,21 @@ def render_page(template: str, context: Mapping[str, object]) -> str:
     Every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes `<` as well.
     A name missing from `context` raises jinja2.UndefinedError.
     """
-    environment = Environment(
-        loader=PackageLoader("vit", "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
+    loader = PackageLoader("vit", "pages")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(template).render(context)
+
+
+def resize_picture(picture: Image.Image) -> Image.Image:
+    """The picture enlarged or reduced so that its longer side has 160 to 256 pixels."""
+    longer = max(picture.size)
+    scale = min(max(longer, _SIDES[0]), _SIDES[1]) / longer
+    width, height = (max(round(side * scale), 1) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def encode_picture(picture: Image.Image, kind: str = "JPEG", *, quality: int = 80) -> str:
+    """A picture as a data address."""
+    file = io.BytesIO()
+    picture.save(file, format=kind, quality=quality, optimize=True)
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()

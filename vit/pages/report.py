@@ -18,8 +18,7 @@ from vit.explanation.explain import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
-from vit.pages.page import render_page
-from vit.pages.pictures import encode_picture, resize_picture
+from vit.pages.page import encode_picture, render_page, resize_picture
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
@@ -33,8 +32,8 @@ def build_report(
 ) -> str:
     """The page as text.
 
-    `history` are the epochs of the training run (by default of the metrics file beside the model). `explain` draws
-    a map over each picture (by default attention rollout), and may raise ValueError where a model has none.
+    `history` are the epochs of the training run (by default of the metrics file beside the model). `explain` draws a
+    map over each picture (by default attention rollout), and may raise ValueError where a model has none.
     """
     evaluation = result.evaluation
     examples, maps_missing = _draw_examples(result, explain or (lambda pictures: draw_maps(result.bundle, pictures)))
@@ -97,26 +96,19 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
 def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:
     listed = []
     for name in _METRICS:
-        field, (low, high) = Evaluation.model_fields[name], evaluation.intervals[name]
-        value, interval = f"{getattr(evaluation, name):.4f}", f"{low:.4f} … {high:.4f}"
-        if name in _PER_CENT:
-            value, interval = (f"{100 * getattr(evaluation, name):.2f} %", f"{100 * low:.2f} … {100 * high:.2f}")
-        listed.append(
-            {"title": str(field.title), "value": value, "interval": interval, "about": str(field.description)}
-        )
+        field, numbers = Evaluation.model_fields[name], (getattr(evaluation, name), *evaluation.intervals[name])
+        value, low, high = (f"{100 * each:.2f}" if name in _PER_CENT else f"{each:.4f}" for each in numbers)
+        texts = (field.title, value + " %" * (name in _PER_CENT), f"{low} … {high}", field.description)
+        listed.append(dict(zip(("title", "value", "interval", "about"), map(str, texts), strict=True)))
     return listed
 
 
 def _chart_history(epochs: Sequence[dict[str, Any]]) -> list[Chart]:
     def series(**keys: str) -> dict[str, list[tuple[float, float]]]:
-        found = {
-            name: [
-                (float(row["epoch"]), float(row[key]))
-                for row in epochs
-                if isinstance(row.get(key), int | float) and math.isfinite(row[key]) and "epoch" in row
-            ]
-            for name, key in keys.items()
-        }
+        found = {}
+        for name, key in keys.items():
+            rows = [row for row in epochs if isinstance(row.get(key), int | float) and "epoch" in row]
+            found[name] = [(float(row["epoch"]), float(row[key])) for row in rows if math.isfinite(row[key])]
         return {name: points for name, points in found.items() if points}
 
     charts = (
@@ -157,10 +149,9 @@ def _draw_examples(result: EvaluationResult, explain: Explain) -> tuple[dict[str
     found, images = result.evaluation.examples, result.images
     groups = {name: getattr(found, name) for name in ("confident_mistakes", "uncertain_hits", "label_errors")}
     position = {name: index for index, name in enumerate(images.ids)}
-    indices = {example.path: position[example.path] for group in groups.values() for example in group}
-    pixels = {path: images.read(index, index + 1)[0] for path, index in indices.items()}
-    maps: dict[str, str] = {}
-    missing = None
+    paths = dict.fromkeys(example.path for group in groups.values() for example in group)
+    pixels = {path: images.read(position[path], position[path] + 1)[0] for path in paths}
+    maps, missing = {}, None
     try:
         drawn = explain(list(pixels.values()))
         maps = {path: encode_picture(each) for path, each in zip(pixels, drawn, strict=True)}

@@ -36,10 +36,7 @@ class Images:
 def load_images(
     dataset: ImageDataset, split: str | None, *, preprocess: Preprocess, class_names: Sequence[str], progress: bool
 ) -> Images:
-    """Decode a split (once: the result is cached) and match its classes with the model's `class_names`.
-
-    None is the data set's default split.
-    """
+    """Decode a split (None: the default one), and match its classes with the model's `class_names`."""
     source = dataset.split(split)
     # before the decoding, which takes minutes: foreign classes are refused
     map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
@@ -75,18 +72,14 @@ def map_labels(labels: Ints, *, source_classes: Sequence[str], model_classes: Se
     A name also fits a list of synonyms that it begins ("tench" fits "tench, Tinca tinca", timm's spelling).
     Raises ValueError naming the classes that occur among the labels and that the model doesn't know.
     """
-    first_words = Counter(name.partition(",")[0] for name in model_classes)
-    index = {
-        name.partition(",")[0]: position
-        for position, name in enumerate(model_classes)
-        if first_words[name.partition(",")[0]] == 1
-    }
+    first_words = [name.partition(",")[0] for name in model_classes]
+    counts = Counter(first_words)
+    index = {word: position for position, word in enumerate(first_words) if counts[word] == 1}
     index |= {name: position for position, name in enumerate(model_classes)}
     unknown = [source_classes[label] for label in np.unique(labels) if source_classes[label] not in index]
     if unknown:
         raise ValueError(f"the model doesn't know {_shorten(unknown)} of this data; it knows {_shorten(model_classes)}")
-    table = np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
-    return table[labels]
+    return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)[labels]
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.images import Images, count_duplicates, load_images, map_labels, printable
+from vit.evaluation.evaluated_images import Images, count_duplicates, load_images, map_labels, printable
 
 
 def write_images(root: Path, *folders: str, count: int = 3) -> Path:
