@@ -22,7 +22,6 @@ from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
 Device = str | torch.device
-_LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,21 @@ class Bundle:
     def from_model(
         cls, model: nn.Module, *, class_names: Sequence[str] | None = None, preprocess: Preprocess | None = None
     ) -> Self:
-        """Wrap a model of this project, timm, torchvision or Hugging Face. It isn't copied; it is put into evaluation
-        mode.
-
+        """Wrap a model of this project, timm, torchvision or Hugging Face; not copied, but put into evaluation mode.
         What is not given is found as `vit.model.families` describes; otherwise class names are "class 0" and so on, and
-        the normalisation is ImageNet's. Raises ValueError where the number of class names is not the number of logits,
-        and where something that is not given can't be found.
-        """
+        the normalisation is ImageNet's. Raises ValueError for another number of class names than of logits, and where
+        something that is not given can't be found."""
         names = find_class_names(model) if class_names is None else tuple(class_names)
         _check_class_names(names, count_classes(model))
         preprocess = preprocess or Preprocess.from_dict(find_preprocess(model))
         metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
         if isinstance(model, VisionTransformer):
             metadata["architecture"] = model.architecture
-        name, sha256 = type(model).__name__, _hash_weights(model)
-        return cls(model.eval(), preprocess, names, name, sha256, metadata=metadata)
+        digest = hashlib.sha256()  # of the weights
+        for name, tensor in sorted(model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return cls(model.eval(), preprocess, names, type(model).__name__, digest.hexdigest(), metadata=metadata)
 
     @property
     def temperature(self) -> float:
@@ -75,40 +74,41 @@ def load_model(
         return load_bundle(model, device=device, random_weights=random_weights)
     if random_weights:
         raise ValueError("random_weights needs a model file, a training directory or timm:NAME")
-    return _move(model if isinstance(model, Bundle) else Bundle.from_model(model), device)
+    if isinstance(model, nn.Module):
+        return Bundle.from_model(model.to(device))
+    model.model.to(device)
+    return model
 
 
+@torch.random.fork_rng(devices=[])  # building a model draws random weights; the caller's random numbers don't move
 def load_bundle(source: str | Path, *, device: Device = "cpu", random_weights: bool = False) -> Bundle:
-    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`.
-
-    `random_weights` keeps the architecture and draws new weights (seed 0), for sanity checks.
-    Raises FileNotFoundError or ValueError with what is wrong with the file.
-    """
+    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`. `random_weights` keeps the
+    architecture and draws new weights (seed 0), for sanity checks. Raises FileNotFoundError or ValueError with what
+    is wrong with the file."""
+    torch.manual_seed(0)
     if str(source).startswith("timm:"):
-        return _load_timm_bundle(str(source), device=device, random_weights=random_weights)
-    path = _find_model_file(Path(source))
+        from vit.model.timm_weights import create_timm
+
+        module = create_timm(str(source).removeprefix("timm:"), pretrained=not random_weights)
+        return dataclasses.replace(Bundle.from_model(module.to(device)), name=str(source))
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME")
+    path = path / MODEL_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"{source} holds no {MODEL_FILE}; has its training reached a first evaluation?")
     content = read_model_file(path)
     metadata = content.metadata
     if not metadata:
         cure = f"weights of timm load with vit.load_timm({str(path)!r})"
         raise ValueError(f"{path} holds weights without our metadata; {cure}")
-    # construction draws random weights: keep that from moving the caller's random numbers
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = VisionTransformer(**metadata["architecture"])
+    model = VisionTransformer(**metadata["architecture"]).eval()
     if not random_weights:
         load_weights(model, content.weights, origin=str(path))
-    return Bundle(
-        model=model.eval().to(device),
-        preprocess=Preprocess.from_dict(metadata["preprocess"]),
-        class_names=tuple(metadata["class_names"]),
-        name=str(source),
-        sha256=compute_sha256(path),
-        config=metadata["config"],
-        data=metadata["data"],
-        metadata=metadata,
-        training_hashes=content.training_hashes,
-    )
+    preprocess, names = Preprocess.from_dict(metadata["preprocess"]), tuple(metadata["class_names"])
+    recorded: dict[str, Any] = {"config": metadata["config"], "data": metadata["data"], "metadata": metadata}
+    recorded["training_hashes"] = content.training_hashes
+    return Bundle(model.to(device), preprocess, names, str(source), compute_sha256(path), **recorded)
 
 
 def save_bundle(
@@ -122,19 +122,11 @@ def save_bundle(
     weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
 ) -> None:
-    """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes.
-
-    `weights` replace the model's own where those are sharded over processes.
-    """
+    """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes. `weights` replace the
+    model's own where those are sharded over processes."""
     _check_class_names(class_names, model.num_classes)
-    metadata = {
-        "architecture": model.architecture,
-        "class_names": list(class_names),
-        "preprocess": preprocess.to_dict(),
-        "config": config,
-        "data": data,
-        "versions": collect_versions(),
-    }
+    metadata = {"architecture": model.architecture, "class_names": list(class_names), "config": config, "data": data}
+    metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 
@@ -146,53 +138,18 @@ def update_metadata(path: Path, **values: Any) -> None:
 
 def collect_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that a result depends on."""
-    libraries = {name: version(name) for name in _LIBRARIES}
+    libraries = {name: version(name) for name in ("torch", "torchvision", "timm", "numpy", "safetensors")}
     return {"vit": __version__, "python": platform.python_version(), **libraries}
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
     """The facts `vit info MODEL` shows."""
-    return {
-        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
-        "classes": list(bundle.class_names),
-        "preprocess": dataclasses.asdict(bundle.preprocess),
-        "data": bundle.data,
-        "sha256": bundle.sha256,
-        **{key: bundle.metadata.get(key) for key in ("architecture", "versions")},
-    }
-
-
-def _find_model_file(path: Path) -> Path:
-    file = path / MODEL_FILE if path.is_dir() else path
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME")
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} holds no {MODEL_FILE}; has its training reached a first evaluation?")
-    return file
-
-
-def _load_timm_bundle(source: str, *, device: Device, random_weights: bool) -> Bundle:
-    from vit.model.timm_weights import create_timm
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = create_timm(source.removeprefix("timm:"), pretrained=not random_weights)
-    return _move(dataclasses.replace(Bundle.from_model(model), name=source), device)
-
-
-def _move(bundle: Bundle, device: Device) -> Bundle:
-    bundle.model.to(device)
-    return bundle
+    facts: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in bundle.model.parameters())}
+    facts |= {"classes": list(bundle.class_names), "preprocess": dataclasses.asdict(bundle.preprocess)}
+    facts |= {"data": bundle.data, "sha256": bundle.sha256}
+    return facts | {key: bundle.metadata.get(key) for key in ("architecture", "versions")}
 
 
 def _check_class_names(names: Sequence[str], count: int | None) -> None:
     if count is not None and len(names) != count:
         raise ValueError(f"{len(names)} class names for a model of {count} classes")
-
-
-def _hash_weights(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

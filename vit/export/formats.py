@@ -4,8 +4,6 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,35 +28,33 @@ def export_bundle(
 ) -> Path:
     """Write `bundle` for other programs and return the folder for timm, or the file of the model.
 
-    model.json, beside a model for onnx or torch-export, says how to normalise images and read logits. Raises
-    ValueError for a model that timm doesn't have or attention that we can't read, and without the packages of ONNX;
-    FileExistsError where `directory` holds something and `overwrite` is not given.
+    timm: the folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens; fixed sine-cosine positions
+    become learned ones of the same values. onnx: from "images" [batch, C, height, width] to "logits" [batch, classes].
+    torch-export: `torch.export.load(path).module()(images)` gives the logits. Beside these two, model.json says how to
+    normalise images and read logits. Raises ValueError for a model that timm doesn't have or attention that we can't
+    read, and without the packages of ONNX; FileExistsError where `directory` holds something without `overwrite`.
     """
     model = bundle.model if isinstance(bundle.model, VisionTransformer) else load_timm(bundle.model)
     # what is refused is refused before an earlier export is replaced
     config = describe_for_timm(bundle, model) if to == "timm" else {}
     prepare_output(directory, overwrite=overwrite)
     if to == "timm":
-        _save_for_timm(model, config, directory)
+        positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()}
+        write_atomically(directory / MODEL_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
+        write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
         return directory
     path = directory / ("model.onnx" if to == "onnx" else "model.pt2")
     (export_onnx if to == "onnx" else export_torch)(model, path)
-    facts = {
-        "preprocess": bundle.preprocess.to_dict(),
-        "class_names": list(bundle.class_names),
-        "temperature": bundle.temperature,
-        "sha256_of_source": bundle.sha256,
-    }
+    facts: dict[str, Any] = {"preprocess": bundle.preprocess.to_dict(), "class_names": list(bundle.class_names)}
+    facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256}
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
     return path
 
 
 def describe_for_timm(bundle: Bundle, model: VisionTransformer) -> dict[str, Any]:
-    """timm's config.json: one of its architectures, its arguments and the preprocessing. Raises ValueError naming the
-    first thing that timm's VisionTransformer doesn't have.
-
-    JSON can't name a class of MLP, so for swiglu the architecture is one that has it.
-    """
+    """timm's config.json: one of its architectures (for swiglu one that has it: JSON can't name a class of MLP), its
+    arguments and the preprocessing. Raises ValueError naming the first thing that timm doesn't have."""
     ours, preprocess = model.architecture, bundle.preprocess.to_dict()
     absent = {
         f"stem {ours['stem']!r}": ours["stem"] != "patch",
@@ -71,38 +67,27 @@ def describe_for_timm(bundle: Bundle, model: VisionTransformer) -> dict[str, Any
     }
     for what in (what for what, is_used in absent.items() if is_used):
         raise ValueError(f"timm's VisionTransformer has no {what}; export to onnx or torch-export instead")
-    hidden = round(model.embed_dim * ours["mlp_ratio"])
     base = {"distilled": "deit_base_distilled_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
+    classes, embedding = model.num_classes, model.patch_embed
+    # timm cuts the product of width and ratio off, ours rounds it
+    mlp_ratio = (round(model.embed_dim * ours["mlp_ratio"]) + 0.5) / model.embed_dim
+    pos_embed = "none" if model.pos_embed is None else "learn"
+    pretrained = {"input_size": [embedding.in_chans, *embedding.img_size], "fixed_input_size": True}
+    pretrained |= {key: preprocess[key] for key in ("mean", "std", "crop_pct")} | {"crop_mode": "center"}
+    pretrained |= {"interpolation": preprocess["interpolation"], "num_classes": classes}
+    pretrained |= {"label_names": list(bundle.class_names), "pool_size": None, "first_conv": "patch_embed.proj"}
     return {
         "architecture": base.get("distilled" if ours["distilled"] else ours["mlp"], "vit_base_patch16_224"),
-        "num_classes": model.num_classes,
+        "num_classes": classes,
         "num_features": model.embed_dim,
         "global_pool": model.global_pool,
         "model_args": {name: value for name, value in ours.items() if name not in _NOT_IN_TIMM}
-        | {
-            "mlp_ratio": (hidden + 0.5) / model.embed_dim,  # timm cuts the product off, ours rounds it
-            "global_pool": model.global_pool,
-            "pos_embed": "none" if model.pos_embed is None else "learn",
-        },
-        "pretrained_cfg": {
-            "input_size": [model.patch_embed.in_chans, *model.patch_embed.img_size],
-            "fixed_input_size": True,
-            "mean": preprocess["mean"],
-            "std": preprocess["std"],
-            "crop_pct": preprocess["crop_pct"],
-            "crop_mode": "center",
-            "interpolation": preprocess["interpolation"],
-            "num_classes": model.num_classes,
-            "label_names": list(bundle.class_names),
-            "pool_size": None,
-            "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if ours["distilled"] else "head",
-        },
+        | {"mlp_ratio": mlp_ratio, "global_pool": model.global_pool, "pos_embed": pos_embed},
+        "pretrained_cfg": pretrained | {"classifier": ["head", "head_dist"] if ours["distilled"] else "head"},
     }
 
 
 def export_torch(model: VisionTransformer, path: Path) -> None:
-    """Write a `.pt2`: `torch.export.load(path).module()(images)` gives the logits of any number of images."""
     program = _trace(model)
 
     def save(path: Path) -> None:
@@ -113,48 +98,25 @@ def export_torch(model: VisionTransformer, path: Path) -> None:
 
 
 def export_onnx(model: VisionTransformer, path: Path) -> None:
-    """Write an ONNX model from "images" [batch, C, height, width] to "logits" [batch, classes]."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"exporting to onnx takes {' and '.join(missing)}, not installed here; try pip install 'vit-pipeline[onnx]'"
-        )
+        cure = "try pip install 'vit-pipeline[onnx]'"
+        raise ValueError(f"exporting to onnx takes {' and '.join(missing)}, not installed here; {cure}")
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    with _quiet():
-        program = torch.onnx.export(_trace(model), dynamo=True, verbose=False, **names)
-        assert program is not None
-        write_atomically(path, lambda temporary: program.save(temporary, external_data=False))
-
-
-def _save_for_timm(model: VisionTransformer, config: dict[str, Any], directory: Path) -> None:
-    """The folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens. Fixed sine-cosine positions
-    become learned ones of the same values."""
-    positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()}
-    write_atomically(directory / MODEL_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # neither the exporter's log messages nor its warnings
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = torch.onnx.export(_trace(model), dynamo=True, verbose=False, **names)
+            assert program is not None
+            write_atomically(path, lambda temporary: program.save(temporary, external_data=False))
+    finally:
+        logger.setLevel(level)
 
 
 def _trace(model: VisionTransformer) -> ExportedProgram:
     """The computation in evaluation mode, for any number of images (an example of one would fix it)."""
-    first = next(model.parameters())
-    images = first.new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
-    training = model.training
-    try:
-        with torch.no_grad():
-            return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's log messages and warnings."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logger.setLevel(level)
+    images = next(model.parameters()).new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
+    with torch.no_grad():
+        return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})

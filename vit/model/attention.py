@@ -6,7 +6,7 @@ Masks: True (or 1) is attended to, False (or 0) ignored. A query whose keys are 
 output, not NaN and not a uniform average.
 """
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,9 @@ from vit.runtime.arguments import check_choice
 from vit.runtime.device import cpu_flags
 
 Backend = Literal["auto", "fused", "explicit"]
-Mask = Shaped[Tensor, "..."]  # boolean, or integers 0 and 1; others are refused with a sentence
+Mask = Shaped[Tensor, "..."] | None  # boolean, or integers 0 and 1; others are refused with a sentence
+Queries = Float[Tensor, "B Nq D"]
+Keys = Float[Tensor, "B Nk D"] | None
 
 NORM_EPS = 1e-6  # of every LayerNorm in the field's vision transformers; torch's own default is 1e-5
 
@@ -26,7 +28,7 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "... Nq K"],
     key: Float[Tensor, "... Nk K"],
     value: Float[Tensor, "... Nk V"],
-    mask: Mask | None = None,
+    mask: Mask = None,
     *,
     causal: bool = False,
 ) -> tuple[Float[Tensor, "... Nq V"], Float[Tensor, "... Nq Nk"]]:
@@ -36,7 +38,7 @@ def scaled_dot_product_attention(
 
 
 def compute_weights(
-    query: Float[Tensor, "... Nq K"], key: Float[Tensor, "... Nk K"], mask: Mask | None = None, *, causal: bool = False
+    query: Float[Tensor, "... Nq K"], key: Float[Tensor, "... Nk K"], mask: Mask = None, *, causal: bool = False
 ) -> Float[Tensor, "... Nq Nk"]:
     """softmax(Q Kᵀ / √d_k): each row a distribution over the keys. A dot product of d_k entries of unit variance has
     variance d_k; dividing by √d_k keeps the softmax from saturating (Vaswani et al. 2017, footnote 4).
@@ -61,9 +63,7 @@ def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 
     return ~padding[:, None, None, :]
 
 
-def choose_backend(
-    device_type: str, dtype: torch.dtype, num_tokens: int, training: bool
-) -> Literal["fused", "explicit"]:
+def choose_backend(device_type: str, dtype: torch.dtype, num_tokens: int, training: bool) -> Backend:
     """The faster of torch's fused kernel and two explicit products, as `benchmarks/attention.py` measures them: fused
     but for bfloat16 on a CPU, where the fused backward pass takes two to five times as long and, without AMX,
     inference is slower too. Beyond a few hundred tokens the explicit weights exceed caches and memory."""
@@ -79,10 +79,8 @@ def _has_amx() -> bool:
 
 class MultiHeadAttention(nn.Module):
     """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then projected.
-
     Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The projections
-    of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's `in_proj_weight`.
-    """
+    of query, key and value are the three thirds of `qkv`, which is timm's layout and torch's `in_proj_weight`."""
 
     def __init__(
         self,
@@ -98,9 +96,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             fitting = [heads for heads in range(1, embed_dim + 1) if embed_dim % heads == 0]
-            near = sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2])
-            cure = " or ".join(map(str, near))
-            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {cure}")
+            near = map(str, sorted(sorted(fitting, key=lambda heads: abs(heads - num_heads))[:2]))
+            raise ValueError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}; try {' or '.join(near)}")
         check_choice(backend, get_args(Backend), name="attention backend")
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.scale = self.head_dim**-0.5
@@ -112,13 +109,7 @@ class MultiHeadAttention(nn.Module):
         self.proj = nn.Linear(embed_dim, embed_dim, bias=proj_bias)
 
     def forward(
-        self,
-        query: Float[Tensor, "B Nq D"],
-        key: Float[Tensor, "B Nk D"] | None = None,
-        value: Float[Tensor, "B Nk D"] | None = None,
-        mask: Mask | None = None,
-        *,
-        causal: bool = False,
+        self, query: Queries, key: Keys = None, value: Keys = None, mask: Mask = None, *, causal: bool = False
     ) -> Float[Tensor, "B Nq D"]:
         """The output alone, by the faster backend. Mask and causality as in `compute_weights`, per [B, H, Nq, Nk]."""
         q, k, v = self._project(query, key, value)
@@ -131,8 +122,7 @@ class MultiHeadAttention(nn.Module):
         dropout = self.attn_drop.p if self.training else 0.0
         if mask is None:
             return self._merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal))
-        shape = torch.Size((*q.shape[:-1], k.shape[-2]))
-        allowed = _allowed(mask, shape=shape, causal=causal, device=q.device)
+        allowed = _allowed(mask, shape=torch.Size((*q.shape[:-1], k.shape[-2])), causal=causal, device=q.device)
         assert allowed is not None
         # fused kernels disagree on rows without keys: give them keys, drop the result
         empty = ~allowed.any(dim=-1, keepdim=True)
@@ -140,13 +130,7 @@ class MultiHeadAttention(nn.Module):
         return self._merge(context.masked_fill(empty, 0.0))
 
     def forward_with_weights(
-        self,
-        query: Float[Tensor, "B Nq D"],
-        key: Float[Tensor, "B Nk D"] | None = None,
-        value: Float[Tensor, "B Nk D"] | None = None,
-        mask: Mask | None = None,
-        *,
-        causal: bool = False,
+        self, query: Queries, key: Keys = None, value: Keys = None, mask: Mask = None, *, causal: bool = False
     ) -> tuple[Float[Tensor, "B Nq D"], Float[Tensor, "B H Nq Nk"]]:
         """The output and every head's weights, as they are before dropout: rows sum to one."""
         q, k, v = self._project(query, key, value)
@@ -159,53 +143,42 @@ class MultiHeadAttention(nn.Module):
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("only kdim = vdim = embed_dim, neither add_bias_kv nor add_zero_attn, converts")
         biased = module.in_proj_bias is not None
-        layer = cls(module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout).to(
-            module.in_proj_weight
-        )
-        with torch.no_grad():
-            layer.qkv.weight.copy_(module.in_proj_weight)
-            layer.proj.weight.copy_(module.out_proj.weight)
-            if biased:
-                layer.qkv.bias.copy_(module.in_proj_bias)
-                layer.proj.bias.copy_(module.out_proj.bias)
+        layer = cls(module.embed_dim, module.num_heads, qkv_bias=biased, proj_bias=biased, attn_drop=module.dropout)
+        theirs = module.state_dict()
+        ours = {name.replace("in_proj_", "qkv.").replace("out_proj", "proj"): theirs[name] for name in theirs}
+        layer.to(module.in_proj_weight).load_state_dict(ours)
         return layer.train(module.training)
 
-    def _project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H Nk K"], Float[Tensor, "B H Nk K"]]:
+    def _project(self, query: Queries, key: Keys, value: Keys) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of every head: [B, H, N, K] each."""
         if key is None and value is None:
             heads = self.qkv(query).reshape(*query.shape[:2], 3, self.num_heads, self.head_dim)
-            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, N, 3, H, K] → [B, H, N, K] each
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # from [B, N, 3, H, K]
         elif key is None or value is None:
             raise ValueError("cross-attention needs both key and value; self-attention neither")
         else:
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
-            parts = zip((query, key, value), self.qkv.weight.chunk(3), biases, strict=True)
             q, k, v = (
                 F.linear(tokens, weight, bias).reshape(*tokens.shape[:2], self.num_heads, -1).transpose(1, 2)
-                for tokens, weight, bias in parts
+                for tokens, weight, bias in zip((query, key, value), self.qkv.weight.chunk(3), biases, strict=True)
             )
         return self.q_norm(q), self.k_norm(k), v
 
     def _merge(self, context: Float[Tensor, "B H N K"]) -> Float[Tensor, "B N D"]:
-        merged: Tensor = self.proj(context.transpose(1, 2).flatten(2))  # heads side by side: [B, N, H·K]
-        return merged
+        return cast(Tensor, self.proj(context.transpose(1, 2).flatten(2)))  # heads side by side: [B, N, H·K]
 
 
-def _allowed(mask: Mask | None, *, shape: torch.Size, causal: bool, device: torch.device) -> Bool[Tensor, "..."] | None:
+def _allowed(mask: Mask, *, shape: torch.Size, causal: bool, device: torch.device) -> Bool[Tensor, "..."] | None:
     """Where weights of this shape may be non-zero; None: everywhere. The result broadcasts to `shape`."""
     allowed = None
     if mask is not None:
         if mask.is_floating_point():
-            raise ValueError(
-                f"an attention mask is boolean, True = attend, not {mask.dtype}; "
-                "of one that adds -inf to what it ignores, pass (mask == 0)"
-            )
+            cure = "of one that adds -inf to what it ignores, pass (mask == 0)"
+            raise ValueError(f"an attention mask is boolean, True = attend, not {mask.dtype}; {cure}")
         is_checked = mask.dtype == torch.bool or torch.compiler.is_compiling()
         if not is_checked and ((mask != 0) & (mask != 1)).any():
-            raise ValueError(
-                f"an integer attention mask holds 0 and 1, this one goes from {mask.min()} to {mask.max()}"
-            )
+            span = f"from {mask.min()} to {mask.max()}"
+            raise ValueError(f"an integer attention mask holds 0 and 1, this one goes {span}")
         sides = zip(reversed(mask.shape), reversed(shape), strict=False)
         if mask.ndim > len(shape) or any(side not in (1, whole) for side, whole in sides):
             raise ValueError(f"mask {list(mask.shape)} does not broadcast to the attention weights {list(shape)}")

@@ -1,5 +1,7 @@
 """The encoder block: pre-norm attention and MLP, each added to the tokens it read."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from vit.model.attention import NORM_EPS, Backend, MultiHeadAttention
 from vit.runtime.arguments import check_choice
 
-MLPS = ("gelu", "relu2", "swiglu")
+Tokens = Float[Tensor, "B N D"]
 
 
 class Mlp(nn.Module):
@@ -17,24 +19,21 @@ class Mlp(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
         super().__init__()
-        check_choice(activation, MLPS, name="mlp")
+        check_choice(activation, ("gelu", "relu2", "swiglu"), name="mlp")
         if activation == "swiglu" and hidden_dim % 2:
             raise ValueError(f"swiglu halves its hidden width, which is odd: {hidden_dim}; change mlp_ratio")
         self.activation = activation
         self.fc1 = nn.Linear(embed_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim // 2 if activation == "swiglu" else hidden_dim, embed_dim)
 
-    def forward(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+    def forward(self, tokens: Tokens) -> Tokens:
         hidden = self.fc1(tokens)
-        if self.activation == "gelu":
-            hidden = F.gelu(hidden)
-        elif self.activation == "relu2":
-            hidden = F.relu(hidden).square()
-        else:
+        if self.activation == "swiglu":
             gate, hidden = hidden.chunk(2, dim=-1)
             hidden = F.silu(gate) * hidden
-        output: Tensor = self.fc2(hidden)
-        return output
+        else:
+            hidden = F.gelu(hidden) if self.activation == "gelu" else F.relu(hidden).square()
+        return cast(Tensor, self.fc2(hidden))
 
 
 class LayerScale(nn.Module):
@@ -44,7 +43,7 @@ class LayerScale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((embed_dim,), init_values))
 
-    def forward(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+    def forward(self, tokens: Tokens) -> Tokens:
         return tokens * self.gamma
 
 
@@ -57,7 +56,7 @@ class DropPath(nn.Module):
             raise ValueError(f"drop_path_rate {rate} is not a fraction from 0 to below 1")
         self.rate = rate
 
-    def forward(self, branch: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+    def forward(self, branch: Tokens) -> Tokens:
         if not self.training or self.rate == 0:
             return branch
         keep = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(1 - self.rate)
@@ -92,21 +91,18 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, tokens: Float[Tensor, "B N D"], *, read: int | None = None) -> Float[Tensor, "B M D"]:
+    def forward(self, tokens: Tokens, *, read: int | None = None) -> Float[Tensor, "B M D"]:
         """With `read` only that many leading tokens go on, M of them, having attended to all; otherwise M = N."""
         normed = self.norm1(tokens)
         if read is None:
             return self._add(tokens, self.attn(normed))
         return self._add(tokens[:, :read], self.attn(normed[:, :read], normed, normed))
 
-    def forward_with_weights(
-        self, tokens: Float[Tensor, "B N D"]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B H N N"]]:
+    def forward_with_weights(self, tokens: Tokens) -> tuple[Tokens, Float[Tensor, "B H N N"]]:
         """The tokens and the attention weights, computed explicitly."""
         attended, weights = self.attn.forward_with_weights(self.norm1(tokens))
         return self._add(tokens, attended), weights
 
     def _add(self, tokens: Tensor, attended: Tensor) -> Tensor:
         tokens = tokens + self.drop_path1(self.ls1(attended))
-        output: Tensor = tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
-        return output
+        return cast(Tensor, tokens + self.drop_path2(self.ls2(self.mlp(self.norm2(tokens)))))

@@ -1,6 +1,7 @@
 """What a model says about itself: the size and normalisation of its images, and the names of its classes."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +50,28 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
         return timm_weights.find_preprocess(model)
     if library == "torchvision" and (weights := _find_torchvision_weights(model)):
         transform = weights.transforms()
-        return {
-            "image_size": transform.crop_size * 2,
-            "crop_pct": transform.crop_size[0] / transform.resize_size[0],
-            "mean": transform.mean,
-            "std": transform.std,
-            "interpolation": transform.interpolation.value,
-        }
-    embedding, config = getattr(model, "patch_embed", None), getattr(model, "config", None)
+        crop, interpolation = transform.crop_size, transform.interpolation.value
+        geometry = {"image_size": crop * 2, "crop_pct": crop[0] / transform.resize_size[0]}
+        return geometry | {"mean": transform.mean, "std": transform.std, "interpolation": interpolation}
+    config = getattr(model, "config", None)
     size: Any = getattr(config, "image_size", getattr(model, "image_size", None))
-    size = getattr(embedding, "img_size", size)
+    size = getattr(getattr(model, "patch_embed", None), "img_size", size)
     if size is None:
         raise ValueError(f"{type(model).__name__} doesn't tell its image size; give preprocess=Preprocess(…)")
     values = {"image_size": [size, size] if isinstance(size, int) else list(size)}
-    return values | (_read_processor(config.name_or_path) if library == "transformers" and config else {})
+    if library != "transformers" or config is None:
+        return values
+    from PIL.Image import Resampling
+    from transformers.utils.hub import cached_file
+
+    name, path = config.name_or_path, None
+    if name:
+        with suppress(OSError):
+            path = cached_file(name, "preprocessor_config.json", local_files_only=True)
+    processor = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    values |= {key: processor.get(f"image_{key}", [0.5, 0.5, 0.5]) for key in ("mean", "std")}
+    interpolation = Resampling(processor.get("resample", Resampling.BILINEAR)).name.lower()
+    return values | {"interpolation": interpolation}
 
 
 def _find_library(model: nn.Module) -> str | None:
@@ -78,24 +87,6 @@ def _find_torchvision_weights(model: Any) -> "WeightsEnum | None":
     letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))
     name = f"vit_{letter}_{getattr(model, 'patch_size', 0)}"
     for weights in get_model_weights(name) if name in list_models() else ():
-        size = [model.image_size]
-        if weights.transforms().crop_size == size and len(weights.meta["categories"]) == model.num_classes:
+        if (weights.transforms().crop_size, len(weights.meta["categories"])) == ([model.image_size], model.num_classes):
             return weights
     return None
-
-
-def _read_processor(name: str) -> dict[str, Any]:
-    """Normalisation and interpolation of the image processor of a Hugging Face model of this name or folder."""
-    from PIL.Image import Resampling
-    from transformers.utils.hub import cached_file
-
-    try:
-        path = cached_file(name, "preprocessor_config.json", local_files_only=True) if name else None
-    except OSError:
-        path = None
-    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    return {
-        "mean": config.get("image_mean", [0.5, 0.5, 0.5]),
-        "std": config.get("image_std", [0.5, 0.5, 0.5]),
-        "interpolation": Resampling(config.get("resample", Resampling.BILINEAR)).name.lower(),
-    }

@@ -49,12 +49,12 @@ def read_model_file(path: Path) -> ModelFile:
     hashes = [weights.pop(name).numpy().view(np.uint64) for name in _HASHES if name in weights]
     check_finite(weights, origin=str(path))
     if metadata.get("schema_version", 0) > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {metadata['schema_version']}, this program reads up to {SCHEMA_VERSION}; "
-            "upgrade vit-pipeline"
-        )
-    if metadata:
-        _rename(metadata)
+        versions = f"schema version {metadata['schema_version']}, this program reads up to {SCHEMA_VERSION}"
+        raise ValueError(f"{path} has {versions}; upgrade vit-pipeline")
+    if metadata:  # older files have older names in them
+        if "pool" in metadata["architecture"]:
+            metadata["architecture"]["global_pool"] = metadata["architecture"].pop("pool")
+        metadata["config"] = rename_old_keys(metadata["config"])
     return ModelFile(weights, metadata, (hashes[0], hashes[1]) if len(hashes) == 2 else None)
 
 
@@ -70,14 +70,5 @@ def write_model_file(path: Path, content: ModelFile) -> None:
 def check_finite(weights: State, *, origin: str) -> None:
     """Refuse NaN and infinity, naming the first tensor that has any."""
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            count = int((~tensor.isfinite()).sum())
+        if count := int((~tensor.isfinite()).sum()):
             raise ValueError(f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy")
-
-
-def _rename(metadata: dict[str, Any]) -> None:
-    """Give what older versions wrote its present name."""
-    architecture = metadata["architecture"]
-    if "pool" in architecture:
-        architecture["global_pool"] = architecture.pop("pool")
-    metadata["config"] = rename_old_keys(metadata["config"])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from vit.runtime.arguments import as_pair, check_choice
 from vit.runtime.device import cpu_multiplies_bfloat16
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
+Size = int | Sequence[int]  # of both sides, or (height, width)
 
 
 class PatchEmbed(nn.Module):
@@ -26,15 +28,7 @@ class PatchEmbed(nn.Module):
     All end on the patch grid, so a convolutional stem needs patch sides that are powers of two, from 2.
     """
 
-    def __init__(
-        self,
-        img_size: int | Sequence[int],
-        patch_size: int | Sequence[int],
-        *,
-        in_chans: int,
-        embed_dim: int,
-        stem: str = "patch",
-    ) -> None:
+    def __init__(self, img_size: Size, patch_size: Size, *, in_chans: int, embed_dim: int, stem: str = "patch") -> None:
         super().__init__()
         self.patch_size = as_pair(patch_size, name="patch_size")
         self.in_chans = in_chans
@@ -57,11 +51,7 @@ class PatchEmbed(nn.Module):
         """(rows, columns) of patches."""
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
 
-    @property
-    def num_patches(self) -> int:
-        return self.grid_size[0] * self.grid_size[1]
-
-    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+    def set_input_size(self, img_size: Size) -> None:
         sides = as_pair(img_size, name="img_size")
         for side, patch in zip(sides, self.patch_size, strict=True):
             if side % patch:
@@ -73,14 +63,18 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
         expected = images.shape[2:] if self.dynamic_img_size else self.img_size
         if images.shape[1:] != (self.in_chans, *expected):
-            raise ValueError(
-                f"images of shape {list(images.shape[1:])} (channels, height, width) given to a model for "
-                f"{[self.in_chans, *self.img_size]}; call set_input_size for another size"
-            )
+            given = f"images of shape {list(images.shape[1:])} (channels, height, width) given to a model for"
+            raise ValueError(f"{given} {[self.in_chans, *self.img_size]}; call set_input_size for another size")
         if isinstance(self.stem, nn.Identity):
             return self._patchify(images)
-        # channels last: the faster layout of 3×3 convolutions, and the tokens below are then a view
-        features = self._convolve(images.contiguous(memory_format=torch.channels_last))
+        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        run = _run_uncompiled if compiling and images.is_cpu else _run
+        # without bfloat16 instructions oneDNN's fallback for a convolution's weight gradient took 1.4 to 2.0 s
+        # where float32 took 0.05 to 0.12 s (256 images, 32 px, 2 cores)
+        in_float32 = images.is_cpu and not self._cpu_has_bfloat16
+        with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
+            # channels last: the faster layout of 3×3 convolutions, and the tokens below are then a view
+            features = run(images.contiguous(memory_format=torch.channels_last), self.stem, self.proj)
         return features.flatten(2).transpose(1, 2)  # [B, D, rows, columns] → [B, P, D]
 
     def _patchify(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
@@ -92,15 +86,6 @@ class PatchEmbed(nn.Module):
         patches = images.reshape(-1, self.in_chans, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
         return F.linear(patches.reshape(-1, rows * columns, self.in_chans * high * wide),
                         self.proj.weight.flatten(1), self.proj.bias)  # fmt: skip
-
-    def _convolve(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B D rows columns"]:
-        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        run = _run_uncompiled if compiling and images.is_cpu else _run
-        # without bfloat16 instructions oneDNN's fallback for a convolution's weight gradient took 1.4 to 2.0 s
-        # where float32 took 0.05 to 0.12 s (256 images, 32 px, 2 cores)
-        in_float32 = images.is_cpu and not self._cpu_has_bfloat16
-        with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
-            return run(images, self.stem, self.proj)
 
 
 class ResidualConv(nn.Module):
@@ -115,8 +100,7 @@ class ResidualConv(nn.Module):
 
 
 def _run(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
-    features: Tensor = proj(stem(images))
-    return features
+    return cast(Tensor, proj(stem(images)))
 
 
 # on CPUs, where compiled max pooling takes longer than all the rest of a small model
@@ -126,10 +110,8 @@ _run_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 def _build_stem(in_chans: int, embed_dim: int, patch_size: tuple[int, int], *, pooled: bool) -> nn.Sequential:
     """3×3 convolutions with ReLU; max pooling or their own stride halves the image down to the patch grid."""
     if any(side & (side - 1) for side in patch_size) or max(patch_size) < 2:
-        raise ValueError(
-            f"a convolutional stem halves the image, so patch_size {patch_size} must be powers of two; "
-            "try 2, 4, 8 or 16, or stem 'patch'"
-        )
+        reason = f"a convolutional stem halves the image, so patch_size {patch_size} must be powers of two"
+        raise ValueError(f"{reason}; try 2, 4, 8 or 16, or stem 'patch'")
     rows, columns = (side.bit_length() - 1 for side in patch_size)  # halvings
     stages = range(max(rows, columns))
     strides = [(1 + (stage < rows), 1 + (stage < columns)) for stage in stages]
@@ -137,10 +119,9 @@ def _build_stem(in_chans: int, embed_dim: int, patch_size: tuple[int, int], *, p
     widths = [in_chans, *(max(embed_dim >> halvings, 8) if halvings else embed_dim for halvings in narrowings)]
     layers: list[nn.Module] = []
     for stride, (narrow, wide) in zip(strides, pairwise(widths), strict=True):
-        layers.append(nn.Conv2d(narrow, wide, 3, 1 if pooled else stride, padding=1, bias=not pooled))
-        layers.append(nn.ReLU(inplace=True))
-        if pooled:
-            layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
+        convolution = nn.Conv2d(narrow, wide, 3, 1 if pooled else stride, padding=1, bias=not pooled)
+        layers += [convolution, nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(3, stride=stride, padding=1)] if pooled else []
     return nn.Sequential(*layers)
 
 
@@ -148,11 +129,9 @@ def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[
     """Fixed 2-D positions: a quarter of the width each for sin(x), cos(x), sin(y), cos(y), with frequencies
     10000^(-i / (D/4 - 1)), x the column and y the row (Beyer et al. 2022, "Better plain ViT baselines")."""
     if embed_dim % 4:
-        cure = embed_dim // 4 * 4 + 4
-        raise ValueError(f"sincos positions need embed_dim in fours, not {embed_dim}; try {cure}")
-    sides = (torch.arange(side, dtype=torch.float64) for side in grid_size)
+        raise ValueError(f"sincos positions need embed_dim in fours, not {embed_dim}; try {embed_dim // 4 * 4 + 4}")
+    quarter, sides = embed_dim // 4, (torch.arange(side, dtype=torch.float64) for side in grid_size)
     rows, columns = torch.meshgrid(*sides, indexing="ij")
-    quarter = embed_dim // 4
     frequencies = 10_000 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
     x, y = columns.flatten()[:, None] * frequencies, rows.flatten()[:, None] * frequencies  # [P, D/4]
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()[None]

@@ -7,28 +7,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.model.vision_transformer import VisionTransformer
 
-_SIZES = {  # embed_dim, depth, num_heads
-    "nano": (128, 4, 2),
-    "micro": (192, 6, 3),
-    "mini": (256, 7, 4),
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "medium": (512, 12, 8),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-    "giant": (1536, 40, 24),
-}
+# embed_dim, depth, num_heads
+_SIZES = {"nano": (128, 4, 2), "micro": (192, 6, 3), "mini": (256, 7, 4), "tiny": (192, 12, 3), "small": (384, 12, 6)}
+_SIZES |= {"medium": (512, 12, 8), "base": (768, 12, 12), "large": (1024, 24, 16), "giant": (1536, 40, 24)}
 
 
 def _architecture(size: str, patch_size: int, img_size: int, **more: Any) -> dict[str, Any]:
-    embed_dim, depth, num_heads = _SIZES[size]
-    sizes = {"img_size": img_size, "patch_size": patch_size}
-    return sizes | {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads} | more
+    encoder = dict(zip(("embed_dim", "depth", "num_heads"), _SIZES[size], strict=True))
+    return {"img_size": img_size, "patch_size": patch_size} | encoder | more
 
 
 def _build_presets() -> dict[str, dict[str, Any]]:
     presets: dict[str, dict[str, Any]] = {}
-
     # Dosovitskiy et al. 2021; Steiner et al. 2021 for tiny and small
     plain = [("tiny", 16), ("small", 32), ("small", 16), ("base", 32), ("base", 16), ("base", 8)]
     one_size = {("base", 8): (224,), ("large", 32): (384,), ("large", 14): (224,)}
@@ -39,8 +29,7 @@ def _build_presets() -> dict[str, dict[str, Any]]:
     # Touvron et al. 2021 (DeiT) and 2022 (DeiT III)
     for size, image in [("tiny", 224), ("small", 224), ("base", 224), ("base", 384)]:
         presets[f"deit_{size}_patch16_{image}"] = _architecture(size, 16, image)
-        distilled = _architecture(size, 16, image, distilled=True)
-        presets[f"deit_{size}_distilled_patch16_{image}"] = distilled
+        presets[f"deit_{size}_distilled_patch16_{image}"] = _architecture(size, 16, image, distilled=True)
     for size in ("small", "medium", "base", "large"):
         for image in (224,) if size == "medium" else (224, 384):
             third = _architecture(size, 16, image, no_embed_class=True, init_values=1e-6)

@@ -2,54 +2,45 @@
 
 import difflib
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 from safetensors import SafetensorError
 from timm import layers
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
-from timm.models import VisionTransformer as TimmVisionTransformer
-from timm.models.vision_transformer import Block as TimmBlock
+from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from vit.model.attention import NORM_EPS
 from vit.model.model_file import MODEL_FILE, State, check_finite
+from vit.model.patch_embed import Size
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import convert_torchvision, infer_architecture, load_weights, read_weights
+from vit.model.weights import convert_torchvision, first_line, infer_architecture, load_weights, read_weights
 
 _LOCAL = "local-dir:"
 
 
 def create_timm(name: str, *, pretrained: bool) -> nn.Module:
     """timm's own module in evaluation mode. `name` is timm's, or `local-dir:FOLDER` with its config.json and weights.
-
-    Raises ValueError for what timm doesn't know or can't load, OSError where weights can't be downloaded.
-    """
+    Raises ValueError for what timm doesn't know or can't load, OSError where weights can't be downloaded."""
     if not name.startswith(_LOCAL) and not timm.is_model(name):
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
-        hint = f"near it: {near}" if near else "see timm.list_models()"
-        raise ValueError(f"timm has no model {name!r}; {hint}")
+        raise ValueError(f"timm has no model {name!r}; {f'near it: {near}' if near else 'see timm.list_models()'}")
     try:
-        module: nn.Module = timm.create_model(name, pretrained=pretrained)
-        return module.eval()
+        return cast(nn.Module, timm.create_model(name, pretrained=pretrained).eval())
     except OSError as error:
-        raise OSError(
-            f"the weights of {name!r} cannot be downloaded ({_first_line(error)}); "
-            "download their file on another machine and give its path"
-        ) from error
+        cure = "download their file on another machine and give its path"
+        raise OSError(f"the weights of {name!r} cannot be downloaded ({first_line(error)}); {cure}") from error
     except (RuntimeError, SafetensorError, KeyError) as error:
-        raise ValueError(f"timm can't load {name!r} ({_first_line(error)})") from error
+        raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
     """Our VisionTransformer with the weights of a timm module, of a timm name, or of a path.
-
     A path is a folder with timm's config.json, or a file of weights (safetensors or torch; timm's or torchvision's
     names). A file doesn't tell the number of heads: 64 channels each are assumed, as in every preset. Without
-    `pretrained`, a name gives the architecture with timm's random weights.
-    """
+    `pretrained`, a name gives the architecture with timm's random weights."""
     if isinstance(source, nn.Module):
         architecture, weights = describe_timm(source), source.state_dict()
         check_finite(weights, origin="the timm model")
@@ -61,16 +52,23 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
 
 
 def load_pretrained(
-    source: str | Path, *, img_size: int | Sequence[int], num_classes: int, drop_path_rate: float = 0.0
+    source: str | Path, *, img_size: Size, num_classes: int, drop_path_rate: float = 0.0
 ) -> tuple[VisionTransformer, dict[str, Any] | None]:
     """A model to go on training from: `timm:NAME`, a model file or training directory of ours, or what `load_timm`
-    reads. The architecture is the source's. The head is new where the number of classes differs, learned positions
-    are resampled to `img_size`, and `drop_path_rate` is set.
-
-    Returns the model and the values of the `Preprocess` its weights were trained with, None where the file doesn't
-    tell them.
-    """
-    original, preprocess = _open(str(source))
+    reads; and the values of the `Preprocess` its weights were trained with, None where the file doesn't tell them.
+    The architecture is the source's. The head is new where the number of classes differs, learned positions are
+    resampled to `img_size`, and `drop_path_rate` is set."""
+    path, preprocess = Path(source), None
+    if str(source).startswith("timm:") or (path / "config.json").is_file():
+        name = str(source).removeprefix("timm:") if str(source).startswith("timm:") else f"{_LOCAL}{path}"
+        module = create_timm(name, pretrained=True)
+        original, preprocess = load_timm(module), find_preprocess(module)
+    else:
+        path = path / MODEL_FILE if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"{source} is no file of weights, no training directory and no timm:NAME")
+        original, metadata = _load_file(path)
+        preprocess = metadata.get("preprocess")
     architecture = original.architecture | {"drop_path_rate": drop_path_rate}
     model = _build(architecture, original.state_dict(), origin=str(source))
     if model.num_classes != num_classes:
@@ -83,19 +81,11 @@ def find_preprocess(module: nn.Module) -> dict[str, Any]:
     """The values of a timm model's `Preprocess`, from its pretrained_cfg and its own image size."""
     config = resolve_model_data_config(module)
     if config["crop_mode"] != "center":
-        warnings.warn(
-            f"these weights were trained with crop_mode {config['crop_mode']!r}; "
-            "here images keep their aspect ratio and are cropped at the centre",
-            stacklevel=2,
-        )
-    own_size = getattr(getattr(module, "patch_embed", None), "img_size", None)
-    return {
-        "image_size": list(own_size or config["input_size"][1:]),
-        "crop_pct": config["crop_pct"],
-        "mean": list(config["mean"]),
-        "std": list(config["std"]),
-        "interpolation": config["interpolation"],
-    }
+        ours = "here images keep their aspect ratio and are cropped at the centre"
+        warnings.warn(f"these weights were trained with crop_mode {config['crop_mode']!r}; {ours}", stacklevel=2)
+    size = getattr(getattr(module, "patch_embed", None), "img_size", None) or config["input_size"][1:]
+    values = {"image_size": list(size), "mean": list(config["mean"]), "std": list(config["std"])}
+    return values | {key: config[key] for key in ("crop_pct", "interpolation")}
 
 
 def find_class_names(module: nn.Module) -> tuple[str, ...] | None:
@@ -114,24 +104,24 @@ def find_class_names(module: nn.Module) -> tuple[str, ...] | None:
 def describe_timm(module: nn.Module) -> dict[str, Any]:
     """The arguments that make our VisionTransformer compute what this timm model does. Raises ValueError naming the
     first thing that ours doesn't have."""
-    if not isinstance(module, TimmVisionTransformer):
+    if not isinstance(module, timm_vit.VisionTransformer):
         raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
-    if type(module.blocks[0]) is not TimmBlock:
-        raise ValueError(f"only models of timm's Block load, not of its {type(module.blocks[0]).__name__}")
-    for what, differs in _list_differences(module).items():
-        if differs:
-            raise ValueError(f"this timm model has {what}, which our VisionTransformer has not")
     block = module.blocks[0]
+    if type(block) is not timm_vit.Block:
+        raise ValueError(f"only models of timm's Block load, not of its {type(block).__name__}")
+    for what in (what for what, differs in _list_differences(module).items() if differs):
+        raise ValueError(f"this timm model has {what}, which our VisionTransformer has not")
     size, scale = module.patch_embed.img_size, block.ls1
-    return infer_architecture(module.state_dict(), origin="the timm model", img_size=size) | {
+    told = {
         "num_heads": block.attn.num_heads,
-        "init_values": scale.init_values if isinstance(scale, layers.LayerScale) else None,
         "global_pool": module.global_pool,
         "no_embed_class": module.no_embed_class,
     }
+    told["init_values"] = scale.init_values if isinstance(scale, layers.LayerScale) else None
+    return infer_architecture(module.state_dict(), origin="the timm model", img_size=size) | told
 
 
-def _list_differences(module: TimmVisionTransformer) -> dict[str, bool]:
+def _list_differences(module: timm_vit.VisionTransformer) -> dict[str, bool]:
     """The options of timm's that ours lacks, and whether the model uses them."""
     block, patches = module.blocks[0], module.patch_embed
     attention, mlp = block.attn, block.mlp
@@ -171,21 +161,3 @@ def _load_file(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
     weights = convert_torchvision(content.weights)
     architecture = content.metadata.get("architecture") or infer_architecture(weights, origin=str(path))
     return _build(architecture, weights, origin=str(path)), content.metadata
-
-
-def _open(source: str) -> tuple[VisionTransformer, dict[str, Any] | None]:
-    """The model that `source` names, and its preprocessing where it says so."""
-    path = Path(source)
-    if source.startswith("timm:") or (path / "config.json").is_file():
-        name = source.removeprefix("timm:") if source.startswith("timm:") else f"{_LOCAL}{path}"
-        module = create_timm(name, pretrained=True)
-        return load_timm(module), find_preprocess(module)
-    path = path / MODEL_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"{source} is no file of weights, no training directory and no timm:NAME")
-    model, metadata = _load_file(path)
-    return model, metadata.get("preprocess")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,8 +4,7 @@ Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments an
 weights load as they are.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import NORM_EPS, Backend
-from vit.model.encoder import Block
-from vit.model.initialise import initialise
-from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
+from vit.model.encoder import Block, Tokens
+from vit.model.patch_embed import PatchEmbed, Size, build_sincos_positions, resample_positions
 from vit.runtime.arguments import as_pair, check_choice
 
-GLOBAL_POOLS = ("attention", "avg", "max", "token")
-POSITIONS = ("learned", "none", "sincos")
+Images = Float[Tensor, "B C height width"]
+Logits = Float[Tensor, "B classes"]
 
 
 class VisionTransformer(nn.Module):
@@ -39,8 +37,8 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        img_size: int | Sequence[int] = 224,
-        patch_size: int | Sequence[int] = 16,
+        img_size: Size = 224,
+        patch_size: Size = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: int = 192,
@@ -75,9 +73,14 @@ class VisionTransformer(nn.Module):
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
         self.num_prefix_tokens: int = has_class_token + distilled + reg_tokens
         self.num_embedded_prefix_tokens = 0 if self.architecture["no_embed_class"] else self.num_prefix_tokens
-        self._add_positions(pos_embed)
-        options: dict[str, Any] = {"mlp_ratio": mlp_ratio, "mlp": mlp, "qkv_bias": qkv_bias}
-        options |= {"qk_norm": qk_norm, "init_values": init_values, "attention_backend": attention_backend}
+        if pos_embed == "learned":
+            length = self.num_embedded_prefix_tokens + self.grid_size[0] * self.grid_size[1]
+            self.pos_embed = nn.Parameter(torch.empty(1, length, embed_dim))
+        else:
+            fixed = build_sincos_positions(self.grid_size, embed_dim) if pos_embed == "sincos" else None
+            self.register_buffer("pos_embed", fixed, persistent=False)
+        taken = ("mlp_ratio", "mlp", "qkv_bias", "qk_norm", "init_values", "attention_backend")
+        options = {name: arguments[name] for name in taken}
         drop_paths = [drop_path_rate * layer / max(depth - 1, 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, drop_path=rate, **options) for rate in drop_paths)
         self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
@@ -97,26 +100,20 @@ class VisionTransformer(nn.Module):
         """Leading tokens that the head reads; None: it reads them all. The last block may skip the others."""
         return None if self.global_pool != "token" else 1 + (self.head_dist is not None)
 
-    def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B classes"]:
-        """Logits."""
+    def forward(self, images: Images) -> Logits:
         # same logits, same gradients, one block's work less; hooks of an evaluated model may want every token
         read = self.num_read_tokens if self.training else None
         return self.forward_head(self.forward_features(images, read=read))
 
-    def forward_with_attention(
-        self, images: Float[Tensor, "B C height width"]
-    ) -> tuple[Float[Tensor, "B classes"], list[Float[Tensor, "B H N N"]]]:
+    def forward_with_attention(self, images: Images) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
         """Logits and every layer's attention, first layer first."""
         tokens, attentions = self._embed(images), []
-        block: Any
         for block in self.blocks:
-            tokens, weights = block.forward_with_weights(tokens)
+            tokens, weights = cast(Block, block).forward_with_weights(tokens)
             attentions.append(weights)
         return self.forward_head(self.norm(tokens)), attentions
 
-    def forward_features(
-        self, images: Float[Tensor, "B C height width"], *, read: int | None = None
-    ) -> Float[Tensor, "B M D"]:
+    def forward_features(self, images: Images, *, read: int | None = None) -> Float[Tensor, "B M D"]:
         """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
         tokens = self._embed(images)
         for layer, block in enumerate(self.blocks):
@@ -125,25 +122,28 @@ class VisionTransformer(nn.Module):
                 tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
             else:
                 tokens = block(tokens, read=leading)
-        features: Tensor = self.norm(tokens)
-        return features
+        return cast(Tensor, self.norm(tokens))
 
-    def forward_head(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B classes"]:
+    def forward_head(self, tokens: Tokens) -> Logits:
         """Pool the tokens and classify."""
         if self.head_dist is not None:
-            logits: Tensor = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
+            return cast(Tensor, (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2)
+        patches = tokens[:, self.num_prefix_tokens :]
+        if self.global_pool == "attention":
+            pooled = (self.compute_pool_weights(tokens)[:, None] @ patches)[:, 0]
+        elif self.global_pool == "token":
+            pooled = tokens[:, 0]
         else:
-            logits = self.head(self.fc_norm(self._pool(tokens)))
-        return logits
+            pooled = patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
+        return cast(Tensor, self.head(self.fc_norm(pooled)))
 
-    def compute_pool_weights(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B P"]:
+    def compute_pool_weights(self, tokens: Tokens) -> Float[Tensor, "B P"]:
         """Attention pooling's weight of each patch, summing to one per image; only for global_pool="attention"."""
         if self.seq_pool is None:
             raise ValueError(f"global_pool={self.global_pool!r} has no pooling weights; only 'attention' has")
-        weights: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1)
-        return weights
+        return cast(Tensor, self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1))
 
-    def set_input_size(self, img_size: int | Sequence[int]) -> None:
+    def set_input_size(self, img_size: Size) -> None:
         """Take images of another size from now on. Learned positions are resampled into a new Parameter: build the
         optimizer afterwards."""
         old_grid = self.grid_size
@@ -177,17 +177,12 @@ class VisionTransformer(nn.Module):
         initialise(head)
         return head.to(next(self.parameters()))
 
-    def _add_positions(self, kind: str) -> None:
-        if kind == "learned":
-            length = self.num_embedded_prefix_tokens + self.patch_embed.num_patches
-            self.pos_embed = nn.Parameter(torch.empty(1, length, self.embed_dim))
-        else:
-            fixed = build_sincos_positions(self.grid_size, self.embed_dim) if kind == "sincos" else None
-            self.register_buffer("pos_embed", fixed, persistent=False)
-
-    def _embed(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B N D"]:
+    def _embed(self, images: Images) -> Tokens:
         tokens: Tensor = self.patch_embed(images)
-        positions = self._find_positions((images.shape[2], images.shape[3]))
+        positions, img_size = self.pos_embed, (images.shape[2], images.shape[3])
+        if positions is not None and img_size != self.patch_embed.img_size:  # as `dynamic_img_size` allows
+            rows, columns = self.patch_embed.patch_size
+            positions = self._resample(positions, self.grid_size, (img_size[0] // rows, img_size[1] // columns))
         if positions is not None and not self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
@@ -197,34 +192,17 @@ class VisionTransformer(nn.Module):
             tokens = tokens + positions
         return tokens
 
-    def _find_positions(self, img_size: tuple[int, int]) -> Float[Tensor, "1 N D"] | None:
-        """The positions of an image's grid; for a size other than the model's own, where `patch_embed` accepts one
-        (`dynamic_img_size`), they are resampled, with their gradient."""
-        if self.pos_embed is None or img_size == self.patch_embed.img_size:
-            return self.pos_embed
-        rows, columns = self.patch_embed.patch_size
-        return self._resample(self.pos_embed, self.grid_size, (img_size[0] // rows, img_size[1] // columns))
-
     def _resample(self, positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
         prefix = self.num_embedded_prefix_tokens
         return resample_positions(positions, old_grid=old_grid, new_grid=new_grid, num_prefix_tokens=prefix)
-
-    def _pool(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
-        if self.global_pool == "token":
-            return tokens[:, 0]
-        patches = tokens[:, self.num_prefix_tokens :]
-        if self.global_pool in ("avg", "max"):
-            return patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
-        pooled: Tensor = self.compute_pool_weights(tokens)[:, None] @ patches  # [B, 1, D]
-        return pooled[:, 0]
 
 
 def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with every None that has a default replaced. Raises ValueError for those that contradict."""
     pool, distilled = arguments["global_pool"], arguments["distilled"]
     class_token, fc_norm = arguments["class_token"], arguments["fc_norm"]
-    check_choice(pool, GLOBAL_POOLS, name="global_pool")
-    check_choice(arguments["pos_embed"], POSITIONS, name="pos_embed")
+    check_choice(pool, ("attention", "avg", "max", "token"), name="global_pool")
+    check_choice(arguments["pos_embed"], ("learned", "none", "sincos"), name="pos_embed")
     class_token = pool == "token" if class_token is None else class_token
     if (pool == "token" or distilled) and not class_token:
         raise ValueError("global_pool='token' reads the class token; drop class_token or use global_pool='avg'")
@@ -234,10 +212,26 @@ def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"reg_tokens {arguments['reg_tokens']} is not from 0 to 8")
     if arguments["depth"] < 1 or arguments["num_classes"] < 0:
         raise ValueError("depth {depth} and num_classes {num_classes} must be at least 1 and 0".format(**arguments))
-    return arguments | {
-        "img_size": as_pair(arguments["img_size"], name="img_size"),
-        "patch_size": as_pair(arguments["patch_size"], name="patch_size"),
-        "class_token": class_token,
-        "fc_norm": pool in ("avg", "max") if fc_norm is None else fc_norm,
-        "no_embed_class": arguments["no_embed_class"] or arguments["pos_embed"] == "sincos",
-    }
+    sizes = {name: as_pair(arguments[name], name=name) for name in ("img_size", "patch_size")}
+    fc_norm = pool in ("avg", "max") if fc_norm is None else fc_norm
+    no_embed_class = arguments["no_embed_class"] or arguments["pos_embed"] == "sincos"
+    return arguments | sizes | {"class_token": class_token, "fc_norm": fc_norm, "no_embed_class": no_embed_class}
+
+
+@torch.no_grad()
+def initialise(module: nn.Module) -> None:
+    """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases zero, tokens near 0.
+    Convolutions are normal with the variance that keeps the signal's: LeCun et al. 1998; before ReLU He et al. 2015."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            nn.init.trunc_normal_(part.weight, std=0.02)
+        elif isinstance(part, nn.Conv2d):
+            gain = 1.0 if name.endswith("patch_embed.proj") else 2.0
+            nn.init.normal_(part.weight, std=(gain / part.weight[0].numel()) ** 0.5)
+        if isinstance(part, nn.Linear | nn.Conv2d) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "pos_embed":
+            nn.init.trunc_normal_(parameter, std=0.02)
+        elif name.endswith("_token"):
+            nn.init.normal_(parameter, std=1e-6)

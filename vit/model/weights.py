@@ -20,12 +20,18 @@ def read_weights(path: Path) -> ModelFile:
     if path.suffix == ".safetensors":
         return read_model_file(path)
     try:
-        weights = _unwrap(torch.load(path, map_location="cpu", weights_only=True))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        for key in ("state_dict", "model"):
+            if isinstance(content, dict) and isinstance(content.get(key), dict):
+                content = content[key]
+        items = content.items() if isinstance(content, dict) else ()
+        weights = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
+        if not weights:
+            raise ValueError("it has no tensors by name")
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} holds no weights that can be read ({reason})") from error
+        raise ValueError(f"{path} holds no weights that can be read ({first_line(error)})") from error
     check_finite(weights, origin=str(path))
     return ModelFile(weights)
 
@@ -34,8 +40,7 @@ def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None
     """Load every weight or none. Raises ValueError with the first differences and with what would fit."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in state.items()}
-    names = sorted(expected.keys() | found.keys(), key=list(expected | found).index)
-    differences = [name for name in names if expected.get(name) != found.get(name)]
+    differences = [name for name in expected | found if expected.get(name) != found.get(name)]
     if not differences:
         model.load_state_dict(state, strict=True)
         return
@@ -50,14 +55,11 @@ def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] |
     channels each are assumed, as in every preset), nor, without `img_size`, a grid that isn't square."""
     try:
         embed_dim, in_chans, *patch_size = state["patch_embed.proj.weight"].shape
-        hidden = state["blocks.0.mlp.fc1.weight"].shape[0]
-        halved = state["blocks.0.mlp.fc2.weight"].shape[1]
+        hidden, halved = state["blocks.0.mlp.fc1.weight"].shape[0], state["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
-        known = ", ".join(list(state)[:3])
-        raise ValueError(
-            f"{origin} is no vision transformer of timm's or torchvision's layout; it holds {known} …"
-        ) from None
-    class_token, distilled = "cls_token" in state, "dist_token" in state
+        held = f"it holds {', '.join(list(state)[:3])} …"
+        raise ValueError(f"{origin} is no vision transformer of timm's or torchvision's layout; {held}") from None
+    class_token, distilled, fc_norm = "cls_token" in state, "dist_token" in state, "fc_norm.weight" in state
     reg_tokens = state["reg_token"].shape[1] if "reg_token" in state else 0
     positions = state["pos_embed"].shape[1] if "pos_embed" in state else 0
     prefix = class_token + distilled + reg_tokens
@@ -66,68 +68,40 @@ def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] |
         patches = positions - (0 if no_embed_class or not positions else prefix)
         side = math.isqrt(patches)
         if side**2 != patches:
-            raise ValueError(
-                f"{origin}: {positions} positions are no square grid; load it as a folder with timm's config.json"
-            )
+            cure = "load it as a folder with timm's config.json"
+            raise ValueError(f"{origin}: {positions} positions are no square grid; {cure}")
         img_size = (side * patch_size[0], side * patch_size[1]) if positions else (224, 224)
-    return {
-        "img_size": img_size,
-        "patch_size": tuple(patch_size),
-        "in_chans": in_chans,
-        "num_classes": state["head.weight"].shape[0] if "head.weight" in state else 0,
-        "embed_dim": embed_dim,
-        "depth": 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
-        "num_heads": max(embed_dim // 64, 1),
-        "mlp_ratio": hidden / embed_dim,
-        "mlp": "gelu" if hidden == halved else "swiglu",
-        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
-        "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
-        "global_pool": "token" if class_token and "fc_norm.weight" not in state else "avg",
-        "class_token": class_token,
-        "fc_norm": "fc_norm.weight" in state,
-        "pos_embed": "learned" if positions else "none",
-        "no_embed_class": no_embed_class,
-        "reg_tokens": reg_tokens,
-        "distilled": distilled,
-    }
+    depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    num_classes = state["head.weight"].shape[0] if "head.weight" in state else 0
+    found: dict[str, Any] = {"img_size": img_size, "patch_size": tuple(patch_size), "in_chans": in_chans}
+    found |= {"num_classes": num_classes, "embed_dim": embed_dim, "depth": depth, "num_heads": max(embed_dim // 64, 1)}
+    found |= {"mlp_ratio": hidden / embed_dim, "mlp": "gelu" if hidden == halved else "swiglu"}
+    found |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
+    found |= {"init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None}
+    found |= {"global_pool": "token" if class_token and not fc_norm else "avg", "class_token": class_token}
+    found |= {"fc_norm": fc_norm, "pos_embed": "learned" if positions else "none", "no_embed_class": no_embed_class}
+    return found | {"reg_tokens": reg_tokens, "distilled": distilled}
 
 
 def convert_torchvision(state: State) -> State:
     """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass unchanged."""
     if "conv_proj.weight" not in state:
         return state
-    replacements = [
-        ("class_token", "cls_token"),
-        ("conv_proj.", "patch_embed.proj."),
-        ("encoder.pos_embedding", "pos_embed"),
-        ("encoder.layers.encoder_layer_", "blocks."),
-        ("encoder.ln.", "norm."),
-        (".ln_1.", ".norm1."),
-        (".ln_2.", ".norm2."),
-        (".self_attention.in_proj_", ".attn.qkv."),
-        (".self_attention.out_proj.", ".attn.proj."),
-        (".mlp.0.", ".mlp.fc1."),
-        (".mlp.3.", ".mlp.fc2."),
-        ("heads.head.", "head."),
-    ]
+    names = {"class_token": "cls_token", "conv_proj.": "patch_embed.proj.", "encoder.pos_embedding": "pos_embed"}
+    names |= {"encoder.layers.encoder_layer_": "blocks.", "encoder.ln.": "norm.", ".ln_": ".norm"}
+    names |= {".self_attention.in_proj_": ".attn.qkv.", ".self_attention.out_proj.": ".attn.proj."}
+    names |= {".mlp.0.": ".mlp.fc1.", ".mlp.3.": ".mlp.fc2.", "heads.head.": "head."}
     converted = {}
     for name, tensor in state.items():
-        for theirs, ours in replacements:
+        for theirs, ours in names.items():
             name = name.replace(theirs, ours)
         converted[name] = tensor
     return converted
 
 
-def _unwrap(content: Any) -> State:
-    for key in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    items = content.items() if isinstance(content, dict) else ()
-    state = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
-    if not state:
-        raise ValueError("it has no tensors by name")
-    return state
+def first_line(error: Exception) -> str:
+    """What an error of another library says first, or else its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _advise(model: VisionTransformer, state: State) -> str:
