@@ -24,11 +24,8 @@ _STATE_FILE = "state.pt"
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    Kept are the last two (so that a damaged last one has a fallback), the best, and of the ones to keep for good
-    the newest `keep_limit`.
-    """
+    """A run's checkpoints: the last two (so that a damaged last one has a fallback), the best, and of the ones to keep
+    for good the newest `keep_limit`."""
 
     directory: Path
     keep_limit: int = 5
@@ -48,14 +45,23 @@ class CheckpointStore:
         Raises OSError (disk full, read-only, vanished mount) and leaves the earlier checkpoints as they were.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self._save_file(state, step) if shards is None else self._save_directory(state, step, shards)
-        wanted = {best_step, *sorted(keep_steps)[-self.keep_limit :]}
+        if shards is None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+            path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
+            write_atomically(path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))
+        else:
+            torch.save(state, shards / _STATE_FILE)
+            path = self.directory / f"step-{step:08d}-{_hash_directory(shards)[:16]}.sharded"
+            remove(path)  # damaged, if it is there
+            rename_durably(shards, path)
         entries = self._list()
         last_two = [number for number, _ in entries if number <= step][-2:]
+        wanted = {best_step, *sorted(keep_steps)[-self.keep_limit :], *last_two}
         for number, old in entries:
             # later ones, or another of this step, are from before a fallback to an earlier checkpoint
-            stale = number > step or (number == step and old != path)
-            if stale or number not in {*wanted, *last_two}:
+            if number > step or (number == step and old != path) or number not in wanted:
                 remove(old)
         self._clear_leftovers()
         return path
@@ -77,21 +83,6 @@ class CheckpointStore:
             raise ValueError(f"every checkpoint in {self.directory} is damaged; start again with --overwrite")
         return None
 
-    def _save_file(self, state: dict[str, Any], step: int) -> Path:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
-        write_atomically(path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))
-        return path
-
-    def _save_directory(self, state: dict[str, Any], step: int, shards: Path) -> Path:
-        torch.save(state, shards / _STATE_FILE)
-        path = self.directory / f"step-{step:08d}-{_hash_directory(shards)[:16]}.sharded"
-        remove(path)  # damaged, if it is there
-        rename_durably(shards, path)
-        return path
-
     def _clear_leftovers(self) -> None:
         """Of a process that was killed, or failed, while writing."""
         for leftover in self.directory.glob(".step-*.tmp"):
@@ -99,9 +90,8 @@ class CheckpointStore:
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, path) of every checkpoint, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        entries = self.directory.iterdir() if self.directory.is_dir() else ()
+        found = [(match, path) for path in entries if (match := _NAME.fullmatch(path.name))]
         return sorted((int(match[1]), path) for match, path in found)
 
 

@@ -176,27 +176,21 @@ class Config(_Section):
             object.__setattr__(self, "data", self.data.model_copy(update={"crop_pct": 1.0}))
         model, train = self.model, self.train
         if model.init is None and model.preset is None:  # others have their own shape, checked when they are built
-            if model.embed_dim % model.num_heads:
-                raise ValueError(
-                    f"model.embed_dim {model.embed_dim} is not a multiple of model.num_heads {model.num_heads}"
-                )
+            _check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
+            patches = as_pair(model.patch_size, name="model.patch_size")
             for size in [self.data.image_size, *(size for _, size in train.image_sizes or [])]:
-                _check_divisible(size, model.patch_size)
-        if train.grad_accum_steps != "auto" and train.batch_size % train.grad_accum_steps:
-            raise ValueError(
-                f"train.batch_size {train.batch_size} is not a multiple of train.grad_accum_steps "
-                f"{train.grad_accum_steps}"
-            )
+                for side, patch in zip(as_pair(size, name="data.image_size"), patches, strict=True):
+                    lower = side // patch * patch
+                    cure = f"; try {lower} or {lower + patch}" if lower else f"; try {patch}"
+                    _check_multiple("image size", side, "model.patch_size", patch, cure)
+        if train.grad_accum_steps != "auto":
+            _check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", train.grad_accum_steps)
         return self
 
 
-def _check_divisible(image_size: Size, patch_size: Size) -> None:
-    sides = as_pair(image_size, name="data.image_size")
-    for side, patch in zip(sides, as_pair(patch_size, name="model.patch_size"), strict=True):
-        if side % patch:
-            lower = side // patch * patch
-            choice = f"{lower} or {lower + patch}" if lower else f"{patch}"
-            raise ValueError(f"image size {side} is not a multiple of model.patch_size {patch}; try {choice}")
+def _check_multiple(name: str, value: int, unit_name: str, unit: int, cure: str = "") -> None:
+    if value % unit:
+        raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}{cure}")
 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:

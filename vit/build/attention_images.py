@@ -1,5 +1,6 @@
 """What TensorBoard shows of attention during training: statistics of every layer, and maps of the same images."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 _MIN_SIDE = 96  # pixels; small images are enlarged to be seen
 
 
+@dataclass(frozen=True, eq=False)
 class AttentionImages:
     """Writes to TensorBoard, at every evaluation, each layer's attention entropy and mean attention distance and the
-    rollout of the same validation images: uint8 [n, H, W, 3], at the model's input size."""
+    rollout of the same validation images."""
 
-    def __init__(self, images: np.ndarray, preprocess: Preprocess) -> None:
-        self.images = images
-        self.preprocess = preprocess
+    images: np.ndarray  # uint8 [n, H, W, 3], at the model's input size
+    preprocess: Preprocess
 
     @torch.no_grad()
     def __call__(self, writer: "SummaryWriter", model: nn.Module, step: int) -> None:
@@ -35,8 +36,7 @@ class AttentionImages:
         prefix = forward.num_prefix_tokens
         for number, layer in enumerate(forward.record.layers):
             attention = layer.attention()
-            entropy = compute_attention_entropy(attention)
-            writer.add_scalar(f"attention_entropy/layer_{number:02d}", entropy, step)
+            writer.add_scalar(f"attention_entropy/layer_{number:02d}", compute_attention_entropy(attention), step)
             distance = compute_attention_distance(attention, grid=forward.grid, num_prefix_tokens=prefix)
             writer.add_scalar(f"attention_distance/layer_{number:02d}", distance, step)
         row = rollout_row(forward.readout, forward.record.layers)
@@ -73,15 +73,7 @@ def compute_attention_distance(
     return float(((patches * distances).sum(dim=-1) / total).mean())
 
 
-def write_training_batch(writer: "SummaryWriter", images: Float[Tensor, "B 3 H W"], preprocess: Preprocess) -> None:
-    """A grid of augmented training images, as the model sees them."""
-    from torchvision.utils import make_grid
-
-    writer.add_image("train/augmented", make_grid(undo_normalization(images[:64], preprocess)), 0)
-
-
 def undo_normalization(images: Float[Tensor, "B 3 H W"], preprocess: Preprocess) -> Float[Tensor, "B 3 H W"]:
     """Normalised images as colours from 0 to 1."""
-    mean = torch.tensor(preprocess.mean).view(3, 1, 1)
-    std = torch.tensor(preprocess.std).view(3, 1, 1)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
     return (images.float().cpu() * std + mean).clamp(0, 1)

@@ -19,19 +19,13 @@ def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: 
     """
     saved = output / CONFIG_FILE
     continues = resume and saved.exists()
-    if config is None:
-        if not continues:
-            raise ValueError("which configuration? vit train CONFIG.yaml [key.path=value …] --output DIR")
-        config = saved
-    if isinstance(config, Config):
-        config = plain_values(config)
-    source = find_recipe(config) if isinstance(config, str | Path) else config
-    resolved = load_config(source, overrides)
+    if config is None and not continues:
+        raise ValueError("which configuration? vit train CONFIG.yaml [key.path=value …] --output DIR")
+    source = plain_values(config) if isinstance(config, Config) else saved if config is None else config
+    resolved = load_config(find_recipe(source) if isinstance(source, str | Path) else source, overrides)
     if continues and (changed := find_changes(resolved, saved)):
-        raise ValueError(
-            f"--resume continues the run of {saved}, but {', '.join(changed)} differ; resume without them or start "
-            "another run"
-        )
+        text = f"--resume continues the run of {saved}, but {', '.join(changed)} differ"
+        raise ValueError(f"{text}; resume without them or start another run")
     return resolved
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torchvision.utils import make_grid
 
-from vit.build.attention_images import AttentionImages, write_training_batch
+from vit.build.attention_images import AttentionImages, undo_normalization
 from vit.build.data import Data, Loader, build_data, build_dataset, build_train_loader
 from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
@@ -23,10 +24,11 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
 from vit.runtime.arguments import as_pair
+from vit.runtime.cache_dir import default_cache_dir
 from vit.runtime.device import choose_device, choose_precision
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
-from vit.training.compilation import should_compile
+from vit.training.compilation import keep_compiled_code, should_compile
 from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
 from vit.training.loop import Trainer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
@@ -58,32 +60,29 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     preprocessing that those weights were trained with."""
     wanted = config.model
     torch.manual_seed(config.train.seed)
-    image_size = as_pair(config.data.image_size, name="data.image_size")
+    sizes: dict[str, Any] = {
+        "img_size": as_pair(config.data.image_size, name="data.image_size"),
+        "num_classes": num_classes,
+    }
     preprocess = None
     if wanted.init is not None:
         from vit.model.timm_weights import load_pretrained
 
-        model, values = load_pretrained(
-            wanted.init, img_size=image_size, num_classes=num_classes, drop_path_rate=wanted.drop_path_rate
-        )
+        model, values = load_pretrained(wanted.init, **sizes, drop_path_rate=wanted.drop_path_rate)
         preprocess = Preprocess.from_dict(values) if values else None
     else:
         arguments = wanted.model_dump(exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None)
         if wanted.preset is not None:
-            arguments = _find_preset(wanted.preset) | arguments
-        model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
+            if wanted.preset not in PRESETS:
+                near = difflib.get_close_matches(wanted.preset, PRESETS, cutoff=0.3) or sorted(PRESETS)[:3]
+                raise ValueError(f"unknown model.preset {wanted.preset!r}; nearest: {', '.join(near)}")
+            arguments = PRESETS[wanted.preset] | arguments
+        model = VisionTransformer(**arguments | sizes)
     if wanted.freeze != "none":
         model.freeze(wanted.freeze)
     model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
     model.grad_checkpointing = config.train.grad_checkpointing
     return model, preprocess
-
-
-def _find_preset(name: str) -> dict[str, Any]:
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.3)
-        raise ValueError(f"unknown model.preset {name!r}; nearest: {', '.join(near or sorted(PRESETS)[:3])}")
-    return PRESETS[name]
 
 
 def build_run(
@@ -114,18 +113,13 @@ def build_run(
     if not is_sharded:
         step_cost = measure_step_cost(model, grad_accum_steps=grad_accum_steps, precision=precision, **sizes)
     is_compiled = _should_compile(config, plan, model)
+    if is_compiled:
+        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+    step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
     if observers is None and process.is_main:
         observers = build_observers(config, data, train_loader, directory=directory)
     trainer = Trainer(
-        step=build_step(
-            config,
-            model,
-            plan=plan,
-            process=process,
-            device=device,
-            grad_accum_steps=grad_accum_steps,
-            compile=is_compiled,
-        ),
+        step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
         plan=plan,
         train_batches=train_loader,
         evaluate=build_evaluate(data, device=device, precision=precision),
@@ -140,16 +134,9 @@ def build_run(
 
 
 def build_step(
-    config: Config,
-    model: VisionTransformer,
-    *,
-    plan: TrainingPlan,
-    process: Process,
-    device: torch.device,
-    grad_accum_steps: int,
-    compile: bool,
+    config: Config, model: VisionTransformer, *, plan: TrainingPlan, process: Process, device: torch.device, **more: Any
 ) -> TrainStep:
-    """The model wrapped for its processes, with its average, optimizer and schedule."""
+    """The model wrapped for its processes, with its average, optimizer and schedule; `more` for `TrainStep`."""
     train, schedule = config.train, config.schedule
     if train.parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError("optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw")
@@ -159,25 +146,21 @@ def build_step(
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
-    warmup_steps = round(schedule.warmup_epochs * plan.steps_per_epoch)
+    warmup_steps = min(round(schedule.warmup_epochs * plan.steps_per_epoch), plan.total_steps - 1)
     return TrainStep(
         parallel_model,
         optimizer,
         create_schedule(
             optimizer,
-            name=schedule.name,
-            warmup_steps=min(warmup_steps, plan.total_steps - 1),
+            warmup_steps=warmup_steps,
             total_steps=plan.total_steps,
-            cooldown_fraction=schedule.cooldown_fraction,
+            **schedule.model_dump(include={"name", "cooldown_fraction"}),
         ),
         precision=precision,
-        label_smoothing=train.label_smoothing,
-        clip_grad=train.clip_grad,
-        grad_accum_steps=grad_accum_steps,
-        ema_decay=train.ema_decay,
         average_model=average_model,
         halt_on_nonfinite=train.on_nonfinite == "stop",
-        compile=compile,
+        **train.model_dump(include={"label_smoothing", "clip_grad", "ema_decay"}),
+        **more,
     )
 
 
@@ -185,8 +168,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Trai
     """How long, and what happens when."""
     train = config.train
     total_steps = train.epochs * steps_per_epoch
-    keys = {"epochs", "seed", "on_nonfinite"}
-    keys |= {"evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
+    keys = {"epochs", "seed", "on_nonfinite", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
     return TrainingPlan(
         steps_per_epoch=steps_per_epoch,
         total_steps=min(total_steps, train.max_steps or total_steps),
@@ -209,17 +191,16 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
         attention = AttentionImages(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
 
     def show_batch(writer: "SummaryWriter") -> None:
-        write_training_batch(writer, next(iter(loader.epoch(0))).images, data.preprocess)
+        images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
+        writer.add_image("train/augmented", make_grid(images), 0)
 
     tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention)
     return [ProgressBar(), MetricsFile(directory), tensorboard]
 
 
 def find_changes(config: Config, saved: Path) -> list[str]:
-    """Keys in which `config` would continue another run than the one whose configuration is `saved`.
-
-    Where the images are cached and how many processes decode them changes no number.
-    """
+    """Keys in which `config` would continue another run than the one whose configuration is `saved`."""
+    # where the images are cached and how many processes decode them changes no number
     neutral = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
     ours, theirs = flatten_config(config), flatten_config(load_config(saved))
     return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
@@ -230,31 +211,25 @@ def _should_compile(config: Config, plan: TrainingPlan, model: VisionTransformer
         return config.train.compile
     if config.train.parallel == "fsdp":
         return False
+    device_type, num_sizes = next(model.parameters()).device.type, len(plan.image_sizes) or 1
     total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
-    return should_compile(
-        next(model.parameters()).device.type, total_flops=total_flops, num_sizes=len(plan.image_sizes) or 1
-    )
+    return should_compile(device_type, total_flops=total_flops, num_sizes=num_sizes)
 
 
 def _model_writer(config: Config, data: Data, directory: Path, process: Process) -> Callable[[nn.Module], None]:
     """Writes the model file of the run."""
-    description = data.describe()
-    hashes = (np.asarray(data.train.digests), np.asarray(data.train.perceptual))
+    contents: dict[str, Any] = {
+        "preprocess": data.preprocess,
+        "class_names": data.train.class_names,
+        "config": plain_values(config),
+        "data": data.describe(),
+        "training_hashes": (np.asarray(data.train.digests), np.asarray(data.train.perceptual)),
+    }
 
     def write(model: nn.Module) -> None:
         assert isinstance(model, VisionTransformer)
         weights = gather_weights(model)
-        if not process.is_main:
-            return
-        save_bundle(
-            directory / MODEL_FILE,
-            model,
-            weights=weights,
-            preprocess=data.preprocess,
-            class_names=data.train.class_names,
-            config=plain_values(config),
-            data=description,
-            training_hashes=hashes,
-        )
+        if process.is_main:
+            save_bundle(directory / MODEL_FILE, model, weights=weights, **contents)
 
     return write

@@ -14,17 +14,16 @@ from vit.runtime.device import choose_precision, describe_device
 
 def summarize_run(run: Run) -> dict[str, str]:
     """The run's images, model, device, length and estimated time, as text by name."""
-    plan, data = run.trainer.plan, run.data
-    steps = len(run.train_loader)
+    plan, data, steps = run.trainer.plan, run.data, len(run.train_loader)
     # backward costs twice the forward
     flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size
-    counts = [f"{len(data.train):,} training"]
+    images = f"{len(data.train):,} training"
     if data.validation is not None:
-        counts.append(f"{len(data.validation):,} validation")
+        images += f", {len(data.validation):,} validation"
     if unreadable := len(list_unreadable(run)):
-        counts.append(f"{unreadable} unreadable and skipped")
+        images += f", {unreadable} unreadable and skipped"
     return {
-        "data": f"{data.train.name}: {', '.join(counts)}; {len(data.train.class_names)} classes",
+        "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
         "splits": "; ".join(data.split_descriptions),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",

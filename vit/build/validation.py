@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from vit.build.data import Data
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictor import Pixels, Predictor, choose_batch_size
+from vit.evaluation.predictor import Predictor, choose_batch_size
 from vit.runtime.device import Precision
-from vit.training.parallel import unwrap_for_evaluation
+from vit.training.parallel import ShardedLogits
 
 
 def build_evaluate(
@@ -23,14 +24,11 @@ def build_evaluate(
     images, labels, num_classes = dataset.images, dataset.labels, len(dataset.class_names)
     assert images is not None, "validation images are always decoded"
 
-    def read(start: int, stop: int) -> Pixels:
-        return preprocess.crop(images[start:stop])
-
     def evaluate(model: nn.Module) -> tuple[float, float]:
-        predictor = Predictor(
-            unwrap_for_evaluation(model), preprocess, num_classes, choose_batch_size(device), device, precision
-        )
-        scores = score_logits(predictor.predict(read, count=len(labels)), labels)
+        model = ShardedLogits(model) if isinstance(model, FSDPModule) else model
+        predictor = Predictor(model, preprocess, num_classes, choose_batch_size(device), device, precision)
+        logits = predictor.predict(lambda start, stop: preprocess.crop(images[start:stop]), count=len(labels))
+        scores = score_logits(logits, labels)
         return float(scores.loss.mean()), float(scores.correct.mean())
 
     return evaluate

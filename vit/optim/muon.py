@@ -19,6 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from vit.runtime.processes import current_process
+
 # tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about 0.7 … 1.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 # On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108 ms against 198).
@@ -106,25 +108,14 @@ class Muon(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        gradients = [parameter.grad for parameter in parameters]
+        averages, squares, steps = (
+            [self.state[parameter][key] for parameter in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
         )
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
+        settings |= {"fused": True, "grad_scale": self.grad_scale, "found_inf": self.found_inf}
+        adamw(parameters, gradients, averages, squares, [], steps, **settings)
 
     def _step_muon(self) -> None:
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, dict[str, Any]]]] = defaultdict(list)
@@ -161,13 +152,12 @@ class Muon(torch.optim.Optimizer):
         return values if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, values)
 
     def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if world == 1:
+        process = current_process()
+        if process.world_size == 1:
             return orthogonalize(updates, dtype=self._dtype)
-        count = -(-len(updates) // world)  # every rank takes as many; the last ones repeat a matrix
-        mine = torch.arange(dist.get_rank() * count, (dist.get_rank() + 1) * count, device=updates.device)
-        gathered = updates.new_empty(world * count, *updates.shape[1:])
-        dist.all_gather_into_tensor(
-            gathered, orthogonalize(updates[mine.clamp(max=len(updates) - 1)], dtype=self._dtype).contiguous()
-        )
+        count = -(-len(updates) // process.world_size)  # every rank takes as many; the last ones repeat a matrix
+        mine = torch.arange(process.rank * count, (process.rank + 1) * count).clamp(max=len(updates) - 1)
+        gathered = updates.new_empty(process.world_size * count, *updates.shape[1:])
+        directions = orthogonalize(updates[mine.to(updates.device)], dtype=self._dtype)
+        dist.all_gather_into_tensor(gathered, directions.contiguous())
         return gathered[: len(updates)]

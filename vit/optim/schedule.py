@@ -16,9 +16,8 @@ def schedule_factor(
 ) -> float:
     """Factor of the learning rate in step `step`, counted from 0.
 
-    Warm-up rises linearly and reaches 1 in step `warmup_steps`; the fall would reach 0 in step `total_steps`, the
-    first one after the run. "constant-cooldown" stays at 1 until the last `cooldown_fraction` of the run, then falls
-    linearly.
+    Warm-up rises linearly and reaches 1 in step `warmup_steps`; the fall would reach 0 in step `total_steps`, the first
+    one after the run. "constant-cooldown" stays at 1 until the last `cooldown_fraction`, then falls linearly.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

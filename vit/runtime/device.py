@@ -14,8 +14,7 @@ from vit.runtime.arguments import check_choice
 def choose_device(name: str) -> torch.device:
     """`auto` is a GPU where there is one. Raises ValueError where the named device is not here."""
     if name == "auto":
-        is_on_gpu = torch.cuda.is_available()
-        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
@@ -31,9 +30,9 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
         return cast(Precision, name)
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+    is_cuda = device.type == "cuda"
+    is_native = torch.cuda.is_bf16_supported(including_emulation=False) if is_cuda else cpu_multiplies_bfloat16()
+    return "bfloat16" if is_native else "float32"
 
 
 def describe_device(device: torch.device) -> str:

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`.
 
-    A reader sees the old file or the new one, also after a crash or a power cut. Whatever `write` raises leaves
-    `path` as it was and no temporary file behind.
+    A reader sees the old file or the new one, also after a crash or a power cut. Whatever `write` raises leaves `path`
+    as it was and no temporary file behind.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
         write(temporary)
-        temporary.chmod(0o666 & ~_umask())
+        os.umask(mask := os.umask(0))  # the only way to read it
+        temporary.chmod(0o666 & ~mask)
         rename_durably(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -75,9 +76,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

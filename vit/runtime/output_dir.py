@@ -7,11 +7,8 @@ _MARK = ".vit-output"  # in a directory that we made, and may therefore clear
 
 
 def check_output(path: Path, *, overwrite: bool = False) -> None:
-    """See that `path` may become an output directory, before the work whose result goes there.
-
-    Raises FileExistsError where it already holds something, unless `overwrite` is given and we made it;
-    NotADirectoryError where it is a file.
-    """
+    """Raise FileExistsError where `path` already holds something, unless `overwrite` is given and we made it, and
+    NotADirectoryError where it is a file: to be called before the work whose result goes there."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     if path.is_dir() and any(path.iterdir()):

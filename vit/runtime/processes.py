@@ -35,10 +35,9 @@ class Process:
 
     def broadcast(self, value: T) -> T:
         """The main process's `value`, in every process."""
-        if self.world_size == 1:
-            return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def wait(self) -> None:
@@ -54,10 +53,7 @@ def current_process() -> Process:
 
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
-    """Join torchrun's process group, where there is one; yields this process and the device it is to use.
-
-    NCCL between GPUs, gloo between CPUs.
-    """
+    """Join torchrun's process group (NCCL or gloo), where there is one; yields this process and its device."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
         return

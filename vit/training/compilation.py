@@ -15,14 +15,11 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
 
     It depends on nothing that is measured, so that a resumed run decides as the interrupted one did.
     """
-    if total_flops / num_sizes < _WORTHWHILE_FLOPS.get(device_type, float("inf")):
-        return False
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+    pays = total_flops / num_sizes >= _WORTHWHILE_FLOPS.get(device_type, float("inf"))
+    return pays and any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
 
 
 def keep_compiled_code(directory: Path) -> None:
-    """Let torch look for what it compiled before in `directory`, unless TORCHINDUCTOR_CACHE_DIR names another.
-
-    torch's own choice is the folder for temporary files, which is emptied now and then.
-    """
+    """Let torch keep what it compiles in `directory`, unless TORCHINDUCTOR_CACHE_DIR names another: its own choice is
+    the folder for temporary files, which is emptied now and then."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))

@@ -19,8 +19,6 @@ _CACHE_BYTES = 3 * 2**20
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one training step."""
-
     seconds: float
     memory_bytes: int  # weights, gradients, optimizer state (two values a weight) and what backward keeps
 
@@ -30,8 +28,7 @@ def measure_step_cost(
 ) -> StepCost:
     """Run forward and backward on blank images, one micro-batch's at most, and scale up to the batch.
 
-    Leaves `model` and the random numbers as they were. The model is not compiled here, so the time is an upper
-    estimate.
+    Leaves `model` and the random numbers as they were. The time is an upper estimate: the model is not compiled here.
     """
     device = next(model.parameters()).device
     micro_batch_size = -(-batch_size // grad_accum_steps)
@@ -47,23 +44,21 @@ def measure_step_cost(
             kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        def step() -> None:
+        def step() -> float:
+            start = time.perf_counter()
             with autocast(device, precision):
                 loss = F.cross_entropy(trial(images).float(), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - start
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             step()  # the first one also warms up
-        times = []
-        for _ in range(_MEASURED_STEPS):
-            start = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
+        seconds = min(step() for _ in range(_MEASURED_STEPS))
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     activations = max(sum(kept.values()) - weights, 0) * micro_batch_size // count
-    return StepCost(min(times) * batch_size / count, 4 * weights + activations)
+    return StepCost(seconds * batch_size / count, 4 * weights + activations)
 
 
 def choose_grad_accum_steps(
@@ -72,7 +67,7 @@ def choose_grad_accum_steps(
     """Into how many micro-batches a transformer's batch is split: on a CPU so that each stays in its caches, else 1.
 
     A micro-batch's widest activation, the MLP's hidden one, takes at most 3 MiB a thread in two bytes a value. Where
-    a step's time is bound by memory this is 1.1 × faster than the whole batch at once, with half its memory.
+    memory bounds a step's time this is 1.1 × faster than the whole batch at once, with half its memory.
     """
     if device.type != "cpu":
         return 1

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from vit.checkpoint import CheckpointStore
 from vit.data.loaders import Batch
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
-from vit.training.nonfinite import describe_nonfinite, find_nonfinite
+from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import Stopped, stop_on_signals
-from vit.training.state import collect_state, load_shards, restore_state, save_shards
+from vit.training.state import collect_state, restore_state, save_shards
 from vit.training.step import StepResult, TrainStep
 
 LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
@@ -57,22 +57,17 @@ class Trainer:
     def __post_init__(self) -> None:
         self.progress = Progress().to(self.step.device)
         self._stop_requested = False
-        self._displayed_at = 0.0
-        self._started_at = 0.0
+        self._displayed_at = self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
 
     def resume(self) -> bool:
         """Go back to the newest whole checkpoint; False where there is none."""
-        found = self.checkpoints.load_latest(warn=self._say) if self.process.is_main else None
-        found = self.process.broadcast(found)
+        found = self.process.broadcast(self.checkpoints.load_latest(warn=self._say) if self.process.is_main else None)
         if found is None:
             return False
         state, shards = found
         self.progress = Progress(**state["progress"]).to(self.step.device)
-        if shards is None:
-            restore_state(self.step, state["state"])
-        else:
-            load_shards(self.step, shards, state["state"])
+        restore_state(self.step, state["state"], shards)
         return True
 
     def run(self) -> Progress:
@@ -106,14 +101,12 @@ class Trainer:
             progress.epoch_seconds = time.perf_counter() - before
             self._log(result)
             if self.process.any(self._stop_requested, self.step.device):
-                self._check_finite()
                 self._save()
                 raise Stopped(f"stopped after step {progress.step}; continue with --resume")
             if progress.step >= plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them twice
             if self._is_checkpoint_due() and progress.step_in_epoch < len(self.train_batches):
-                self._check_finite()
                 self._save()
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
@@ -128,11 +121,19 @@ class Trainer:
         is_due = progress.step >= plan.total_steps or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.step.averaged_model.eval()
         val_loss, val_top1 = self.evaluate(model) if is_due and self.evaluate else (None, None)
-        metrics = self._collect_metrics(val_loss=val_loss, val_top1=val_top1)
-        if is_due and self._is_best(val_loss, val_top1):
-            progress.best_step = progress.step
-            if val_loss is not None and val_top1 is not None:
-                progress.best_loss, progress.best_top1 = val_loss, val_top1
+        progress.elapsed_seconds = time.perf_counter() - self._started_at
+        metrics = {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
+            "train_top1": int(progress.correct) / (progress.step_in_epoch * plan.batch_size),
+            "val_loss": val_loss,
+            "val_top1": val_top1,
+            **self._measure_speed(),
+            "elapsed_seconds": progress.elapsed_seconds,
+            "skipped_steps": int(self.step.nonfinite_steps),
+        }
+        if is_due and progress.record_best(val_loss, val_top1):
             self.save_model(model)
         for observer in self.observers:
             observer.on_epoch(metrics, model)
@@ -145,28 +146,6 @@ class Trainer:
     def _is_checkpoint_due(self) -> bool:
         every = self.plan.checkpoint_every_steps
         return every is not None and self.progress.step % every == 0
-
-    def _is_best(self, val_loss: float | None, val_top1: float | None) -> bool:
-        """The larger accuracy decides, the smaller loss breaks ties; without validation images the last is the best."""
-        if val_loss is None or val_top1 is None:
-            return True
-        return (val_top1, -val_loss) > (self.progress.best_top1, -self.progress.best_loss)
-
-    def _collect_metrics(self, *, val_loss: float | None, val_top1: float | None) -> dict[str, Any]:
-        """An epoch's line of metrics.jsonl."""
-        progress = self.progress
-        progress.elapsed_seconds = time.perf_counter() - self._started_at
-        return {
-            "epoch": progress.epoch + 1,
-            "step": progress.step,
-            "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
-            "train_top1": int(progress.correct) / (progress.step_in_epoch * self.plan.batch_size),
-            "val_loss": val_loss,
-            "val_top1": val_top1,
-            **self._measure_speed(),
-            "elapsed_seconds": progress.elapsed_seconds,
-            "skipped_steps": int(self.step.nonfinite_steps),
-        }
 
     def _measure_speed(self) -> dict[str, float]:
         images = self.progress.step_in_epoch * self.plan.batch_size
@@ -201,26 +180,28 @@ class Trainer:
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""
         unchecked, self._unchecked = self._unchecked, []
-        for number, result in unchecked:
-            if bool(result.finite):
-                continue
-            if self.plan.on_nonfinite == "skip":
-                self._say(f"step {number}: loss or gradient not finite; skipped")
-                continue
-            raise ValueError(self._diagnose(number))
+        for number in (number for number, result in unchecked if not result.finite):
+            if self.plan.on_nonfinite == "stop":
+                raise ValueError(self._diagnose(number))
+            self._say(f"step {number}: loss or gradient not finite; skipped")
 
     def _diagnose(self, number: int) -> str:
         """Build the failing batch again and look for the first module that is not finite on it."""
-        progress = self.progress
-        start = progress.step_in_epoch - (progress.step - number) - 1
+        start = self.progress.step_in_epoch - (self.progress.step - number) - 1
         batch = next(self._batches(start_step=start))
         seed_step(self.plan.seed, number - 1, self.process.rank)
         with autocast(self.step.device, self.step.precision):
             module = find_nonfinite(self.step.module, batch.images, batch.targets)
-        names = [self.sample_name(int(i)) for i in batch.sample_ids]
-        return describe_nonfinite(number, module=module, image_names=names)
+        names = ", ".join(self.sample_name(int(i)) for i in batch.sample_ids[:8])
+        more = f", … ({len(batch.sample_ids)})" if len(batch.sample_ids) > 8 else ""
+        return (
+            f"step {number}: the loss or a gradient is not finite; first seen in {module or 'the optimizer step'}; "
+            f"images {names}{more}; the last good checkpoint is kept. Lower optimizer.lr, set train.clip_grad, "
+            "or skip such steps with train.on_nonfinite=skip"
+        )
 
     def _save(self) -> None:
+        self._check_finite()
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         shards = None
@@ -229,7 +210,7 @@ class Trainer:
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
             self.checkpoints.save(
-                {"progress": progress.to_dict(), "state": state},
+                {"progress": vars(progress), "state": state},
                 step=progress.step,
                 best_step=progress.best_step,
                 keep_steps=progress.keep_steps,

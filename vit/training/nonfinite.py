@@ -8,22 +8,19 @@ from torch import Tensor, nn
 
 
 def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = None) -> str | None:
-    """Name of the first module whose output, or of the first parameter whose gradient, is not finite.
+    """Name of the first module whose output, or of the first parameter whose gradient, is not finite; else None.
 
-    Runs `model` again on the batch that failed; call it under the same autocast. None where all is finite.
-    The forward pass is searched first, then with `targets` the gradients of the cross-entropy from the head
-    down. Leaves no gradient behind.
+    Runs `model` again on the batch that failed; call it under the same autocast. The forward pass is searched first,
+    then with `targets` the gradients of the cross-entropy from the head down. Leaves no gradient behind.
     """
     found: list[str] = []
+    names = {module: name or "model" for name, module in model.named_modules()}
 
-    def watch(name: str) -> Any:
-        def check(module: nn.Module, arguments: Any, output: Any) -> None:
-            if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(name)
+    def check(module: nn.Module, arguments: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+            found.append(names[module])
 
-        return check
-
-    hooks = [module.register_forward_hook(watch(name or "model")) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(check) for module in names]
     try:
         logits = model(images)
     finally:
@@ -32,19 +29,9 @@ def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = No
     if found or targets is None:
         return found[0] if found else None
     loss = F.cross_entropy(logits.float(), targets)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    for name, gradient in reversed(list(zip(named, gradients, strict=True))):
         if gradient is not None and not torch.isfinite(gradient).all():
             return f"gradient of {name}"
     return None
-
-
-def describe_nonfinite(step: int, *, module: str | None, image_names: list[str]) -> str:
-    """The error of a run that stops at `step`, with the cure."""
-    names = ", ".join(image_names[:8]) + (f", … ({len(image_names)})" if len(image_names) > 8 else "")
-    return (
-        f"step {step}: the loss or a gradient is not finite; first seen in {module or 'the optimizer step'}; "
-        f"images {names}; the last good checkpoint is kept. Lower optimizer.lr, set train.clip_grad, "
-        "or skip such steps with train.on_nonfinite=skip"
-    )

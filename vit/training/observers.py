@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vit.runtime.progress import Advance, show_progress
-from vit.training.run_directory import METRICS_FILE, append_metrics, truncate_metrics
+from vit.training.run_directory import METRICS_FILE, update_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,34 +48,29 @@ class MetricsFile(Observer):
         self.path = directory / METRICS_FILE
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        truncate_metrics(self.path, step=step)
+        update_metrics(self.path, step=step)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         # a run killed between this line and the epoch's checkpoint comes here again
-        truncate_metrics(self.path, step=metrics["step"] - 1)
-        append_metrics(self.path, metrics)
+        update_metrics(self.path, metrics, step=metrics["step"] - 1)
 
 
+@dataclass(eq=False)
 class TensorBoard(Observer):
     """Curves and images beside `metrics.jsonl`; a resumed run's curves go on where its checkpoint was taken."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        at_start: Callable[["SummaryWriter"], None] | None = None,
-        at_evaluation: Callable[["SummaryWriter", nn.Module, int], None] | None = None,
-    ) -> None:
-        self.directory = directory / "tensorboard"
-        self.at_start = at_start
-        self.at_evaluation = at_evaluation
+    directory: Path  # of the run
+    at_start: Callable[["SummaryWriter"], None] | None = None
+    at_evaluation: Callable[["SummaryWriter", nn.Module, int], None] | None = None
+
+    def __post_init__(self) -> None:
         self.writer: SummaryWriter | None = None
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # what a killed process logged after its last checkpoint is superseded
-        self.writer = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+        self.writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=step + 1 if step else None)
         if step == 0 and self.at_start:
             self.at_start(self.writer)
 
@@ -113,9 +109,8 @@ class ProgressBar(Observer):
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._advance is not None
         title = f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  top-1 {metrics['top1']:.1%}"
-        step = int(metrics["step"])
-        self._advance(step - self._step, f"{title}  {metrics['images_per_second']:,.0f} images/s")
-        self._step = step
+        self._advance(int(metrics["step"]) - self._step, f"{title}  {metrics['images_per_second']:,.0f} images/s")
+        self._step = int(metrics["step"])
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.model.logits import compute_logits
@@ -16,10 +16,8 @@ from vit.runtime.processes import Process
 def wrap_model(
     model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"], device: torch.device
 ) -> nn.Module:
-    """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp).
-
-    A sharded model may come from the host: each block goes to the device and is sharded there before the next.
-    """
+    """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp): each
+    block goes to the device and is sharded there before the next."""
     if process.world_size == 1:
         return model.to(device)
     if parallel == "ddp":
@@ -35,13 +33,10 @@ def wrap_model(
     return model
 
 
-def unwrap_for_evaluation(model: nn.Module) -> nn.Module:
-    """A module whose output is `compute_logits(model, images)`, also where `model` is sharded: FSDP2 gathers weights
-    for `forward` and registered methods only. All processes call it together then."""
-    return _ShardedLogits(model) if isinstance(model, FSDPModule) else model
+class ShardedLogits(nn.Module):
+    """`compute_logits` of a model that `wrap_model` sharded: FSDP2 gathers weights for `forward` and registered methods
+    only. All processes call it together."""
 
-
-class _ShardedLogits(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

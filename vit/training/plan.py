@@ -1,8 +1,6 @@
 """What a run is to do, and how far it has come."""
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,8 +47,8 @@ class Progress:
 
     def to(self, device: torch.device) -> "Progress":
         """The same with its sums on `device`."""
-        sums = {name: getattr(self, name).to(device) for name in ("loss_sum", "correct", "finite_steps")}
-        return dataclasses.replace(self, **sums)
+        loss_sum, correct = self.loss_sum.to(device), self.correct.to(device)
+        return replace(self, loss_sum=loss_sum, correct=correct, finite_steps=self.finite_steps.to(device))
 
     def start_epoch(self) -> None:
         """Count from zero in the next epoch."""
@@ -59,6 +57,12 @@ class Progress:
         for total in (self.loss_sum, self.correct, self.finite_steps):
             total.zero_()
 
-    def to_dict(self) -> dict[str, Any]:
-        """What torch.load(weights_only=True) reads back."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+    def record_best(self, val_loss: float | None, val_top1: float | None) -> bool:
+        """Note the step's validation metrics if they are the best: the larger accuracy decides, the smaller loss breaks
+        ties; without validation images the last step is the best."""
+        if val_loss is not None and val_top1 is not None:
+            if not (val_top1, -val_loss) > (self.best_top1, -self.best_loss):
+                return False
+            self.best_loss, self.best_top1 = val_loss, val_top1
+        self.best_step = self.step
+        return True

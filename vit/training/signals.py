@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -16,7 +15,7 @@ class Stopped(Exception):
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Call `request_stop` with the name of the first SIGINT or SIGTERM; a second one ends the process at once."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: object) -> None:
         for kind in _SIGNALS:
             signal.signal(kind, signal.SIG_DFL)
         request_stop(signal.Signals(number).name)

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import Precision, autocast
-from vit.training.ema import WeightAverage
 
 
 class StepResult(NamedTuple):
@@ -57,28 +56,30 @@ class TrainStep:
         check_choice(self.precision, get_args(Precision), name="precision")
         if self.grad_accum_steps < 1:
             raise ValueError(f"grad_accum_steps {self.grad_accum_steps} is not positive; 1 takes the batch at once")
+        if self.ema_decay and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay {self.ema_decay} is not between 0 and 1; 0.999 to 0.9999 is usual")
         wrapped = isinstance(self.model, DistributedDataParallel)
         self.module = cast(nn.Module, self.model.module) if wrapped else self.model
         self.step = 0
         self.device = next(self.model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.average = None
+        self.average: nn.Module | None = None
         if self.ema_decay:
-            self.average = WeightAverage(average_model or copy.deepcopy(self.module), decay=self.ema_decay)
+            self.average = (average_model or copy.deepcopy(self.module)).eval().requires_grad_(False)
         self._forward = torch.compile(self._compute_loss) if compile else self._compute_loss
 
     @property
     def averaged_model(self) -> nn.Module:
         """The model to evaluate: the weights' average, or the model itself where none is kept."""
-        return self.average.model if self.average else self.module
+        return self.module if self.average is None else self.average
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights. `targets` are classes [B] or class probabilities [B, C]."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        count = self.grad_accum_steps
-        micro_batches = list(zip(images.chunk(count), targets.chunk(count), strict=True))
+        chunks = (images.chunk(self.grad_accum_steps), targets.chunk(self.grad_accum_steps))
+        micro_batches = list(zip(*chunks, strict=True))
         for i, (some_images, some_targets) in enumerate(micro_batches):
             with self._synchronize_gradients(i == len(micro_batches) - 1):
                 some_loss, some_correct = self._forward(some_images, some_targets)
@@ -125,9 +126,22 @@ class TrainStep:
         self.schedule.step()
         self.step += 1
         self.nonfinite_steps += ~finite
-        if self.average:
-            self.average.update(self.module, unless=~finite, step=self.step)
+        self._update_average(finite)
         return StepResult(loss, correct, norm, finite)
+
+    def _update_average(self, finite: Tensor) -> None:
+        """average ← d · average + (1 − d) · weights, where the step was `finite`. d rises from 0.1 to `ema_decay` as
+        (1 + step) / (10 + step), so the random first weights are soon forgotten."""
+        if self.average is None or self.ema_decay is None:
+            return
+        weight = (1 - min(self.ema_decay, (1 + self.step) / (10 + self.step))) * finite
+        averages, values = (
+            [value for value in model.state_dict().values() if value.is_floating_point()]
+            for model in (self.average, self.module)
+        )
+        change = torch._foreach_sub(values, averages)
+        torch._foreach_mul_(change, weight)
+        torch._foreach_add_(averages, change)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact continuation needs besides weights, their average, optimizer and schedule."""
