@@ -7,8 +7,6 @@ from scipy.special import log_softmax
 
 from vit.evaluation.metrics import Ints
 
-_LOWEST, _HIGHEST = 0.05, 20.0
-
 
 def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
     """The temperature that minimises the cross-entropy of softmax(logits [n, C] / temperature), 0.05…20.
@@ -20,6 +18,6 @@ def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
     def cross_entropy(log_temperature: float) -> float:
         return float(-log_softmax(exact * np.exp(-log_temperature), axis=1)[rows, labels].mean())
 
-    bounds = (np.log(_LOWEST), np.log(_HIGHEST))
+    bounds = (np.log(0.05), np.log(20.0))
     fitted = minimize_scalar(cross_entropy, bounds=bounds, method="bounded", options={"xatol": 1e-7})
     return float(np.exp(fitted.x))

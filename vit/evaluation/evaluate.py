@@ -22,7 +22,7 @@ from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import Ints, Scores, score_logits
 from vit.evaluation.plots import draw_confusion
 from vit.evaluation.predictor import Logits, Predictor
-from vit.evaluation.robustness import average_error, measure_corruptions, measure_rotations, measure_shifts
+from vit.evaluation.robustness import measure_corruptions, measure_rotations, measure_shifts
 from vit.evaluation.schema import Evaluation
 from vit.runtime.device import describe_device
 from vit.runtime.files import write_text
@@ -54,12 +54,10 @@ class EvaluationResult:
         """
         if not self.is_main:
             return
-        names = self.bundle.class_names
+        names, ids = self.bundle.class_names, self.images.ids
         texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
         directory = prepare_output(Path(directory), overwrite=overwrite)
-        schema.save_predictions(
-            directory / schema.PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=names
-        )
+        schema.save_predictions(directory / schema.PREDICTIONS_FILE, self.scores, ids=ids, class_names=names)
         draw_confusion(metrics.compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
         for name, text in texts.items():
             write_text(directory / name, text)
@@ -91,6 +89,8 @@ def evaluate_bundle(
         bundle = _calibrate(bundle, validation, predictor)
     logits = _predict(predictor, images, title="evaluating")
     corrupted = measure_corruptions(predictor, images) if corruptions else None
+    # their mean is the mean corruption error, here not divided by a baseline's
+    errors_of_corrupted = [1 - top1 for severities in (corrupted or {}).values() for top1 in severities]
     sweeps = measure_shifts(predictor, images) if shift else {}
     sweeps |= measure_rotations(predictor, images) if rotate else {}
     cost = None
@@ -106,9 +106,9 @@ def evaluate_bundle(
             "per_class": metrics.compute_per_class(scores, bundle.class_names),
             "reliability": metrics.compute_reliability(scores),
             "calibration": _describe_calibration(bundle, logits, images.labels),
-            "examples": _choose_examples(logits, scores, images, bundle.class_names, count=num_examples),
+            "examples": _choose_examples(logits, scores, images.ids, bundle.class_names, count=num_examples),
             "corruptions": corrupted,
-            "mean_corruption_error": None if corrupted is None else average_error(corrupted),
+            "mean_corruption_error": sum(errors_of_corrupted) / len(errors_of_corrupted) if corrupted else None,
             "sweeps": sweeps or None,
             "cost": cost,
             **_describe_origin(images, bundle),
@@ -125,8 +125,7 @@ def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
 
 def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bundle:
     """Fit the temperature on the validation images, keep it in the model file, load that again."""
-    path = Path(bundle.name)
-    path = path / MODEL_FILE if path.is_dir() else path
+    path = Path(bundle.name, MODEL_FILE) if Path(bundle.name).is_dir() else Path(bundle.name)
     if not path.is_file():
         raise ValueError(f"{bundle.name} is no model file; calibration keeps the temperature in one")
     process, source = current_process(), validation.dataset
@@ -195,19 +194,17 @@ def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> schem
 
 
 def _choose_examples(
-    logits: Logits, scores: Scores, images: Images, names: Sequence[str], *, count: int
+    logits: Logits, scores: Scores, ids: Sequence[str], names: Sequence[str], *, count: int
 ) -> schema.Examples:
     def describe(indices: Ints) -> list[schema.Example]:
-        return [
-            schema.Example(
-                path=images.ids[index],
-                label=names[scores.labels[index]],
-                predicted=names[scores.predicted[index]],
-                probability=float(scores.confidence[index]),
-                label_probability=float(scores.label_probability[index]),
-            )
-            for index in indices.tolist()
-        ]
+        columns = (
+            [ids[index] for index in indices],
+            [names[label] for label in scores.labels[indices]],
+            [names[label] for label in scores.predicted[indices]],
+            scores.confidence[indices].tolist(),
+            scores.label_probability[indices].tolist(),
+        )
+        return [schema.Example(*row) for row in zip(*columns, strict=True)]
 
     label_errors, num_label_errors = errors.find_label_errors(logits, scores, count=count)
     return schema.Examples(

@@ -45,8 +45,6 @@ class Scores:
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """Metrics of one class."""
-
     name: str
     precision: float
     recall: float

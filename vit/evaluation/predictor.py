@@ -38,31 +38,24 @@ class Predictor:
     ) -> Self:
         """`bundle` on the device it is on."""
         device = next(bundle.model.parameters()).device
-        return cls(
-            model=bundle.model,
-            preprocess=bundle.preprocess,
-            num_classes=len(bundle.class_names),
-            batch_size=batch_size or choose_batch_size(device),
-            device=device,
-            precision=choose_precision(precision, device),
-            mirrored=mirrored,
-        )
+        size, chosen = batch_size or choose_batch_size(device), choose_precision(precision, device)
+        return cls(bundle.model, bundle.preprocess, len(bundle.class_names), size, device, chosen, mirrored)
 
     @torch.inference_mode()
     def predict(
         self,
-        read_batch: Callable[[int, int], Pixels],
+        read: Callable[[int, int], Pixels],
         *,
         count: int,
         on_progress: Callable[[int], object] = lambda done: None,
     ) -> Logits:
-        """Logits [count, num_classes] of the images that `read_batch(start, stop)` gives, uint8 [B, H, W, 3].
+        """Logits [count, num_classes] of the images that `read(start, stop)` gives, uint8 [B, H, W, 3].
 
-        In a process group every process takes every world_size-th batch and gets all logits back. Batches are
-        cut the same way whatever the number of processes, so the logits are the same to the last bit; none is
-        padded, so no image counts twice. A process without a batch of its own in the last round still runs the
-        model, on an empty image: the weights of a sharded model come together only where all processes call it.
-        `on_progress` receives how many images are done, over all processes.
+        In a process group every process takes every world_size-th batch and gets all logits back. Batches are cut the
+        same way whatever the number of processes, so the logits are the same to the last bit; none is padded, so no
+        image counts twice. A process without a batch of its own in the last round still runs the model, on an empty
+        image: the weights of a sharded model come together only where all processes call it. `on_progress` receives
+        how many images are done, over all processes.
         """
         process = current_process()
         size, world_size = self.batch_size, process.world_size
@@ -75,8 +68,7 @@ class Predictor:
                 if start >= count:
                     self._compute(torch.zeros(1, *self.preprocess.image_size, 3, dtype=torch.uint8))
                     continue
-                computed = self._compute(torch.from_numpy(np.array(read_batch(start, stop))))
-                logits[start:stop] = computed.to(logits.device)
+                logits[start:stop] = self._compute(torch.from_numpy(np.array(read(start, stop)))).to(logits.device)
                 on_progress(min(world_size * size, count - start))
         if world_size > 1:
             dist.all_reduce(logits)  # all processes but one hold zero for an image: this sum rounds nothing
@@ -85,9 +77,7 @@ class Predictor:
     def _compute(self, pixels: Tensor) -> Tensor:
         images = self.preprocess.normalize(pixels.to(self.device))
         logits = compute_logits(self.model, images)
-        if self.mirrored:
-            logits = (logits + compute_logits(self.model, images.flip(-1))) / 2
-        return logits
+        return (logits + compute_logits(self.model, images.flip(-1))) / 2 if self.mirrored else logits
 
 
 def choose_batch_size(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """Top-1 accuracy on corrupted, shifted and rotated images."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,12 +24,6 @@ def measure_corruptions(predictor: Predictor, images: Images) -> dict[str, list[
     changes = [partial(change, name, severity) for name in CORRUPTIONS for severity in SEVERITIES]
     top1 = iter(_measure_top1(predictor, images, changes, title="corruptions"))
     return {name: [next(top1) for _ in SEVERITIES] for name in CORRUPTIONS}
-
-
-def average_error(corruptions: Mapping[str, Sequence[float]]) -> float:
-    """Mean corruption error: 1 - top-1 over all corruptions and severities, not divided by a baseline's."""
-    errors = [1 - top1 for severities in corruptions.values() for top1 in severities]
-    return sum(errors) / len(errors)
 
 
 def measure_shifts(predictor: Predictor, images: Images) -> dict[str, Sweep]:

@@ -18,7 +18,6 @@ from vit.evaluation.evaluated_images import Duplication
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.runtime.files import write_text
 
-SCHEMA_VERSION = 1
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
@@ -60,10 +59,11 @@ class Evaluation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: int = SCHEMA_VERSION
-
+    schema_version: int = 1
     top1: float = Field(title="Top-1 accuracy", description="fraction of images whose label has the highest logit")
-    top5: float = Field(title="Top-5 accuracy", description="fraction of images whose label is in the 5 highest logits")
+    top5: float = Field(
+        title="Top-5 accuracy", description="fraction of images whose label is among the five highest logits"
+    )
     loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
     macro_f1: float = Field(title="Macro F1", description="mean F1 of the classes that occur as label or prediction")
     macro_precision: float = Field(title="Macro precision", description="mean precision of the classes that occur")
@@ -71,8 +71,12 @@ class Evaluation(BaseModel):
     ece: float = Field(
         title="Calibration error", description="expected calibration error (ECE) over 15 bins of equal width"
     )
-    brier: float = Field(title="Brier score", description="squared error of probabilities and one-hot label, 0 to 2")
-    nll: float = Field(title="Negative log-likelihood", description="mean cross-entropy with the temperature, nats")
+    brier: float = Field(
+        title="Brier score", description="squared difference of probabilities and one-hot label, 0 to 2"
+    )
+    nll: float = Field(
+        title="Negative log-likelihood", description="mean cross-entropy after temperature scaling, nats"
+    )
     intervals: dict[str, tuple[float, float]] = Field(description="95 % bootstrap confidence interval of each of these")
     per_class: list[ClassMetrics] = Field(description="every class of the model, in its order")
     reliability: list[Bin]

@@ -45,7 +45,6 @@ def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> 
 
 
 def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
-    """Orders of the classes, by the names that the page gives them."""
     fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
     orders = {
         "the model's order": np.arange(len(counts)),

@@ -56,13 +56,7 @@ class Gallery:
             "maps": [self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2],
         }
         matrices = [
-            {
-                "layer": each.layer,
-                "head": each.head,
-                "grid": list(each.grid),
-                "values": _encode(each.values),
-                "maxima": _encode(each.maxima.astype("<f4")),
-            }
+            vars(each) | {"values": _encode(each.values), "maxima": _encode(each.maxima.astype("<f4"))}
             for each in explained.patch_attention
         ]
         room = _BYTES_AN_IMAGE - len(json.dumps(described))

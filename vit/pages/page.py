@@ -1,23 +1,23 @@
-"""Self-contained pages: one HTML file, autoescaped, that opens from disk with the network off."""
+"""Self-contained pages: one HTML file that opens from disk with the network off, and the pictures in it."""
 
 import base64
 import io
 from collections.abc import Mapping
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from PIL import Image
 
 _SIDES = (160, 256)  # pixels: pictures are brought between these
 
 
 def render_page(template: str, context: Mapping[str, object]) -> str:
-    """Fill a template of this folder, which extends `base.html.jinja`, as text for one HTML file.
+    """Fill a template of this folder. A name missing from `context` raises jinja2.UndefinedError.
 
-    Every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes `<` as well.
-    A name missing from `context` raises jinja2.UndefinedError.
+    In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes `<` as well.
     """
+    escape = select_autoescape(("html.jinja",))
     loader = PackageLoader("vit", "pages")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(template).render(context)
 
 

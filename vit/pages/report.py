@@ -54,19 +54,7 @@ def build_report(
 
 def render_markdown(result: EvaluationResult) -> str:
     """The metrics as a table."""
-    evaluation = result.evaluation
-    lines = ["| metric | value | 95 % interval |", "|---|---:|---:|"]
-    lines += [f"| {each['title']} | {each['value']} | {each['interval']} |" for each in _list_metrics(evaluation)]
-    if evaluation.mean_corruption_error is not None:
-        lines.append(f"| Mean corruption error | {evaluation.mean_corruption_error:.1%} | |")
-    lines += [
-        "",
-        f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split}, fingerprint "
-        f"{evaluation.fingerprint[:12]}); model {evaluation.model_sha256[:12]}, "
-        f"{evaluation.conditions['precision']} on {evaluation.conditions['device']}.",
-    ]
-    lines += [f"- {warning}" for warning in evaluation.list_warnings()]
-    return "\n".join(lines) + "\n"
+    return render_page("evaluation.md.jinja", {"e": result.evaluation, "metrics": _list_metrics(result.evaluation)})
 
 
 # what `EvaluationResult.save` writes beside its own files
@@ -125,10 +113,8 @@ def _chart_families(evaluation: Evaluation) -> Chart | None:
     families: dict[str, list[list[float]]] = {}
     for name, values in evaluation.corruptions.items():
         families.setdefault(CORRUPTIONS[name].family, []).append(values)
-    series = {
-        family: [(0.0, evaluation.top1), *enumerate(np.mean(values, axis=0).tolist(), start=1)]
-        for family, values in families.items()
-    }
+    averaged = {family: np.mean(values, axis=0).tolist() for family, values in families.items()}
+    series = {family: list(enumerate([evaluation.top1, *values])) for family, values in averaged.items()}
     return build_line_chart("Corruptions", series, x_label="severity", y_label="top-1", y_range=(0, 1))
 
 
