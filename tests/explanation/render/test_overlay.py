@@ -1,9 +1,13 @@
 """Maps lie on the pixels they came from, and pictures survive odd values."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import vit
 from vit.data.images import Geometry, Preprocess
 from vit.explanation.render.overlay import (
     ColourScale,
@@ -124,3 +128,29 @@ def test_a_sheet_has_a_row_for_each_layer_and_a_column_for_each_head() -> None:
     wider = draw_sheet(tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"])
     assert wider.width - 200 == sheet.width or wider.width > sheet.width
     assert wider.height == sheet.height
+
+
+@pytest.mark.parametrize("preprocess", [None, Preprocess(image_size=(16, 16))])
+def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_path: Path) -> None:
+    """Without `preprocess` the map lies on the whole image; one with negative values is centred on zero."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    values = torch.tensor([[-1.0, 0.5], [0.0, 3.0]])
+    box = (0.0, 0.0, 60.0, 40.0) if preprocess is None else (10.0, 0.0, 50.0, 40.0)
+    vit.save_overlay(tmp_path / "overlay.png", pixels, values, preprocess=preprocess, caption="gae")
+    expected = draw_overlay(
+        Image.fromarray(pixels),
+        values.numpy(),
+        Geometry(original_size=(60, 40), box=box),
+        scale=ColourScale(-3.0, 3.0, signed=True, label="scale of this image"),
+        caption=["gae"],
+    )
+    with Image.open(tmp_path / "overlay.png") as found:
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_a_saved_overlays_map_without_negative_values_starts_at_its_lowest(tmp_path: Path) -> None:
+    values = np.array([[0.0, 1.0], [0.0, 1.0]])
+    for name, signed in (("default", None), ("unsigned", False), ("signed", True)):
+        vit.save_overlay(tmp_path / f"{name}.png", Image.new("RGB", (32, 32)), values, signed=signed)
+    pictures = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
+    assert pictures["default"] == pictures["unsigned"] != pictures["signed"]

@@ -21,6 +21,13 @@ def centre_maps(batch: int, grid: Grid) -> PatchMaps:
     return centre.expand(batch, -1, -1)
 
 
+def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[PatchMaps]]:
+    """Each baseline's maps of a batch: `RANDOM_MAPS` random ones, one of the others."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [random_maps(len(images), grid, generator=generator) for _ in range(RANDOM_MAPS)]
+    return {"centre": [centre_maps(len(images), grid)], "edges": [edge_maps(images, grid)], "random": noise}
+
+
 def edge_maps(images: Images, grid: Grid) -> PatchMaps:
     """The mean strength of Sobel's edges in each patch."""
     grey = F.pad(images.mean(dim=1, keepdim=True), (1, 1, 1, 1), mode="replicate")

@@ -1,10 +1,12 @@
 """Measure every method beside baselines on the same images: the work behind `vit faithfulness`."""
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +15,10 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.explanation.capture.readout import Grid, Images, PatchMaps
-from vit.explanation.faithfulness import grid_pointing
-from vit.explanation.faithfulness.baselines import RANDOM_MAPS, centre_maps, edge_maps, random_maps
+from vit.explanation.faithfulness import grid_pointing, token_ablation
+from vit.explanation.faithfulness.baselines import baseline_maps
 from vit.explanation.faithfulness.map_metrics import KEPT, REMOVED, PerImage, compute_saco, find_order
 from vit.explanation.faithfulness.sanity_checks import randomise_weights, rank_correlation
-from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve, leave_one_out
 from vit.explanation.methods.table import MapOptions, compute_maps
 from vit.model.logits import compute_logits
 
@@ -72,19 +73,14 @@ class Benchmark:
         return self.result
 
     def _measure_maps(self) -> None:
-        """Compute every method's maps and baselines, then measure each on its own."""
-        everything = self.model, self.images, self.classes
-        for method in self.methods:
-            self.maps[method] = self._timed(method, partial(self._explain, method, *everything))
-        rows, columns = self.maps[self.methods[0]].shape[1:]
-        self.grid = rows, columns
-        self.maps[LEAVE_ONE_OUT] = self._timed(LEAVE_ONE_OUT, partial(self._leave_one_out, *everything))
-        count, generator = len(self.images), torch.Generator().manual_seed(self.seed)
-        baselines = {
-            "centre": [centre_maps(count, self.grid)],
-            "edges": [edge_maps(self.images, self.grid)],
-            "random": [random_maps(count, self.grid, generator=generator) for _ in range(RANDOM_MAPS)],
-        }
+        of_methods = {method: partial(self._explain, method) for method in self.methods}
+        for name, compute in (of_methods | {LEAVE_ONE_OUT: self._leave_one_out}).items():
+            self.on_progress(f"maps: {name}")
+            started = time.perf_counter()
+            maps = compute(self.model, self.images, self.classes)
+            self.result.milliseconds[name] = 1000 * (time.perf_counter() - started) / len(self.images)
+            self.maps[name], self.grid = maps, (maps.shape[1], maps.shape[2])
+        baselines = baseline_maps(self.images, self.grid, seed=self.seed)
         for name, several in ({name: [maps] for name, maps in self.maps.items()} | baselines).items():
             self.on_progress(f"deletion, insertion, SaCo: {name}")
             self._score(name, several)
@@ -92,7 +88,7 @@ class Benchmark:
     def _measure_randomised_weights(self) -> None:
         """Rank correlation with maps of the model with weights randomised from its head down (Adebayo et al. 2018)."""
         images, classes = self.images[self.few], self.classes[self.few]
-        models = [randomise_weights(self.model, fraction_of_blocks=each) for each in FRACTIONS_OF_BLOCKS]
+        models = [randomise_weights(self.model, fraction_of_blocks=fraction) for fraction in FRACTIONS_OF_BLOCKS]
         values = self.result.values["randomised_correlation"]
         for method in self.methods:
             self.on_progress(f"randomised weights: {method}")
@@ -101,8 +97,7 @@ class Benchmark:
             self.result.cascade[method] = [float(stage.mean()) for stage in found]
             values[method] = found[-1].cpu().numpy()
         drops = self._leave_one_out(models[-1], images, classes)
-        reference = self.maps[LEAVE_ONE_OUT][self.few]
-        values[LEAVE_ONE_OUT] = rank_correlation(reference, drops).abs().cpu().numpy()
+        values[LEAVE_ONE_OUT] = rank_correlation(self.maps[LEAVE_ONE_OUT][self.few], drops).abs().cpu().numpy()
         for baseline in ("centre", "edges"):  # which don't depend on the model
             values[baseline] = np.ones(len(images), dtype=np.float32)
 
@@ -118,15 +113,15 @@ class Benchmark:
             self.on_progress(f"sensitivity: {method}")
             whole = self.maps[method][self.few].flatten(1)
             distances = []
-            for copy in noise:
-                moved = self._explain(method, self.model, images + copy, classes).flatten(1)
+            for of_copy in noise:
+                moved = self._explain(method, self.model, images + of_copy, classes).flatten(1)
                 norm = torch.maximum(whole.norm(dim=1), moved.norm(dim=1)).clamp_min(1e-30)
                 distances.append((moved - whole).norm(dim=1) / norm)
             self.result.values["sensitivity"][method] = torch.stack(distances).amax(dim=0).cpu().numpy()
 
     def _measure_pointing(self) -> None:
-        """The grid pointing game."""
-        if not grid_pointing.takes_mosaics(self.model):
+        """The grid pointing game, for models that take another number of patches and let tokens be left out."""
+        if not (hasattr(self.model, "set_input_size") and token_ablation.can_drop_tokens(self.model)):
             name = type(self.model).__name__
             self.result.notes.append(f"no grid pointing: {name} does not take another number of patches")
             return
@@ -134,19 +129,19 @@ class Benchmark:
         if len(mosaics) == 0:
             self.result.notes.append("no grid pointing: the images show fewer than four classes")
             return
-        model = grid_pointing.resize_input(self.model, (mosaics.shape[-2], mosaics.shape[-1]))
-        logits = self._in_batches(lambda images: compute_logits(model, images), mosaics)
-        recognised = 100 * grid_pointing.count_recognised(logits, targets)
+        model: Any = copy.deepcopy(self.model)
+        model.set_input_size((mosaics.shape[-2], mosaics.shape[-1]))
+        top = self._in_batches(partial(compute_logits, model), mosaics).topk(4, dim=1).indices
+        recognised = 100 * float((top[:, :, None] == targets[:, None, :]).any(dim=1).float().mean())
         self.result.notes.append(f"mosaics: {recognised:.0f} % of the quarters' classes are in the top four")
         maps: dict[str, Sequence[PatchMaps]] = {}
         for method in self.methods:
             self.on_progress(f"grid pointing: {method}")
             maps[method] = [self._explain(method, model, mosaics, quarter) for quarter in targets.T]
         self.on_progress("grid pointing: baselines")
-        grid, generator = (2 * self.grid[0], 2 * self.grid[1]), torch.Generator().manual_seed(self.seed)
-        maps["random"] = [random_maps(len(mosaics), grid, generator=generator)] * 4
-        maps["centre"] = [centre_maps(len(mosaics), grid)] * 4
-        maps["edges"] = [edge_maps(mosaics, grid)] * 4
+        grid = (2 * self.grid[0], 2 * self.grid[1])
+        baselines = baseline_maps(mosaics, grid, seed=self.seed)
+        maps |= {name: baselines[name][:1] * 4 for name in ("random", "centre", "edges")}
         leave_blocks_out = partial(grid_pointing.leave_blocks_out, model, grid=grid)
         maps[LEAVE_ONE_OUT] = self._in_batches(leave_blocks_out, mosaics, targets).unbind(dim=1)
         for name, of_quarters in maps.items():
@@ -157,38 +152,29 @@ class Benchmark:
         values: dict[str, list[Tensor]] = defaultdict(list)
         curves: dict[str, list[Tensor]] = defaultdict(list)
         for maps in several:
-            for fill in ("auto", "mean", "blur"):
-                chosen = slice(None) if fill == "auto" else self.few
-                deletion, insertion = self._curves(maps[chosen], chosen, fill)
-                suffix = "" if fill == "auto" else f"_{fill}"
-                values[f"deletion{suffix}"].append(area_under(deletion, fractions=REMOVED))
-                values[f"insertion{suffix}"].append(area_under(insertion, fractions=KEPT))
-                if fill == "auto":
-                    curves["deletion"].append(deletion)
-                    curves["insertion"].append(insertion)
-            values["saco"].append(self._saco(maps))
+            for fill, chosen in {"auto": slice(None), "mean": self.few, "blur": self.few}.items():
+                suffix, compute = "" if fill == "auto" else f"_{fill}", partial(self._curves, fill=fill)
+                found = self._in_batches(compute, self.images[chosen], self.classes[chosen], maps[chosen]).unbind(dim=1)
+                for kind, curve, fractions in zip(("deletion", "insertion"), found, (REMOVED, KEPT), strict=True):
+                    values[kind + suffix].append(token_ablation.area_under(curve, fractions=fractions))
+                    if fill == "auto":
+                        curves[kind].append(curve)
+            values["saco"].append(self._in_batches(self._saco, self.images, self.classes, maps))
             values["leave_one_out_correlation"].append(rank_correlation(maps, self.maps[LEAVE_ONE_OUT]))
         for metric, numbers in values.items():
             self.result.values[metric][name] = _mean(numbers)
         self.result.curves[name] = {kind: _mean(numbers) for kind, numbers in curves.items()}
 
-    def _curves(self, maps: PatchMaps, chosen: slice, fill: str) -> Float[Tensor, "2 n steps"]:
+    def _curves(self, images: Tensor, classes: Tensor, maps: PatchMaps, *, fill: str) -> Float[Tensor, "B 2 steps"]:
         """Probabilities while patches are removed in the maps' order, and while they are added to nothing."""
+        predict = token_ablation.build_predictor(self.model, images, classes, grid=self.grid, fill=fill)
+        order, left = find_order(maps), [1 - fraction for fraction in KEPT]
+        deletion = token_ablation.deletion_curve(predict, order, fractions=REMOVED)
+        insertion = token_ablation.deletion_curve(predict, order.flip(1), fractions=left)
+        return torch.stack([deletion, insertion], dim=1)
 
-        def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
-            predict = build_predictor(self.model, images, classes, grid=self.grid, fill=fill)
-            order = find_order(maps)
-            deletion = deletion_curve(predict, order, fractions=REMOVED)
-            insertion = deletion_curve(predict, order.flip(1), fractions=[1 - fraction for fraction in KEPT])
-            return torch.stack([deletion, insertion], dim=1)
-
-        return self._in_batches(compute, self.images[chosen], self.classes[chosen], maps).transpose(0, 1)
-
-    def _saco(self, maps: PatchMaps) -> Float[Tensor, " n"]:
-        def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
-            return compute_saco(build_predictor(self.model, images, classes, grid=self.grid), maps)
-
-        return self._in_batches(compute, self.images, self.classes, maps)
+    def _saco(self, images: Tensor, classes: Tensor, maps: PatchMaps) -> Float[Tensor, " B"]:
+        return compute_saco(token_ablation.build_predictor(self.model, images, classes, grid=self.grid), maps)
 
     def _explain(self, method: str, model: nn.Module, images: Tensor, classes: Tensor) -> PatchMaps:
         def compute(images: Tensor, classes: Tensor) -> Tensor:
@@ -200,26 +186,16 @@ class Benchmark:
         return self._in_batches(compute, images, classes)
 
     def _leave_one_out(self, model: nn.Module, images: Tensor, classes: Tensor) -> PatchMaps:
-        patches = self.grid[0] * self.grid[1]
-
         def compute(images: Tensor, classes: Tensor) -> Tensor:
-            predict = build_predictor(model, images, classes, grid=self.grid)
-            drops = leave_one_out(predict, batch=len(images), patches=patches, device=images.device)
+            predict = token_ablation.build_predictor(model, images, classes, grid=self.grid)
+            patches = self.grid[0] * self.grid[1]
+            drops = token_ablation.leave_one_out(predict, batch=len(images), patches=patches, device=images.device)
             return torch.unflatten(drops, 1, self.grid)
 
         return self._in_batches(compute, images, classes)
 
-    def _timed(self, name: str, compute: Callable[[], PatchMaps]) -> PatchMaps:
-        self.on_progress(f"maps: {name}")
-        started = time.perf_counter()
-        maps = compute()
-        self.result.milliseconds[name] = 1000 * (time.perf_counter() - started) / len(self.images)
-        return maps
-
     def _in_batches(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """`compute` of a few rows of the tensors at a time."""
-        starts = range(0, len(tensors[0]), self.batch_size)
-        batches = ([t[start : start + self.batch_size] for t in tensors] for start in starts)
+        batches = zip(*(torch.split(tensor, self.batch_size) for tensor in tensors), strict=True)
         return torch.cat([compute(*batch) for batch in batches])
 
 

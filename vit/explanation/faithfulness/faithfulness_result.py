@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vit.explanation.faithfulness import map_metrics
 from vit.explanation.faithfulness.benchmark import BASELINES, FRACTIONS_OF_BLOCKS, LEAVE_ONE_OUT, Measurement
-from vit.explanation.faithfulness.map_metrics import REMOVED, Estimate, PerImage, estimate, win_rate
+from vit.explanation.faithfulness.map_metrics import REMOVED, estimate, to_markdown, win_rate
 from vit.explanation.methods.table import METHODS
 from vit.runtime.files import write_arrays, write_atomically, write_text
 from vit.runtime.output_dir import prepare_output
@@ -60,13 +59,22 @@ class FaithfulnessResult:
     @property
     def table(self) -> str:
         """Methods and baselines in markdown, the best deletion first."""
-        return build_table(self.summary)
+        metrics, milliseconds = self.summary["metrics"], self.summary["milliseconds_per_image"]
+        columns = {name: kind.column for name, kind in METRICS.items() if kind.heading and name in metrics}
+        deletion = metrics["deletion"]["methods"]
+        rows = []
+        for name in sorted(deletion, key=lambda name: deletion[name]["mean"]):
+            found = [metrics[column]["methods"].get(name) for column in columns]
+            cells = [f"{of['mean']:.3f} ({of['low']:.3f}–{of['high']:.3f})" if of else "" for of in found]
+            wins = [deletion[name]["wins"].get(baseline) for baseline in ("random", "centre")]
+            cells += ["" if fraction is None else f"{100 * fraction:.0f} %" for fraction in wins]
+            kind = "baseline" if name in BASELINES else "yes" if METHODS[name].class_specific else "no"
+            rows.append([name, kind, *cells, f"{milliseconds[name]:.1f}" if name in milliseconds else ""])
+        return to_markdown(["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows)
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png into `directory`.
-
-        Raises FileExistsError where it holds files, unless `overwrite` is given and an earlier result is there.
-        """
+        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png into `directory`. Raises
+        FileExistsError where it holds files, unless `overwrite` is given and an earlier result is there."""
         output, found = prepare_output(Path(directory), overwrite=overwrite), self.measurement
         content = {"schema_version": SCHEMA_VERSION, **self.conditions, **self.summary, "image_ids": self.ids}
         write_text(output / "faithfulness.json", json.dumps(content, indent=1) + "\n")
@@ -80,32 +88,24 @@ class FaithfulnessResult:
 def summarise(measurement: Measurement) -> dict[str, Any]:
     """Means with 95 % intervals, win rates against the baselines, and whether the metrics tell leave-one-out occlusion
     from a random map."""
-    metrics = {
-        metric: {
-            "better": "higher" if kind.higher_is_better else "lower",
-            "images": len(next(iter(values.values()))),
-            "methods": {
-                name: {**asdict(found), "wins": _count_wins(name, values, kind)}
-                for name, found in estimate(values).items()
-            },
-        }
-        for metric, kind in METRICS.items()
-        if (values := measurement.values.get(metric))
-    }
-    cascade = {"fraction_of_blocks": list(FRACTIONS_OF_BLOCKS), "correlation": measurement.cascade}
+    metrics: dict[str, Any] = {}
+    for metric, kind in METRICS.items():
+        if values := measurement.values.get(metric):
+            up, baselines = kind.higher_is_better, [baseline for baseline in BASELINES if baseline in values]
+            methods = {name: asdict(found) for name, found in estimate(values).items()}
+            for name, of_method in methods.items():
+                wins = {other: win_rate(values[name], values[other], higher_is_better=up) for other in baselines}
+                of_method["wins"] = {other: rate for other, rate in wins.items() if other != name}
+            count = len(next(iter(values.values())))
+            metrics[metric] = {"better": "higher" if up else "lower", "images": count, "methods": methods}
+    blocks = list(FRACTIONS_OF_BLOCKS)
     return {
         "metrics": metrics,
         "checks": check_metrics(metrics),
         "milliseconds_per_image": measurement.milliseconds,
-        "cascading_randomisation": cascade,
+        "cascading_randomisation": {"fraction_of_blocks": blocks, "correlation": measurement.cascade},
         "notes": measurement.notes,
     }
-
-
-def _count_wins(name: str, values: Mapping[str, PerImage], kind: Metric) -> dict[str, float]:
-    others = [baseline for baseline in BASELINES if baseline in values and baseline != name]
-    better = kind.higher_is_better
-    return {other: win_rate(values[name], values[other], higher_is_better=better) for other in others}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
@@ -113,40 +113,13 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
     checks = {}
     for metric in ("deletion", "insertion", "saco", "grid_pointing"):
         if metric in metrics:
-            methods = metrics[metric]["methods"]
-            reference, random = _interval(methods[LEAVE_ONE_OUT]), _interval(methods["random"])
-            ahead = (reference.mean > random.mean) == METRICS[metric].higher_is_better
-            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = ahead and map_metrics.disjoint(reference, random)
-    random = _interval(metrics["saco"]["methods"]["random"])
-    checks["random SaCo is about 0"] = random.low <= 0 <= random.high
+            better, worse = metrics[metric]["methods"][LEAVE_ONE_OUT], metrics[metric]["methods"]["random"]
+            if not METRICS[metric].higher_is_better:
+                better, worse = worse, better  # the numbers that must be the higher ones come first
+            checks[f"{LEAVE_ONE_OUT} beats random: {metric}"] = better["low"] > worse["high"]
+    random = metrics["saco"]["methods"]["random"]
+    checks["random SaCo is about 0"] = random["low"] <= 0 <= random["high"]
     return checks
-
-
-def _interval(method: Mapping[str, Any]) -> Estimate:
-    return Estimate(method["mean"], method["low"], method["high"])
-
-
-def build_table(summary: Mapping[str, Any]) -> str:
-    """A markdown table, the best deletion first."""
-    metrics = summary["metrics"]
-    columns = {name: kind.column for name, kind in METRICS.items() if kind.heading and name in metrics}
-    deletion = metrics["deletion"]["methods"]
-    rows = []
-    for name in sorted(deletion, key=lambda name: deletion[name]["mean"]):
-        cells = [_show(metrics[column]["methods"].get(name)) for column in columns]
-        wins = [_percent(deletion[name]["wins"].get(baseline)) for baseline in ("random", "centre")]
-        milliseconds = summary["milliseconds_per_image"].get(name)
-        kind = "baseline" if name in BASELINES else "yes" if METHODS[name].class_specific else "no"
-        rows.append([name, kind, *cells, *wins, "" if milliseconds is None else f"{milliseconds:.1f}"])
-    return map_metrics.to_markdown(["map", "of a class", *columns.values(), "beats random", "beats centre", "ms"], rows)
-
-
-def _show(method: Mapping[str, Any] | None) -> str:
-    return "" if method is None else f"{method['mean']:.3f} ({method['low']:.3f}–{method['high']:.3f})"
-
-
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def draw_plot(path: Path, measurement: Measurement, summary: Mapping[str, Any]) -> None:
@@ -168,10 +141,9 @@ def draw_plot(path: Path, measurement: Measurement, summary: Mapping[str, Any]) 
         panel.axvline(metrics[metric]["methods"]["random"]["mean"], color="#bbbbbb", linestyle=":")
         panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
         panel.set_title(f"{METRICS[metric].column}  (95 % interval)", fontsize=10)
-    styles = ["-", "--", "-.", ":"]
     for number, name in enumerate(reversed(names)):
-        curve = measurement.curves[name]["deletion"].mean(axis=0)
-        panels[3].plot(REMOVED, curve, styles[number // 10 % 4], label=name, linewidth=1.4)
+        curve, style = measurement.curves[name]["deletion"].mean(axis=0), ("-", "--", "-.", ":")[number // 10 % 4]
+        panels[3].plot(REMOVED, curve, style, label=name, linewidth=1.4)
     panels[3].set(xlabel="fraction of the patches removed", ylabel="probability of the class")
     panels[3].legend(fontsize=7, ncols=2)
     FigureCanvasAgg(figure)

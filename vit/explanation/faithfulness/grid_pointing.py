@@ -1,9 +1,7 @@
 """The grid pointing game (Böhle et al. 2021): on a 2×2 mosaic of four classes, the fraction of a class's positive
 relevance that lies in its own quarter. By chance it is 0.25."""
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,20 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.faithfulness.map_metrics import compute_pointing
-from vit.explanation.faithfulness.token_ablation import can_drop_tokens, keep_tokens
+from vit.explanation.faithfulness.token_ablation import keep_tokens
 from vit.model.logits import compute_logits
-
-
-def takes_mosaics(model: nn.Module) -> bool:
-    """Whether the model takes another number of patches and lets tokens be left out."""
-    return hasattr(model, "set_input_size") and can_drop_tokens(model)
-
-
-def resize_input(model: nn.Module, size: tuple[int, int]) -> nn.Module:
-    """A copy of the model for images of another size (height, width)."""
-    resized: Any = copy.deepcopy(model)
-    resized.set_input_size(size)
-    return resized  # type: ignore[no-any-return]
 
 
 def build_mosaics(
@@ -44,18 +30,12 @@ def build_mosaics(
     return torch.stack(mosaics), torch.stack(targets).to(classes.device)
 
 
-def count_recognised(logits: Float[Tensor, "m C"], targets: Int[Tensor, "m 4"]) -> float:
-    """The fraction of the quarters' classes that are among the four most probable."""
-    top = logits.topk(4, dim=1).indices
-    return float((top[:, :, None] == targets[:, None, :]).any(dim=1).float().mean())
-
-
 def point(of_quarters: Sequence[Float[Tensor, "m r c"]]) -> Float[Tensor, " m"]:
     """The mean over the four quarters of the fraction that the map of each quarter's class has in it."""
-    count, rows, columns = of_quarters[0].shape
+    rows, columns = of_quarters[0].shape[1:]
     fractions = []
     for quarter, maps in enumerate(of_quarters):
-        inside = torch.zeros(count, rows, columns, dtype=torch.bool, device=maps.device)
+        inside = torch.zeros_like(maps, dtype=torch.bool)
         top, left = quarter // 2 * (rows // 2), quarter % 2 * (columns // 2)
         inside[:, top : top + rows // 2, left : left + columns // 2] = True
         fractions.append(compute_pointing(maps, inside))
@@ -73,7 +53,7 @@ def leave_blocks_out(
     for row in range(0, grid[0], 2):
         for column in range(0, grid[1], 2):
             block = patches[row : row + 2, column : column + 2].flatten()
-            kept = patches.flatten()[~torch.isin(patches.flatten(), block)]
+            kept = patches[~torch.isin(patches, block)]
             with keep_tokens(model, kept.expand(len(targets), -1)):
                 without = compute_logits(model, mosaics).gather(1, targets)
             drops[:, :, block] = (whole - without)[:, :, None]

@@ -1,7 +1,5 @@
-"""How faithful a map is to the model: numbers for one batch of maps, and their statistics over images.
-
-Every number is per image, so that methods are compared on the same images (paired bootstrap, win rates).
-"""
+"""How faithful a map is to the model: numbers for one batch of maps, and their statistics over images. Every number is
+per image, so that methods are compared on the same images (paired bootstrap, win rates)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +24,15 @@ def find_order(maps: PatchMaps) -> Int[Tensor, "B P"]:
     return maps.flatten(1).argsort(dim=1, descending=True, stable=True)
 
 
-def compute_saco(predict: Predict, maps: PatchMaps, *, groups: int = SACO_GROUPS) -> Float[Tensor, " B"]:
+def compute_saco(predict: Predict, maps: PatchMaps) -> Float[Tensor, " B"]:
     """Salience-guided faithfulness coefficient (Wu et al. 2024, algorithm 1), -1 to 1.
 
-    Patches fall by rank into at most `groups` groups of equal size (removing a larger group would lower the
+    Patches fall by rank into at most `SACO_GROUPS` groups of equal size (removing a larger group would lower the
     probability more by itself, so a remainder, the least salient patches, is left out). For each pair of groups, the
-    difference of their salience counts for the map if removing the more salient one lowers the probability at least
-    as much, against it otherwise.
-    """
+    difference of their salience counts for the map if removing the more salient one lowers the probability at least as
+    much, against it otherwise."""
     order, values = find_order(maps), maps.flatten(1)
-    size = -(-order.shape[1] // groups)
+    size = -(-order.shape[1] // SACO_GROUPS)
     groups = order.shape[1] // size
     everything = torch.arange(order.shape[1], device=order.device).expand_as(order)
     whole = predict(everything)
@@ -76,8 +73,7 @@ def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Esti
     resamples = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
     estimates = {}
     for name, of_images in values.items():
-        means = of_images[resamples].mean(axis=1)
-        low, high = np.quantile(means, [0.025, 0.975])
+        low, high = np.quantile(of_images[resamples].mean(axis=1), [0.025, 0.975])
         estimates[name] = Estimate(float(of_images.mean()), float(low), float(high))
     return estimates
 
@@ -86,11 +82,6 @@ def win_rate(method: PerImage, baseline: PerImage, *, higher_is_better: bool) ->
     """The fraction of images on which the method is better than the baseline; a tie is half."""
     difference = method - baseline if higher_is_better else baseline - method
     return float((difference > 0).mean() + (difference == 0).mean() / 2)
-
-
-def disjoint(first: Estimate, second: Estimate) -> bool:
-    """Whether two intervals have no point in common."""
-    return first.low > second.high or second.low > first.high
 
 
 def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,9 +1,8 @@
 """Sanity checks of every map: how far may it be believed for this image?
 
 Three questions, each with a threshold: does deleting the patches that the map ranks highest lower the class's
-probability more than deleting patches in a random order? Does the map change when the model's weights are
-randomised? Is the relevance in the patches at all? They cost about 25 forward passes an image and one more map.
-"""
+probability more than deleting patches in a random order? Does the map change when the model's weights are randomised?
+Is the relevance in the patches at all? They cost about 25 forward passes an image and one more map."""
 
 import copy
 import math
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.readout import Grid, Images, PatchMaps
+from vit.explanation.faithfulness.map_metrics import find_order
 from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve
 from vit.explanation.methods.table import MapOptions, Maps, compute_maps
 
@@ -58,27 +58,22 @@ class SanityChecker:
     ) -> list[list[list[SanityCheck]]]:
         """By method, image and class. Maps that don't depend on the class are checked for the predicted one."""
         names = [of_method.method.name for of_method in maps]
-        randomised = compute_maps(
+        _, _, controls = compute_maps(
             self.randomised, images, methods=names, choose_targets=lambda _: targets, options=options
-        )[2]
+        )
         rows, columns = maps[0].values.shape[-2:]
-        predicted = logits.argmax(dim=1)
         deletions: dict[int, RandomDeletion] = {}
         checks = []
-        for found, control in zip(maps, randomised, strict=True):
+        for found, control in zip(maps, controls, strict=True):
             by_class = []
             for column in range(found.values.shape[1]):
                 key = column if found.method.class_specific else -1
                 if key not in deletions:
-                    classes = predicted if key < 0 else targets[:, column]
+                    classes = logits.argmax(dim=1) if key < 0 else targets[:, column]
                     deletions[key] = RandomDeletion(self.model, images, classes, grid=(rows, columns))
-                values = found.values[:, column]
-                numbers = [
-                    *deletions[key].compare(values),
-                    rank_correlation(values, control.values[:, column]),
-                    found.prefix_mass[:, column],
-                    found.entropy[:, column],
-                ]
+                values, of_control = found.values[:, column], control.values[:, column]
+                numbers = [*deletions[key].compare(values), rank_correlation(values, of_control)]
+                numbers += [found.prefix_mass[:, column], found.entropy[:, column]]
                 of_images = zip(*(of_all.tolist() for of_all in numbers), strict=True)
                 by_class.append([_judge(*of_image, patches=rows * columns) for of_image in of_images])
             checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
@@ -96,11 +91,9 @@ class RandomDeletion:
         self.areas = torch.stack(areas, dim=1)  # [B, orders]
 
     def compare(self, maps: PatchMaps) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """(gap to the mean random order, fraction of random orders that lower the probability less) of each map.
-
-        The fraction is float64: 9 of 10 in float32 is below `LEAST_BETTER`.
-        """
-        area = self._area(maps.flatten(1).argsort(dim=1, descending=True, stable=True))
+        """(gap to the mean random order, fraction of random orders that lower the probability less) of each map; the
+        fraction is float64: 9 of 10 in float32 is below `LEAST_BETTER`."""
+        area = self._area(find_order(maps))
         return self.areas.mean(dim=1) - area, (self.areas > area[:, None]).double().mean(dim=1)
 
     def _area(self, order: Int[Tensor, "B P"]) -> Float[Tensor, " B"]:
@@ -112,8 +105,7 @@ def randomise_weights(model: nn.Module, *, fraction_of_blocks: float = 1.0, seed
 
     The head and the last `fraction_of_blocks` of the blocks are shuffled; with 1 the embedding too (Adebayo et al.
     2018). Shuffled trained weights are a harder check than fresh ones, whose small numbers make attention uniform and
-    any map different.
-    """
+    any map different."""
     randomised = copy.deepcopy(model)
     blocks = [layer.block for layer in find_attention_layers(randomised)]
     of_block = {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
@@ -139,10 +131,9 @@ def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]
 
 
 def _centred_ranks(values: Float[Tensor, "B P"]) -> Float[Tensor, "B P"]:
-    ordered = values.sort(dim=1).values.contiguous()
-    below = torch.searchsorted(ordered, values.contiguous(), side="left")
-    up_to = torch.searchsorted(ordered, values.contiguous(), side="right")
-    ranks = (below + up_to - 1) / 2
+    values = values.contiguous()
+    ordered = values.sort(dim=1).values
+    ranks = (torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True) - 1) / 2
     return ranks - ranks.mean(dim=1, keepdim=True)
 
 

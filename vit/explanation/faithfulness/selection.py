@@ -22,15 +22,10 @@ def select_correct_images(
     seed: int = 0,
 ) -> tuple[Float[Tensor, "n 3 H W"], Int[Tensor, " n"], list[str]]:
     """The first `count` images that the model predicts correctly, in an order shuffled with `seed`: model inputs,
-    classes and ids.
-
-    `labels` are those of `source` as indices of the model's classes. A wrong prediction has no evidence to point at.
-    Unreadable images are passed over. Raises ValueError where fewer than `FEWEST_IMAGES` are left.
-    """
+    classes and ids. A wrong prediction has no evidence to point at. `labels` are those of `source` as indices of the
+    model's classes. Unreadable images are passed over. Raises ValueError where fewer than `FEWEST_IMAGES` are left."""
     device = next(bundle.model.parameters()).device
-    kept: list[Tensor] = []
-    classes: list[int] = []
-    ids: list[str] = []
+    correct: list[tuple[Tensor, int, str]] = []
     order = np.random.default_rng(seed).permutation(len(source))
     for start in range(0, len(order), batch_size):
         readable = {}
@@ -42,13 +37,12 @@ def select_correct_images(
         images = bundle.preprocess(list(readable.values()))
         with torch.inference_mode():
             predicted = compute_logits(bundle.model, images.to(device)).argmax(dim=1).tolist()
-        for index, image, answer in zip(readable, images, predicted, strict=True):
-            if answer == labels[index] and len(ids) < count:
-                kept.append(image)
-                classes.append(answer)
-                ids.append(source.ids[index])
-        if len(ids) == count:
+        answers = zip(readable, images, predicted, strict=True)
+        correct += [(image, answer, source.ids[index]) for index, image, answer in answers if answer == labels[index]]
+        if len(correct) >= count:
             break
-    if len(ids) < FEWEST_IMAGES:
-        raise ValueError(f"the model predicts {len(ids)} of {len(source)} images correctly; {FEWEST_IMAGES} are needed")
-    return torch.stack(kept), torch.tensor(classes), ids
+    found = min(len(correct), count)
+    if found < FEWEST_IMAGES:
+        raise ValueError(f"the model predicts {found} of {len(source)} images correctly; {FEWEST_IMAGES} are needed")
+    kept, classes, ids = zip(*correct[:count], strict=True)
+    return torch.stack(kept), torch.tensor(classes), list(ids)

@@ -1,9 +1,6 @@
-"""The probability of a class when patches are removed.
-
-A vision transformer takes any number of tokens, so a patch is removed by leaving its token out after the position
-embedding: nothing is painted over, and no image is made that is unlike those of the training (Jain et al. 2022).
-Painting over, with the mean or a blur, is there to compare.
-"""
+"""The probability of a class when patches are removed. A vision transformer takes any number of tokens, so a patch is
+removed by leaving its token out after the position embedding: nothing is painted over, and no image is made that is
+unlike those of the training (Jain et al. 2022). Painting over, with the mean or a blur, is there to compare."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,10 +30,8 @@ def can_drop_tokens(model: nn.Module) -> bool:
 
 @contextmanager
 def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]:
-    """Only the patches `kept` (indices from 0, row by row) and the prefix tokens enter the encoder.
-
-    Raises ValueError where `can_drop_tokens` says no.
-    """
+    """Only the patches `kept` (indices from 0, row by row) and the prefix tokens enter the encoder. Raises ValueError
+    where `can_drop_tokens` says no."""
     if not can_drop_tokens(model):
         name = type(model).__name__
         raise ValueError(f"{name} has rotary positions, so its tokens cannot be left out; use fill='mean'")
@@ -57,17 +52,13 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
 def build_predictor(
     model: nn.Module, images: Images, classes: Int[Tensor, " B"], *, grid: Grid, fill: str = "auto"
 ) -> Predict:
-    """A function from the patches that are kept to the probability of each image's class.
-
-    `fill`: "drop" leaves the other tokens out, "mean" paints their pixels with the image's mean colour,
-    "blur" with a Gaussian blur of the image; "auto" is "drop" where the model allows it, else "mean".
-    """
+    """A function from the patches that are kept to the probability of each image's class. `fill`: "drop" leaves the
+    other tokens out, "mean" paints their pixels with the image's mean colour, "blur" with a Gaussian blur of the image;
+    "auto" is "drop" where the model allows it, else "mean"."""
     check_choice(fill, FILLS, name="fill")
     if fill == "auto":
         fill = "drop" if can_drop_tokens(model) else "mean"
-    paint = images.mean(dim=(-1, -2), keepdim=True)
-    if fill == "blur":
-        paint = _blur(images, sigma=images.shape[-1] / 8)
+    paint = _blur(images, sigma=images.shape[-1] / 8) if fill == "blur" else images.mean(dim=(-1, -2), keepdim=True)
 
     @torch.no_grad()
     def predict(kept: Int[Tensor, "B kept"]) -> Float[Tensor, " B"]:
@@ -87,8 +78,7 @@ def deletion_curve(
     predict: Predict, order: Int[Tensor, "B P"], *, fractions: Sequence[float] = FRACTIONS
 ) -> Float[Tensor, "B steps"]:
     """Probabilities while the first patches of `order` are removed, at each fraction of the patches."""
-    patches = order.shape[1]
-    return torch.stack([predict(order[:, round(fraction * patches) :]) for fraction in fractions], dim=1)
+    return torch.stack([predict(order[:, round(fraction * order.shape[1]) :]) for fraction in fractions], dim=1)
 
 
 def leave_one_out(predict: Predict, *, batch: int, patches: int, device: torch.device) -> Float[Tensor, "B P"]:
@@ -105,7 +95,6 @@ def area_under(curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = 
 
 
 def _blur(images: Images, *, sigma: float) -> Images:
-    """Gaussian blur, edges repeated."""
     radius = max(int(2 * sigma), 1)
     offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
     kernel = torch.exp(-((offsets / sigma) ** 2) / 2)

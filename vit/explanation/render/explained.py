@@ -18,10 +18,8 @@ from vit.runtime.arguments import check_choice
 
 @dataclass(frozen=True)
 class Settings:
-    """How images are explained. Raises ValueError for an unknown method or scale.
-
-    `fit_settings` replaces a batch size of 0 and the precision "auto" by what fits the model.
-    """
+    """How images are explained. Raises ValueError for an unknown method or scale. `fit_settings` replaces a batch size
+    of 0 and the precision "auto" by what fits the model."""
 
     methods: tuple[str, ...] = ("rollout",)
     options: MapOptions = field(default_factory=MapOptions)

@@ -1,8 +1,6 @@
-"""From a map on the patch grid to a picture: the photo beside its heat map, with caption and legend.
-
-A map is laid on the pixels it came from: `Preprocess.geometry` says which box of the upright original the
-model saw. What the model did not see is shown in grey.
-"""
+"""From a map on the patch grid to a picture: the photo beside its heat map, with caption and legend. A map is laid on
+the pixels it came from: `Preprocess.geometry` says which box of the upright original the model saw. What the model did
+not see is shown in grey."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
 OPACITY = 0.6
 SCALES = ("image", "batch", "fixed")
 FIXED_END = 4.0  # the fixed scale ends at this multiple of a uniform map
+PatchMap = Float[np.ndarray, "rows columns"]
 _MIN_SIDE, _MAX_SIDE = 224, 640  # of a panel, in pixels
 _MARGIN, _FONT_SIZE, _LINE = 8, 14, 19
 _BAR_WIDTH, _BAR_HEIGHT = 96, 12
@@ -31,10 +30,8 @@ _TILE, _LABEL_WIDTH = 96, 64  # of a contact sheet
 
 @dataclass(frozen=True)
 class ColourScale:
-    """What the ends of the colour map stand for, and the words that say so in the legend.
-
-    `relative`: the values are drawn as multiples of a uniform map.
-    """
+    """What the ends of the colour map stand for, and the words that say so in the legend. `relative`: the values are
+    drawn as multiples of a uniform map."""
 
     low: float
     high: float
@@ -44,19 +41,15 @@ class ColourScale:
 
 
 def place_map(
-    values: Float[np.ndarray, "rows columns"], geometry: Geometry, *, size: tuple[int, int], smooth: bool
+    values: PatchMap, geometry: Geometry, *, size: tuple[int, int], smooth: bool
 ) -> tuple[Float[np.ndarray, "height width"], Float[np.ndarray, "height width"]]:
-    """The map on an image of `size` (width, height), which shows the whole upright original.
-
-    Returns the values (0 outside the box the model saw) and the coverage, 1 inside it and 0 outside. `smooth`
-    interpolates between the patches' centres; otherwise a pixel has the value of the patch it lies in.
-    """
-    width, height = size
+    """The map on an image of `size` (width, height), which shows the whole upright original. Returns the values (0
+    outside the box the model saw) and the coverage, 1 inside it and 0 outside. `smooth` interpolates between the
+    patches' centres; otherwise a pixel has the value of the patch it lies in."""
     left, top, right, bottom = map(float, geometry.box)
-    original_width, original_height = geometry.original_size
-    rows, columns = values.shape
-    across = _axis_weights(width, original_width, start=left, stop=right, cells=columns, smooth=smooth)
-    down = _axis_weights(height, original_height, start=top, stop=bottom, cells=rows, smooth=smooth)
+    (width, height), (rows, columns) = geometry.original_size, values.shape
+    across = _axis_weights(size[0], width, start=left, stop=right, cells=columns, smooth=smooth)
+    down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows, smooth=smooth)
     placed = (down @ values.astype(np.float64) @ across.T).astype(np.float32)
     coverage = (down.sum(axis=1)[:, None] * across.sum(axis=1)[None, :]).round().astype(np.float32)
     return placed, coverage
@@ -66,28 +59,23 @@ def _axis_weights(
     pixels: int, original: int, *, start: float, stop: float, cells: int, smooth: bool
 ) -> Float[np.ndarray, "pixels cells"]:
     """How much of each cell a pixel shows along one axis; a row of zeros for a pixel outside start … stop."""
-    centres = (np.arange(pixels) + 0.5) * original / pixels
-    position = (centres - start) / (stop - start) * cells  # cell i is from i to i + 1
+    position = ((np.arange(pixels) + 0.5) * original / pixels - start) / (stop - start) * cells  # cell i: i to i + 1
     weights = np.zeros((pixels, cells))
     inside = np.flatnonzero((position >= 0) & (position < cells))
-    if not smooth:
-        weights[inside, position[inside].astype(int)] = 1
-        return weights
     for cell, of_cell in enumerate(np.eye(cells)):
-        weights[inside, cell] = np.interp(position[inside] - 0.5, np.arange(cells), of_cell)
+        shown = np.interp(position[inside] - 0.5, np.arange(cells), of_cell)
+        weights[inside, cell] = shown if smooth else position[inside].astype(int) == cell
     return weights
 
 
 def find_range(maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool) -> tuple[float, float]:
     """Lowest and highest value, symmetric about zero when signed."""
     low, high = min(float(values.min()) for values in maps), max(float(values.max()) for values in maps)
-    if signed:
-        high = max(abs(low), abs(high))
-        low = -high
-    return low, high
+    end = max(abs(low), abs(high))
+    return (-end, end) if signed else (low, high)
 
 
-def relative_to_uniform(values: Float[np.ndarray, "rows columns"]) -> Float[np.ndarray, "rows columns"]:
+def relative_to_uniform(values: PatchMap) -> PatchMap:
     """A map in multiples of a uniform one: 1 is what each patch would have if all had the same."""
     total = float(np.abs(values).sum())
     return values * np.float32(values.size / total) if total > 0 else values
@@ -108,20 +96,22 @@ def colour(
     return colours
 
 
+def _draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
+    return Image.fromarray(colour(values, low=scale.low, high=scale.high, signed=scale.signed))
+
+
 def save_overlay(
     path: str | Path,
     image: ImageInput,
-    values: Float[Tensor, "rows columns"] | Float[np.ndarray, "rows columns"],
+    values: Float[Tensor, "rows columns"] | PatchMap,
     *,
     preprocess: Preprocess | None = None,
     signed: bool | None = None,
     caption: str = "",
 ) -> None:
-    """Draw one map over one image and write the picture: the image, its heat map beside it, and the legend.
-
-    `values` lie on the part of the image that `preprocess` (a bundle's) cuts out for the model; without it, on the
-    whole image. `signed` maps have zero in the middle of the colours; by default those with a negative value are.
-    """
+    """Draw one map over one image and write the picture: the image, its heat map beside it, and the legend. `values`
+    lie on the part of the image that `preprocess` (a bundle's) cuts out for the model; without it, on the whole image.
+    `signed` maps have zero in the middle of the colours; by default those with a negative value are."""
     photo = next(list_images(image))
     photo = read_image(Path(photo)) if isinstance(photo, str) else photo
     whole = Geometry(original_size=photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
@@ -134,7 +124,7 @@ def save_overlay(
 
 def draw_overlay(
     image: Image.Image,
-    values: Float[np.ndarray, "rows columns"],
+    values: PatchMap,
     geometry: Geometry,
     *,
     scale: ColourScale,
@@ -142,31 +132,26 @@ def draw_overlay(
     warnings: Sequence[str] = (),
 ) -> Image.Image:
     """The photo, its heat map beside it, lines of caption and warning, and the legend."""
-    photo = image.resize(_panel_size(image.size), Image.Resampling.LANCZOS)
-    heated = blend(photo, values, geometry, scale=scale)
-    page = Image.new("RGB", (photo.width + heated.width + _MARGIN, photo.height), "white")
+    longest = max(image.size)
+    scaling = min(max(longest, _MIN_SIDE), _MAX_SIDE) / longest
+    width, height = (max(round(side * scaling), 1) for side in image.size)
+    photo = image.resize((width, height), Image.Resampling.LANCZOS)
+    page = Image.new("RGB", (2 * width + _MARGIN, height), "white")
     page.paste(photo, (0, 0))
-    page.paste(heated, (photo.width + _MARGIN, 0))
+    page.paste(blend(photo, values, geometry, scale=scale), (width + _MARGIN, 0))
     return _add_text(page, scale=scale, caption=caption, warnings=warnings)
 
 
 def blend(
-    photo: Image.Image,
-    values: Float[np.ndarray, "rows columns"],
-    geometry: Geometry,
-    *,
-    scale: ColourScale,
-    opacity: float = OPACITY,
+    photo: Image.Image, values: PatchMap, geometry: Geometry, *, scale: ColourScale, opacity: float = OPACITY
 ) -> Image.Image:
     """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own."""
     placed, coverage = place_map(values, geometry, size=photo.size, smooth=True)
-    heat = Image.fromarray(colour(placed, low=scale.low, high=scale.high, signed=scale.signed))
-    blended = Image.blend(photo, heat, opacity)
+    blended = Image.blend(photo, _draw_heat(placed, scale), opacity)
     if coverage.all():
         return blended
     unseen = Image.blend(photo.convert("L"), Image.new("L", photo.size, 192), 0.5).convert("RGB")
-    seen = Image.fromarray((coverage * 255).astype(np.uint8))
-    return Image.composite(blended, unseen, seen)
+    return Image.composite(blended, unseen, Image.fromarray((coverage * 255).astype(np.uint8)))
 
 
 def draw_sheet(
@@ -189,16 +174,9 @@ def draw_sheet(
         top = _LINE + row * height
         draw.text((0, top), layer, fill="black", font=_font())
         for column in range(len(heads)):
-            heat = colour(tiles[row, column], low=scale.low, high=scale.high, signed=scale.signed)
-            tile = Image.fromarray(heat).resize((columns * cell, rows * cell), Image.Resampling.NEAREST)
+            tile = _draw_heat(tiles[row, column], scale).resize((columns * cell, rows * cell), Image.Resampling.NEAREST)
             page.paste(tile, (_LABEL_WIDTH + column * width, top))
     return _add_text(page, scale=scale, caption=caption, warnings=())
-
-
-def _panel_size(size: tuple[int, int]) -> tuple[int, int]:
-    longest = max(size)
-    scale = min(max(longest, _MIN_SIDE), _MAX_SIDE) / longest
-    return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
 
 
 def _add_text(
@@ -209,8 +187,7 @@ def _add_text(
     width = max(picture.width, 3 * _BAR_WIDTH) + 2 * _MARGIN
     page = Image.new("RGB", (width, picture.height + 3 * _MARGIN + _LINE * (len(texts) + 1)), "white")
     page.paste(picture, (_MARGIN, _MARGIN))
-    draw = ImageDraw.Draw(page)
-    top = picture.height + 2 * _MARGIN
+    draw, top = ImageDraw.Draw(page), picture.height + 2 * _MARGIN
     for text, ink in texts:
         draw.text((_MARGIN, top), _fit(text, width - 2 * _MARGIN), fill=ink, font=_font())
         top += _LINE
@@ -218,8 +195,7 @@ def _add_text(
     draw.text((_MARGIN, top), low, fill="black", font=_font())
     left = _MARGIN + round(draw.textlength(low, font=_font())) + 4
     ramp = np.linspace(scale.low, scale.high, _BAR_WIDTH, dtype=np.float32)[None].repeat(_BAR_HEIGHT, axis=0)
-    bar = colour(ramp, low=scale.low, high=scale.high, signed=scale.signed)
-    page.paste(Image.fromarray(bar), (left, top + 3))
+    page.paste(_draw_heat(ramp, scale), (left, top + 3))
     left += _BAR_WIDTH + 4
     draw.text((left, top), _fit(f"{scale.high:.3g}  {scale.label}", width - left), fill="black", font=_font())
     return page
@@ -227,11 +203,11 @@ def _add_text(
 
 def _fit(text: str, width: int) -> str:
     """`text`, cut with an ellipsis to `width` pixels."""
-    if _font().getlength(text) <= width:
-        return text
-    while text and _font().getlength(text + "…") > width:
+    shown = text
+    while text and _font().getlength(shown) > width:
         text = text[:-1]
-    return text + "…"
+        shown = text + "…"
+    return shown
 
 
 @lru_cache
@@ -244,5 +220,4 @@ def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
     """The colours of 0 to 255."""
     from matplotlib import colormaps
 
-    name = DIVERGING if signed else SEQUENTIAL
-    return (colormaps[name](np.arange(256))[:, :3] * 255).round().astype(np.uint8)
+    return (colormaps[DIVERGING if signed else SEQUENTIAL](np.arange(256))[:, :3] * 255).round().astype(np.uint8)

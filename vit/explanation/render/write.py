@@ -1,8 +1,6 @@
-"""Explained images to files: overlays, exact arrays and a manifest that says how each was made.
-
-Overlays are drawn and written by threads, beside the model's work. Equal input and settings give equal bytes: no
-times, no random numbers, sorted order.
-"""
+"""Explained images to files: overlays, exact arrays and a manifest that says how each was made. Overlays are drawn and
+written by threads, beside the model's work. Equal input and settings give equal bytes: no times, no random numbers,
+sorted order."""
 
 import json
 import zlib
@@ -32,9 +30,8 @@ class MapWriter:
     """Writes explained images into the directory `output`, batch by batch: `NAME.METHOD.png` for the format png,
     maps.npz for npz, and always manifest.json.
 
-    A context manager. An interruption leaves a manifest of what was finished; with `resume` the next writer starts
-    from it, or raises ValueError where it was made by another model, with other settings or by an older version.
-    """
+    A context manager. An interruption leaves a manifest of what was finished; with `resume` the next writer starts from
+    it, or raises ValueError where it was made by another model, with other settings or by an older version."""
 
     def __init__(
         self,
@@ -77,8 +74,8 @@ class MapWriter:
     def add(self, explained: Sequence[ExplainedImage]) -> None:
         """Take a batch. Its overlays are written soon, the rest once a minute and at the end."""
         if "png" in self.formats:
-            pairs = [(of_image, found) for of_image in explained for found in of_image.maps]
-            self._writing.append([self._pool.submit(self._write_overlay, *pair) for pair in pairs])
+            pool = self._pool
+            self._writing.append([pool.submit(self._write_overlay, each, m) for each in explained for m in each.maps])
         for of_image in explained:
             self.entries.append(self._describe(of_image))
             self.arrays.update({found.key: found.values for found in of_image.maps})
@@ -111,14 +108,12 @@ class MapWriter:
             with np.load(self.output / ARRAYS_FILE, allow_pickle=False) as stored:
                 self.arrays = {key: stored[key] for key in stored.files}
 
-    def _wait(self, most: int) -> None:
-        """Until at most so many batches are still being written."""
-        while len(self._writing) > most:
+    def _wait(self, most_waiting: int) -> None:
+        while len(self._writing) > most_waiting:
             for future in self._writing.pop(0):
                 future.result()
 
     def _save(self) -> None:
-        """Write what is known, in the order of the paths."""
         self._wait(0)
         self.entries.sort(key=lambda entry: entry["path"])
         if "npz" in self.formats:
@@ -172,9 +167,7 @@ class MapWriter:
         }
 
     def _write_overlay(self, explained: ExplainedImage, found: ExplainedMap) -> None:
-        """Draw and write one picture; it is whole or absent."""
-        picture = draw_map(explained, found, self.bundle.class_names)
-        temporary = self.output / f".{found.key}.png.tmp"
+        picture, temporary = draw_map(explained, found, self.bundle.class_names), self.output / f".{found.key}.png.tmp"
         # run lengths alone: a third of the time of the default, and photos hardly compress any further
         picture.save(temporary, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
         temporary.replace(self.output / f"{found.key}.png")
