@@ -6,12 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.explanation.capture.capture import find_attention_layers
+from vit.explanation.capture.readout import Forward
 from vit.explanation.explanations import Explanation, Explanations
 from vit.explanation.faithfulness.sanity_checks import SanityCheck, SanityChecker
 from vit.explanation.items import ImageItem, clean_name, items_from_images
@@ -58,11 +57,8 @@ def collect_explanations(
     on_unreadable: Callable[[str, str], object] = lambda path, reason: None,
     patch_attention_bytes: int = 0,
 ) -> Explanations:
-    """Explain `items` and call `observers` with each batch.
-
-    Pixels and what each patch attends to, `patch_attention_bytes` an image, go to the observers alone: of many images
-    they don't fit into memory.
-    """
+    """Explain `items` and call `observers` with each batch. Pixels and what each patch attends to (of at most
+    `patch_attention_bytes` an image) go to the observers alone: of many images they don't fit into memory."""
     found, size = Explanations(bundle, settings, [], []), settings.batch_size
     explainer = _Explainer(bundle, settings, patch_attention_bytes)
     batches = [items[start : start + size] for start in range(0, len(items), size)]
@@ -76,10 +72,9 @@ def collect_explanations(
                 on_unreadable(*found.unreadable[-1])
 
     with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
-        coming: list[Future[tuple[Image.Image, str]]] = []
-        for number, batch in enumerate(batches):
-            decoded = list(decode(batch, coming or [pool.submit(item.read) for item in batch]))
-            following = [item for of_batch in batches[number + 1 : number + 2] for item in of_batch]
+        coming = [pool.submit(item.read) for item in items[:size]]
+        for batch, following in zip(batches, [*batches[1:], []], strict=False):
+            decoded = list(decode(batch, coming))
             coming = [pool.submit(item.read) for item in following]
             explained = explainer(decoded) if decoded else []
             for observe in observers:
@@ -117,24 +112,21 @@ class _Explainer:
     """From decoded images to explained ones."""
 
     def __init__(self, bundle: Bundle, settings: Settings, patch_attention_bytes: int) -> None:
-        self.bundle, self.settings = bundle, settings
-        self.patch_attention_bytes = patch_attention_bytes
+        self.bundle, self.settings, self.patch_attention_bytes = bundle, settings, patch_attention_bytes
         self.device = next(bundle.model.parameters()).device
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
         self.checker = SanityChecker(bundle.model) if settings.sanity_checks else None
 
     def __call__(self, decoded: Sequence[Decoded]) -> list[ExplainedImage]:
-        bundle, options = self.bundle, self.settings.options
+        bundle, options, checker = self.bundle, self.settings.options, self.checker
         images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
         with autocast(self.device, choose_precision(self.settings.precision, self.device)):
             forward, targets, maps = compute_maps(
                 bundle.model, images, methods=self.settings.methods, choose_targets=self.choose_targets, options=options
             )
             logits = forward.logits.detach().float()
-            checked = [of_method for of_method in maps if self.checker and not of_method.is_sheet]
-            checks = iter(
-                self.checker.check(images, logits, targets, checked, options) if self.checker and checked else []
-            )
+            checked = [of_method for of_method in maps if not of_method.is_sheet]
+            checks = iter(checker.check(images, logits, targets, checked, options) if checker and checked else [])
         probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
         explained = [
             ExplainedImage(
@@ -151,48 +143,32 @@ class _Explainer:
             )
             for row, (item, image, sha256) in enumerate(decoded)
         ]
-        layers, of_methods = len(forward.record.layers) if options.layer is None else 1, iter(checks)
         for of_method in maps:
-            if of_method.is_sheet:
-                _add_sheets(explained, of_method, layers)
-            else:
-                self._add_maps(explained, of_method, logits, next(of_methods, None))
+            self._add_maps(explained, of_method, forward, None if of_method.is_sheet else next(checks, None))
         _set_scales(explained, self.settings.scale)
         return explained
 
     def _add_maps(
-        self,
-        explained: Sequence[ExplainedImage],
-        maps: Maps,
-        logits: Float[Tensor, "B C"],
-        checks: list[list[SanityCheck]] | None,
+        self, explained: Sequence[ExplainedImage], maps: Maps, forward: Forward, checks: list[list[SanityCheck]] | None
     ) -> None:
-        """Give each image its map of each class."""
+        """Give each image its map of each class, or all layers and heads as one map."""
+        method, layers = maps.method, len(forward.record.layers) if self.settings.options.layer is None else 1
         for row, of_image in enumerate(explained):
-            for column, values in enumerate(maps.values[row].cpu().numpy()):
-                found = ExplainedMap(
-                    method=maps.method,
-                    key=f"{of_image.item.name}.{maps.method.name}",
-                    values=values,
-                    prefix_mass=float(maps.prefix_mass[row, column]),
-                    entropy=float(maps.entropy[row, column]),
-                    sanity_check=None if checks is None else checks[row][column],
-                )
-                if maps.method.class_specific:
+            values, mass, entropy = maps.values[row].cpu().numpy(), maps.prefix_mass[row], maps.entropy[row]
+            key = f"{of_image.item.name}.{method.name}"
+            if maps.is_sheet:
+                sheet = values.reshape(layers, -1, *of_image.grid)
+                of_image.maps.append(ExplainedMap(method, key, sheet, float(mass.mean()), float(entropy.mean())))
+                continue
+            for column, of_class in enumerate(values):
+                found = ExplainedMap(method, key, of_class, float(mass[column]), float(entropy[column]))
+                found.sanity_check = None if checks is None else checks[row][column]
+                if method.class_specific:
                     found.target = of_image.targets[column]
-                    found.logit = float(logits[row, found.target])
+                    found.logit = forward.logits[row, found.target].item()
                     if self.settings.target != "auto":
                         found.key += f".{clean_name(self.bundle.class_names[found.target])}"
                 of_image.maps.append(found)
-
-
-def _add_sheets(explained: Sequence[ExplainedImage], maps: Maps, layers: int) -> None:
-    """Give each image all layers and heads as one map."""
-    for row, of_image in enumerate(explained):
-        values = maps.values[row].cpu().numpy().reshape(layers, -1, *of_image.grid)
-        key = f"{of_image.item.name}.{maps.method.name}"
-        mass, entropy = float(maps.prefix_mass[row].mean()), float(maps.entropy[row].mean())
-        of_image.maps.append(ExplainedMap(maps.method, key, values, mass, entropy))
 
 
 def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:

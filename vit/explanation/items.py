@@ -38,10 +38,8 @@ def find_items(
     done: Collection[str] = (),
     taken: Collection[str] = (),
 ) -> list[ImageItem]:
-    """The images to explain, but for the paths that are `done`.
-
-    Without `images`, `count` of the test split that `trained_on`, the data section of a configuration, describes.
-    """
+    """The images to explain, but for the paths that are `done`. Without `images`, `count` of the test split that
+    `trained_on`, the data section of a configuration, describes."""
     if images is None:
         source = open_for_model(None, trained_on=trained_on).split("test")
         return [item for item in items_from_source(source, count=count) if item.path not in done]
@@ -51,9 +49,7 @@ def find_items(
 
 def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> list[ImageItem]:
     """Images of any kind (`vit.data.inputs`), in the order given; images in memory are called image-00000 and so on.
-
-    Their names avoid each other's and those `taken`.
-    """
+    Their names avoid each other's and those `taken`."""
     given = list(list_images(images))
     paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
     return [
@@ -85,7 +81,8 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
         shared += 1
     stems = [clean_name(Path(path).stem) for path in paths]
     with_folders = [clean_name("-".join((*p[shared:-1], Path(p[-1]).stem))) for p in parts]
-    with_hash = [f"{stem}-{_hash_path(path)}" for stem, path in zip(stems, paths, strict=True)]
+    hashes = [hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:12] for path in paths]
+    with_hash = [f"{stem}-{digest}" for stem, digest in zip(stems, hashes, strict=True)]
     names = _unique_or(stems, _unique_or(with_folders, with_hash, taken), taken)
     return names if len({name.casefold() for name in names}) == len(names) else with_hash
 
@@ -99,12 +96,7 @@ def clean_name(name: str) -> str:
 def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]) -> list[str]:
     """Each name, or its alternative where another has the same one on a file system that ignores case."""
     counts = Counter(name.casefold() for name in (*names, *taken))
-    pairs = zip(names, alternatives, strict=True)
-    return [name if counts[name.casefold()] == 1 else other for name, other in pairs]
-
-
-def _hash_path(path: str) -> str:
-    return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return [name if counts[name.casefold()] == 1 else other for name, other in zip(names, alternatives, strict=True)]
 
 
 def _read_file(path: str) -> tuple[Image.Image, str]:

@@ -1,15 +1,13 @@
 """Read the attention of an unmodified vision transformer while its fused kernels stay on.
 
-Fused attention never returns its weights, so hooks keep what enters it (queries and keys), and
-softmax(q kᵀ · scale) is computed again when it is asked for. The forward pass itself is untouched: logits
-with and without capture are bit-equal, and the hooks go whatever happens.
+Fused attention never returns its weights, so hooks keep what enters it (queries and keys), and softmax(q kᵀ · scale) is
+computed again when it is asked for. The forward pass is untouched: logits with and without capture are bit-equal.
 
 The gradient of a score f with respect to a layer's attention A follows from the heads' output O = A·V:
-∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers, and no N×N tensor enters
-the autograd graph.
+∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers; no N×N tensor enters the graph.
 
-Each capture is verified: where A·V of its first image is not what the layer computed (an unknown mask, a
-position bias, a gate …), it raises instead of returning something plausible.
+Each capture is verified: where A·V of its first image is not what the layer computed (an unknown mask, a position bias,
+a gate …), it raises instead of returning something plausible.
 """
 
 import re
@@ -43,10 +41,8 @@ class AttentionRecord:
         if len(missing) == len(self._layers):
             raise RuntimeError("no attention was captured: run the model inside capture_attention first")
         if missing:
-            raise RuntimeError(
-                f"{len(missing)} of {len(self._layers)} attention layers were not captured: the forward pass "
-                f"bypassed {', '.join(missing)}"
-            )
+            count = f"{len(missing)} of {len(self._layers)} attention layers were not captured"
+            raise RuntimeError(f"{count}: the forward pass bypassed {', '.join(missing)}")
         return self._layers
 
     @property
@@ -55,10 +51,8 @@ class AttentionRecord:
         return [layer.attention() for layer in self.layers]
 
     def gradients(self, score: Tensor, *, retain_graph: bool = False) -> list[Float[Tensor, "B H Nq N"]]:
-        """∂score/∂attention of each layer, by one backward pass. Needs `capture_attention(gradients=True)`.
-
-        `score` is a scalar or [B]: images don't mix, so the gradient of the sum holds each image's own.
-        """
+        """∂score/∂attention of each layer, by one backward pass. Needs `capture_attention(gradients=True)`. `score` is
+        a scalar or [B]: images don't mix, so the gradient of the sum holds each image's own."""
         gradients = self.heads_gradients(score, retain_graph=retain_graph)
         return [layer.attention_gradient(grad) for layer, grad in zip(self.layers, gradients, strict=True)]
 
@@ -67,8 +61,8 @@ class AttentionRecord:
         heads = [layer.heads for layer in self.layers if layer.heads is not None]
         if not score.requires_grad or not heads or not all(tensor.requires_grad for tensor in heads):
             raise RuntimeError(
-                "nothing to differentiate: use capture_attention(model, gradients=True) with gradients "
-                "enabled, on parameters or images that require them"
+                "nothing to differentiate: use capture_attention(model, gradients=True) with gradients enabled, "
+                "on parameters or images that require them"
             )
         return list(torch.autograd.grad(score.sum(), heads, retain_graph=retain_graph))
 
@@ -83,8 +77,7 @@ def capture_attention(
     than `query_key_limit` bytes, they are computed again when asked for: half the memory, more time.
     Raises ValueError for a model whose attention is not understood (hierarchical models, unknown layers).
     """
-    layers = find_attention_layers(model)
-    handles: list[RemovableHandle] = []
+    layers, handles = find_attention_layers(model), list[RemovableHandle]()
 
     def forget(module: nn.Module, args: object) -> None:
         for layer in layers:  # a pass that bypasses a layer must not leave the one before it in its place
@@ -105,8 +98,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     family = type(model).__name__
     if _HIERARCHICAL.search(family.lower()):
         raise ValueError(
-            f"{family} is hierarchical: it attends within windows or merges patches between stages, so no "
-            f"attention between all of its input patches exists to be explained; known: {SUPPORTED}"
+            f"{family} is hierarchical: it attends within windows or merges patches between stages, so no attention "
+            f"between all of its input patches exists to be explained; known: {SUPPORTED}"
         )
     layers: list[AttentionLayer] = []
     for block_name, block in model.named_modules():

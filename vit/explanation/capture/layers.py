@@ -4,7 +4,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -20,12 +20,12 @@ _VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would fo
 class AttentionLayer:
     """One attention layer and what the last forward pass left of it.
 
-    This class reads modules with timm's names, `qkv`, `q_norm`, `k_norm` and `proj` (and `norm` before it);
-    subclasses read the other families.
+    This class reads modules with timm's names (and `norm` before `proj`); subclasses read the other families.
     """
 
     # names in the module: number of heads, scale, and the submodules that give queries and keys
     names: tuple[str, str, tuple[str, ...]] = ("num_heads", "scale", ("q_norm", "k_norm"))
+    projections: tuple[str, ...] = ("qkv", "proj")
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
         self.name, self.block = name, block
@@ -46,7 +46,7 @@ class AttentionLayer:
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
         """Is `module`, a child of `block`, of this family?"""
-        names = ("qkv", "q_norm", "k_norm", "proj", "num_heads", "scale")
+        names = (*cls.names[:2], *cls.names[2], *cls.projections)
         # branches in parallel (timm's ParallelThingsBlock) are Sequential: their attentions don't multiply
         return not isinstance(block, nn.Sequential) and all(hasattr(module, name) for name in names)
 
@@ -60,14 +60,11 @@ class AttentionLayer:
             return self.query[images], self.key[images]
         assert self.tokens is not None
         with torch.no_grad():
-            tokens = self.tokens[images].detach()
-            query, key = self._split(self._project(tokens, 0)), self._split(self._project(tokens, 1))
+            query, key = (self._split(self._project(self.tokens[images].detach(), which)) for which in (0, 1))
             has_norms = hasattr(self.module, "q_norm")
             return (self.module.q_norm(query), self.module.k_norm(key)) if has_norms else (query, key)
 
-    def scaled_query_and_key(
-        self, images: slice = EVERY_IMAGE
-    ) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H N K"]]:
+    def scaled_query_and_key(self, images: slice) -> tuple[Float[Tensor, "B H Nq K"], Float[Tensor, "B H N K"]]:
         """Attention is softmax(query keyᵀ) of these; at least float32."""
         query, key = self.query_and_key(images)
         return at_least_float32(query) * self.scale, at_least_float32(key)
@@ -83,15 +80,11 @@ class AttentionLayer:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         assert self.tokens is not None
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
-        gradient = self._split(heads_gradient[images])
-        return at_least_float32(gradient) @ at_least_float32(value).transpose(-2, -1)
+        return at_least_float32(self._split(heads_gradient[images])) @ at_least_float32(value).transpose(-2, -1)
 
     def attach(self, *, gradients: bool, token_limit: int) -> list[RemovableHandle]:
-        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph.
-
-        Tokens of more than `token_limit` bytes are kept instead of queries and keys, half the memory, and projected
-        again when those are asked for.
-        """
+        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph. Tokens of more than
+        `token_limit` bytes are kept instead of queries and keys, half the memory; those are then projected again."""
         self._gradients = gradients
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -120,8 +113,7 @@ class AttentionLayer:
     def _attach_heads(self) -> RemovableHandle:
         """Hook the submodule that O goes into."""
         receiver = next(getattr(self.module, name) for name in ("norm", "o_proj", "proj") if hasattr(self.module, name))
-        handle: RemovableHandle = receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
-        return handle
+        return cast("RemovableHandle", receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0])))
 
     def _keep(self, heads: Tensor) -> None:
         """The last thing captured of a layer. Raises ValueError unless attention · value reproduces it."""
@@ -136,8 +128,7 @@ class AttentionLayer:
         """Queries (0), keys (1) or values (2), heads side by side."""
         letter, qkv = "qkv"[which], getattr(self.module, "qkv", None)
         if qkv is None:
-            projected: Tensor = getattr(self.module, f"{letter}_proj")(tokens)
-            return projected
+            return cast("Tensor", getattr(self.module, f"{letter}_proj")(tokens))
         size = qkv.out_features // 3
         rows = slice(which * size, (which + 1) * size)
         separate = getattr(self.module, f"{letter}_bias", None)  # Eva adds its biases to a qkv without any
@@ -154,9 +145,8 @@ class AttentionLayer:
         tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
         if expected.shape != actual.shape or (expected - actual).abs().max() > tolerance * actual.abs().max():
             raise ValueError(
-                f"{self.name} ({type(self.module).__name__}) computes something else than softmax(q kᵀ)·v, "
-                "perhaps with a mask or a position bias, so its attention cannot be recomputed; "
-                f"known: {SUPPORTED}"
+                f"{self.name} ({type(self.module).__name__}) computes something else than softmax(q kᵀ)·v, perhaps "
+                f"with a mask or a position bias, so its attention cannot be recomputed; known: {SUPPORTED}"
             )
         self._verified = True
 
@@ -193,22 +183,15 @@ class RotaryLayer(AttentionLayer):
 
 
 class HuggingFaceLayer(AttentionLayer):
-    """Hugging Face's ViT: separate `q_proj`, `k_proj`, `v_proj` and `o_proj`."""
+    """Hugging Face's ViT: separate projections."""
 
     names = ("num_attention_heads", "scaling", ("q_proj", "k_proj"))
-
-    @classmethod
-    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", "num_attention_heads", "scaling")
-        return all(hasattr(module, name) for name in names)
+    projections = ("v_proj", "o_proj")
 
 
 class TorchvisionLayer(AttentionLayer):
-    """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run.
-
-    Queries and keys are projected again from its input. Its result is kept instead of O; the output
-    projection is linear, so ∂f/∂O is ∂f/∂result · W.
-    """
+    """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run: queries and keys are
+    projected again from its input. Its result is kept instead of O: being linear, ∂f/∂O is ∂f/∂result · W."""
 
     names = ("num_heads", "", ())
 
@@ -226,10 +209,8 @@ class TorchvisionLayer(AttentionLayer):
         return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
 
     def _attach_heads(self) -> RemovableHandle:
-        handle: RemovableHandle = self.module.register_forward_hook(
-            lambda module, args, result: self._keep(_first(result))
-        )
-        return handle
+        hook = self.module.register_forward_hook(lambda module, args, result: self._keep(_first(result)))
+        return cast("RemovableHandle", hook)
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         projection = self.module.out_proj
@@ -250,5 +231,4 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _first(result: Any) -> Tensor:
-    tensor: Tensor = result[0] if isinstance(result, tuple) else result
-    return tensor
+    return cast("Tensor", result[0] if isinstance(result, tuple) else result)

@@ -1,9 +1,7 @@
-"""How a model reads its tokens: which of them the class decision is made from, and where they lie on the
-image.
+"""How a model reads its tokens: which of them the class decision is made from, and where they lie on the image.
 
-A map is uᵀM: the readout vector u says how much each output token counts in the pooled feature, M which
-input tokens it came from. Reading mean-pooled models at the class token (or at token 0 where there is none)
-is a common mistake.
+A map is uᵀM: the readout vector u says how much each output token counts in the pooled feature, M which input tokens it
+came from. Reading mean-pooled models at the class token (or at token 0 where there is none) is a common mistake.
 """
 
 import math
@@ -41,10 +39,8 @@ class Forward:
 
 
 def run_forward(model: nn.Module, images: Images, *, gradients: bool = False) -> Forward:
-    """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards.
-
-    With `gradients` the autograd graph is kept from the images on, without the parameters.
-    """
+    """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
+    the autograd graph is kept from the images on, without the parameters."""
     if gradients:
         images = images.detach().clone().requires_grad_()
     with (
@@ -55,9 +51,7 @@ def run_forward(model: nn.Module, images: Images, *, gradients: bool = False) ->
     ):
         tokens, logits = _run(model, images)
         num_tokens, num_prefix = record.layers[0].num_tokens, count_prefix_tokens(model)
-        with torch.no_grad():
-            empty = logits.new_zeros(len(images), num_tokens)
-            readout = _compute_readout(model, empty, tokens, _pooling_weights(pooling))
+        readout = _compute_readout(model, logits.new_zeros(len(images), num_tokens), tokens, pooling)
     grid = find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
     return Forward(model, images, logits, record, readout, num_prefix, grid)
 
@@ -135,8 +129,9 @@ def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor,
     return entropy
 
 
+@torch.no_grad()
 def _compute_readout(
-    model: Any, readout: Float[Tensor, "B N"], tokens: Tensor | None, pooling_weights: Tensor | None
+    model: Any, readout: Float[Tensor, "B N"], tokens: Tensor | None, pooling: dict[str, Tensor]
 ) -> Float[Tensor, "B N"]:
     """Fill the zeros of `readout` with how much each token counts in the pooled feature."""
     num_tokens, num_prefix = readout.shape[1], count_prefix_tokens(model)
@@ -147,25 +142,20 @@ def _compute_readout(
         readout[:, : 1 + distilled] = 1 / (1 + distilled)
     elif pool == "avg":
         readout[:, first:] = 1 / (num_tokens - first)
-    elif pool == "max":
+    elif pool in ("max", "avgmax"):
         assert tokens is not None
-        readout[:, first:] = _count_maxima(tokens[:, first:])
-    elif pool == "avgmax":
-        assert tokens is not None
-        readout[:, first:] = 0.5 / (num_tokens - first) + 0.5 * _count_maxima(tokens[:, first:])
+        winners = F.one_hot(tokens[:, first:].argmax(dim=1), num_tokens - first).float()  # [B, D, N]: of each channel
+        maxima = winners.mean(dim=1)
+        readout[:, first:] = maxima if pool == "max" else 0.5 / (num_tokens - first) + 0.5 * maxima
     elif pool == "attention":
         readout[:, num_prefix:] = model.compute_pool_weights(tokens)
-    elif pool == "map" and pooling_weights is not None:
-        readout[:, num_tokens - pooling_weights.shape[1] :] = pooling_weights
+    elif pool == "map" and pooling:
+        query, key = pooling["q_norm"], pooling["k_norm"]
+        attention = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
+        readout[:, num_tokens - key.shape[-2] :] = attention.mean(dim=(1, 2))
     else:
         raise ValueError(f"unknown pooling {pool!r}; known: token, avg, max, avgmax, attention, map")
     return readout
-
-
-def _count_maxima(tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B N"]:
-    """The fraction of channels whose maximum is at each token: what max pooling reads."""
-    winners = F.one_hot(tokens.argmax(dim=1), tokens.shape[1])  # [B, D, N]
-    return winners.float().mean(dim=1)
 
 
 @contextmanager
@@ -184,14 +174,3 @@ def _capture_pooling(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _pooling_weights(captured: dict[str, Tensor]) -> Float[Tensor, "B N"] | None:
-    """The mean over heads and latents of the pooling's attention."""
-    if not captured:
-        return None
-    query, key = captured["q_norm"], captured["k_norm"]
-    scale = query.shape[-1] ** -0.5
-    attention = (query * scale @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
-    weights: Tensor = attention.mean(dim=(1, 2))
-    return weights

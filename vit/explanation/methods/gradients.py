@@ -1,8 +1,7 @@
 """Maps that ask which patches speak for a class: attention weighted by the gradient of that class's logit.
 
-Notation: A attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the softmax, u the
-readout vector, ()⁺ the positive part. Everything is for a whole batch; N×N matrices exist for a few images
-at a time.
+Notation: A attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the softmax, u the readout vector,
+()⁺ the positive part. Everything is for a whole batch; N×N matrices exist for a few images at a time.
 """
 
 from collections.abc import Callable
@@ -14,56 +13,54 @@ from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
 from vit.explanation.capture.readout import Forward, classify_token
-from vit.explanation.methods.rollout import chunks, in_chunks, normalise_rows, propagate, through_matrices
+from vit.explanation.methods.rollout import in_chunks, normalise_rows, propagate, through_matrices
 
 
 def compute_gae(
     forward: Forward, score: Float[Tensor, " B"], *, start_layer: int = 0, scale_free: bool = False
 ) -> Float[Tensor, "B N"]:
-    """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h (G⊙A)⁺,
-    R ← R + Ā·R from R = I, read as uᵀR.
+    """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h (G⊙A)⁺, R ← R + Ā·R from
+    R = I, read as uᵀR.
 
-    Ā grows with the logit's scale, and so does the weight of Ā against the identity: maps of models whose
-    logits differ in scale don't compare. `scale_free` makes the rows of Ā sum to one.
+    Ā grows with the logit's scale, and so does the weight of Ā against the identity: maps of models whose logits differ
+    in scale don't compare. `scale_free` makes the rows of Ā sum to one.
     """
-    mixings = _weighted_attention(forward, score, fuse=lambda weighted: weighted.clamp_min(0).mean(dim=1))
 
-    def mix(layer: AttentionLayer, images: slice) -> Tensor:
-        mixing = mixings(layer, images)
+    def fuse(weighted: Tensor) -> Tensor:
+        mixing = weighted.clamp_min(0).mean(dim=1)
         return normalise_rows(mixing) if scale_free else mixing
 
-    layers = forward.record.layers[start_layer:]
-    return propagate(forward.readout, layers, through_matrices(mix), residual=1.0, attention_weight=1.0)
+    mix = _through_weighted_attention(forward, score, fuse)
+    return propagate(forward.readout, forward.record.layers[start_layer:], mix, residual=1.0, attention_weight=1.0)
 
 
 def compute_gradient_rollout(
     forward: Forward, score: Float[Tensor, " B"], *, residual: float = 0.5, start_layer: int = 0
 ) -> Float[Tensor, "B N"]:
-    """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its pairing of
-    gradients and layers, normalised axis and residual weight put right."""
-    mixings = _weighted_attention(forward, score, fuse=lambda weighted: weighted.mean(dim=1).clamp_min(0))
-    mix = through_matrices(lambda layer, images: normalise_rows(mixings(layer, images)))
+    """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its pairing of gradients
+    and layers, normalised axis and residual weight put right."""
+    mix = _through_weighted_attention(forward, score, lambda both: normalise_rows(both.mean(dim=1).clamp_min(0)))
     return propagate(forward.readout, forward.record.layers[start_layer:], mix, residual=residual)
 
 
 def compute_attention_gradcam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
-    """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA weighted by
-    the mean of uᵀG over the patches, averaged over heads, positive part."""
-    gradients = forward.record.heads_gradients(score, retain_graph=True)
-    layer, heads_gradient = forward.record.layers[-1], gradients[-1]
-    maps = []
-    for images in chunks(layer):
+    """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA weighted by the mean
+    of uᵀG over the patches, averaged over heads, positive part."""
+    layer, heads_gradient = forward.record.layers[-1], forward.record.heads_gradients(score, retain_graph=True)[-1]
+
+    def weigh(images: slice) -> Tensor:
         readout = at_least_float32(forward.readout[images])[:, None, None]  # [b, 1, 1, N]
         attention = (readout @ layer.attention(images))[:, :, 0]  # [b, H, N]
         gradient = (readout @ layer.attention_gradient(heads_gradient, images))[:, :, 0]
         weight = gradient[..., forward.num_prefix_tokens :].mean(dim=-1, keepdim=True)
-        maps.append((attention * weight).mean(dim=1).clamp_min(0))
-    return torch.cat(maps)
+        return (attention * weight).mean(dim=1).clamp_min(0)
+
+    return in_chunks(layer, weigh)
 
 
 def compute_legrad(forward: Forward, classes: Int[Tensor, " B"], *, start_layer: int = 0) -> Float[Tensor, "B N"]:
-    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on the mean
-    of the tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
+    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on the mean of the
+    tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
     layers = forward.record.layers[start_layer:]
     total = torch.zeros_like(at_least_float32(forward.readout))
     for layer in layers:
@@ -78,8 +75,8 @@ def compute_legrad(forward: Forward, classes: Int[Tensor, " B"], *, start_layer:
 
 
 def compute_cdam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
-    """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T that
-    enter the last attention. Signed."""
+    """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T that enter the last
+    attention. Signed."""
     tokens = forward.record.layers[-1].tokens
     assert tokens is not None
     (gradient,) = torch.autograd.grad(score.sum(), tokens, retain_graph=True)
@@ -87,8 +84,7 @@ def compute_cdam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, 
 
 
 def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
-    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; prefix tokens
-    have no pixels and get zero."""
+    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0 for prefix tokens."""
     (gradient,) = torch.autograd.grad(score.sum(), forward.images, retain_graph=True)
     product = at_least_float32(forward.images.detach() * gradient).sum(dim=1, keepdim=True)  # [B, 1, h, w]
     rows, columns = forward.grid
@@ -98,15 +94,12 @@ def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Fl
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
 
-def _weighted_attention(
-    forward: Forward, score: Float[Tensor, " B"], *, fuse: Callable[[Float[Tensor, "b H N N"]], Float[Tensor, "b N N"]]
-) -> Callable[[AttentionLayer, slice], Float[Tensor, "b N N"]]:
-    """fuse(G⊙A) of a layer and some images. A layer's gradient is found by the layer, never by its
-    position."""
+def _through_weighted_attention(
+    forward: Forward, score: Float[Tensor, " B"], fuse: Callable[[Float[Tensor, "b H N N"]], Float[Tensor, "b N N"]]
+) -> Callable[[AttentionLayer, Float[Tensor, "B N"]], Float[Tensor, "B N"]]:
+    """r·fuse(G⊙A) for `propagate`. A layer's gradient is found by the layer, never by its position."""
     gradients = forward.record.heads_gradients(score, retain_graph=True)
-    by_layer = dict(zip([layer.name for layer in forward.record.layers], gradients, strict=True))
-
-    def weighted(layer: AttentionLayer, images: slice) -> Tensor:
-        return fuse(layer.attention(images) * layer.attention_gradient(by_layer[layer.name], images))
-
-    return weighted
+    of_layer = dict(zip([layer.name for layer in forward.record.layers], gradients, strict=True))
+    return through_matrices(
+        lambda layer, images: fuse(layer.attention(images) * layer.attention_gradient(of_layer[layer.name], images))
+    )

@@ -1,12 +1,11 @@
 """Attention rollout: where, through all layers, did each token's information come from?
 
 Abnar & Zuidema, "Quantifying Attention Flow in Transformers" (2020): every layer mixes the tokens by
-Ã = residual·I + (1 - residual)·A, where A is the layer's attention fused over its heads, and the mixing of
-the whole encoder is the product Ã_L … Ã_1. Row i of that product says how much of every input token is in
-output token i.
+Ã = residual·I + (1 - residual)·A, where A is the layer's attention fused over its heads, and the whole encoder by the
+product Ã_L … Ã_1. Row i of that product says how much of every input token is in output token i.
 
-Here A's rows sum to one whatever the fusion and the discarding (they are renormalised *before* the residual
-is mixed in), so the identity has the weight that was asked for and rows of the product sum to one.
+Here A's rows sum to one whatever the fusion and the discarding (they are renormalised *before* the residual is mixed
+in), so the identity has the weight that was asked for and rows of the product sum to one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +34,8 @@ def fuse_heads(attention: Float[Tensor, "B H N N"], *, head_fusion: str = "mean"
 def discard_lowest(
     fused: Float[Tensor, "B N N"], *, discard_ratio: float, num_prefix_tokens: int = 1
 ) -> Float[Tensor, "B N N"]:
-    """Zero the lowest `discard_ratio` of each image's patch-to-patch entries.
-
-    Rows and columns of prefix tokens (class, distillation, registers) are never touched: discarding them
-    would cut the class token off from the patches, not remove noise.
-    """
+    """Zero the lowest `discard_ratio` of each image's patch-to-patch entries. Rows and columns of prefix tokens are
+    never touched: that would cut the class token off from the patches, not remove noise."""
     patches = fused[:, num_prefix_tokens:, num_prefix_tokens:]
     count = int(discard_ratio * patches[0].numel())
     if count == 0:
@@ -59,16 +55,10 @@ def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
 
 
 def mixing_matrix(
-    attention: Float[Tensor, "B H N N"],
-    *,
-    head_fusion: str = "mean",
-    discard_ratio: float = 0.0,
-    num_prefix_tokens: int = 1,
+    attention: Float[Tensor, "B H N N"], *, head_fusion: str = "mean", discard_ratio: float, num_prefix_tokens: int
 ) -> Float[Tensor, "B N N"]:
-    """A layer's fused attention, rows summing to one, in at least float32.
-
-    float32 at least: the product of twelve half-precision matrices drifts by 1e-2.
-    """
+    """A layer's fused attention, rows summing to one. At least float32: twelve half-precision matrices' product drifts
+    by 1e-2."""
     fused = fuse_heads(at_least_float32(attention), head_fusion=head_fusion)
     if discard_ratio > 0:
         fused = discard_lowest(fused, discard_ratio=discard_ratio, num_prefix_tokens=num_prefix_tokens)
@@ -134,6 +124,7 @@ def propagate(
     return row
 
 
+@torch.no_grad()
 def rollout_row(
     readout: Float[Tensor, "B N"],
     layers: Sequence[AttentionLayer],
@@ -144,11 +135,23 @@ def rollout_row(
 ) -> Float[Tensor, "B N"]:
     """`readout` · mean-fused rollout, from the queries and keys of captured layers, last layer first.
 
-    L vector-matrix products instead of L matrix products, and no N×N matrix: attention is formed for at most
-    `chunk_elements` numbers at a time, which also keeps it in the processor's cache.
+    L vector-matrix products instead of L matrix products, and no N×N matrix: attention is formed for a few images or a
+    few query rows, at most `chunk_elements` numbers, at a time, which also keeps it in the processor's cache.
     """
     check_rollout_options(len(layers), "mean", 0.0, residual, start_layer)
-    mix = partial(_through_attention, chunk_elements=chunk_elements)
+
+    def mix(layer: AttentionLayer, row: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        result, tokens = torch.zeros_like(row), row.shape[1]
+        queries_at_once = min(max(chunk_elements // (layer.num_heads * tokens), 1), tokens)
+        for images in _chunks(layer, chunk_elements):
+            query, key = layer.scaled_query_and_key(images)
+            for start in range(0, tokens, queries_at_once):
+                rows = slice(start, start + queries_at_once)
+                weights = query[:, :, rows] @ key.transpose(-2, -1)  # [b, H, rows, N]
+                torch.softmax(weights, dim=-1, out=weights)  # fresh memory for each would cost as much again
+                result[images] += (row[images, None, None, rows] @ weights).sum(dim=1)[:, 0]
+        return result / layer.num_heads
+
     return propagate(readout, layers[start_layer:], mix, residual=residual)
 
 
@@ -163,32 +166,13 @@ def through_matrices(
 
 def in_chunks(layer: AttentionLayer, compute: Callable[[slice], Tensor]) -> Tensor:
     """`compute` of a few images of the batch at a time."""
-    return torch.cat([compute(images) for images in chunks(layer)])
+    return torch.cat([compute(images) for images in _chunks(layer, CHUNK_ELEMENTS)])
 
 
-def chunks(layer: AttentionLayer, *, chunk_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
+def _chunks(layer: AttentionLayer, chunk_elements: int) -> Iterator[slice]:
     """Slices of the batch whose attention matrices have about `chunk_elements` numbers together."""
     size = max(chunk_elements // (layer.num_heads * layer.num_tokens**2), 1)
-    for first in range(0, layer.batch, size):
-        yield slice(first, min(first + size, layer.batch))
-
-
-@torch.no_grad()
-def _through_attention(
-    layer: AttentionLayer, row: Float[Tensor, "B N"], *, chunk_elements: int
-) -> Float[Tensor, "B N"]:
-    """row · mean over heads of softmax(q kᵀ), a few images or a few query rows at a time."""
-    tokens, heads = row.shape[1], layer.num_heads
-    queries_at_once = min(max(chunk_elements // (heads * tokens), 1), tokens)
-    result = torch.zeros_like(row)
-    for images in chunks(layer, chunk_elements=chunk_elements):
-        query, key = layer.scaled_query_and_key(images)
-        for start in range(0, tokens, queries_at_once):
-            rows = slice(start, start + queries_at_once)
-            weights = query[:, :, rows] @ key.transpose(-2, -1)  # [b, H, rows, N]
-            torch.softmax(weights, dim=-1, out=weights)  # fresh memory for each would cost as much again
-            result[images] += (row[images, None, None, rows] @ weights).sum(dim=1)[:, 0]
-    return result / heads
+    return (slice(first, min(first + size, layer.batch)) for first in range(0, layer.batch, size))
 
 
 def check_rollout_options(

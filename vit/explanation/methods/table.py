@@ -10,25 +10,8 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.readout import Forward, Images, compute_entropy, run_forward, split_prefix
-from vit.explanation.methods.gradients import (
-    compute_attention_gradcam,
-    compute_cdam,
-    compute_gae,
-    compute_gradient_rollout,
-    compute_input_x_gradient,
-    compute_legrad,
-)
-from vit.explanation.methods.rollout import (
-    check_rollout_options,
-    in_chunks,
-    mixing_matrix,
-    propagate,
-    rollout_row,
-    through_matrices,
-)
+from vit.explanation.methods import gradients, rollout
 from vit.explanation.methods.targets import ChooseTargets
-
-Compute = Callable[[Forward, Int[Tensor, " B"], "MapOptions"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,15 +28,12 @@ class MapOptions:
 
 @dataclass(frozen=True)
 class Method:
-    """A way from a recorded forward pass to each token's relevance.
-
-    `compute(forward, classes, options)` takes the class to explain of each image [B] and returns [B, N]
-    (prefix tokens included), or [B, K, N] for the K maps of a contact sheet.
-    """
+    """A way from a recorded forward pass to each token's relevance: `compute(forward, classes, options)` takes a class
+    of each image [B] and returns [B, N] (prefix tokens included), or [B, K, N] for the K maps of a contact sheet."""
 
     name: str
     title: str
-    compute: Compute
+    compute: Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
     class_specific: bool = False
     signed: bool = False
 
@@ -82,10 +62,8 @@ def compute_maps(
     choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
-    """One recorded forward pass, the classes explained and the maps of every method.
-
-    `choose_targets` picks T classes an image from the logits; without it, the predicted one.
-    """
+    """One recorded forward pass, the classes explained and the maps of every method. `choose_targets` picks T classes
+    an image from the logits; without it, the predicted one."""
     chosen, options = find_methods(methods), options or MapOptions()
     forward = run_forward(model, images, gradients=any(method.class_specific for method in chosen))
     check_options(options, forward.record.layers)
@@ -94,12 +72,12 @@ def compute_maps(
     # the forward pass may be in half precision; the products of many matrices are not
     full_precision = torch.autocast(images.device.type, enabled=False)
     with full_precision, torch.set_grad_enabled(forward.logits.requires_grad):
-        return forward, targets, [_compute(method, forward, targets, options) for method in chosen]
+        return forward, targets, [_compute_method(method, forward, targets, options) for method in chosen]
 
 
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
     """Raise ValueError for an option that a model with these layers has no use for."""
-    check_rollout_options(
+    rollout.check_rollout_options(
         len(layers), options.head_fusion, options.discard_ratio, options.residual, options.start_layer
     )
     if options.layer is not None and not -len(layers) <= options.layer < len(layers):
@@ -109,9 +87,9 @@ def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None
         raise ValueError(f"head {options.head} is outside 0 to {heads - 1}, this model's heads")
 
 
-def _compute(method: Method, forward: Forward, targets: Tensor, options: MapOptions) -> Maps:
-    classes = targets.unbind(dim=1) if method.class_specific else targets[:, :1].unbind(dim=1)
-    mass = torch.stack([method.compute(forward, of_image, options).detach() for of_image in classes], dim=1)
+def _compute_method(method: Method, forward: Forward, targets: Tensor, options: MapOptions) -> Maps:
+    columns = (targets if method.class_specific else targets[:, :1]).unbind(dim=1)
+    mass = torch.stack([method.compute(forward, classes, options).detach() for classes in columns], dim=1)
     mass = mass.flatten(1, -2)  # [B, T, N]
     values, prefix_mass = split_prefix(mass, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid)
     return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float())
@@ -129,25 +107,21 @@ def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     layers = forward.record.layers[options.start_layer :]
     fusion, ratio, prefix = options.head_fusion, options.discard_ratio, forward.num_prefix_tokens
     if fusion == "mean" and ratio == 0:
-        return rollout_row(forward.readout, layers, residual=options.residual)
-
-    def mixing(layer: AttentionLayer, images: slice) -> Tensor:
-        attention = layer.attention(images)
-        return mixing_matrix(attention, head_fusion=fusion, discard_ratio=ratio, num_prefix_tokens=prefix)
-
-    return propagate(forward.readout, layers, through_matrices(mixing), residual=options.residual)
+        return rollout.rollout_row(forward.readout, layers, residual=options.residual)
+    fuse = partial(rollout.mixing_matrix, head_fusion=fusion, discard_ratio=ratio, num_prefix_tokens=prefix)
+    mix = rollout.through_matrices(lambda layer, images: fuse(layer.attention(images)))
+    return rollout.propagate(forward.readout, layers, mix, residual=options.residual)
 
 
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """What the readout attends to, uᵀA, as [B, layers · heads, N]."""
-    layers = forward.record.layers
+    layers = forward.record.layers if options.layer is None else [forward.record.layers[options.layer]]
     readout = forward.readout[:, None, None].float()
 
     def read(layer: AttentionLayer) -> Float[Tensor, "B H N"]:
-        return in_chunks(layer, lambda images: (readout[images] @ layer.attention(images).float())[:, :, 0])
+        return rollout.in_chunks(layer, lambda images: (readout[images] @ layer.attention(images).float())[:, :, 0])
 
-    chosen = layers if options.layer is None else [layers[options.layer]]
-    rows = torch.stack([read(layer) for layer in chosen], dim=1)  # [B, L, H, N]
+    rows = torch.stack([read(layer) for layer in layers], dim=1)  # [B, L, H, N]
     if options.head == -1:
         rows = rows.mean(dim=2, keepdim=True)
     elif options.head is not None:
@@ -155,34 +129,34 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     return rows.flatten(1, 2)
 
 
-def _of_logit(compute: Callable[..., Tensor], *option_names: str) -> Compute:
-    """A method's `compute` from one that takes the class's logit and options by name."""
+def _of_logit(
+    name: str, title: str, compute: Callable[..., Tensor], *option_names: str, signed: bool = False
+) -> Method:
+    """A method of the class's logit, from a function of it and of options by name."""
 
     def compute_map(forward: Forward, classes: Int[Tensor, " B"], options: MapOptions) -> Tensor:
         logit = forward.logits.gather(1, classes[:, None])[:, 0]
-        return compute(forward, logit, **{name: getattr(options, name) for name in option_names})
+        return compute(forward, logit, **{option: getattr(options, option) for option in option_names})
 
-    return compute_map
+    return Method(name, title, compute_map, class_specific=True, signed=signed)
 
 
 def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    return compute_legrad(forward, classes, start_layer=options.start_layer)
+    return gradients.compute_legrad(forward, classes, start_layer=options.start_layer)
 
 
-_GAE = _of_logit(compute_gae, "start_layer")
-_GAE_SCALE_FREE = _of_logit(partial(compute_gae, scale_free=True), "start_layer")
-_GRADIENT_ROLLOUT = _of_logit(compute_gradient_rollout, "residual", "start_layer")
-_GRADCAM, _CDAM = _of_logit(compute_attention_gradcam), _of_logit(compute_cdam)
-_INPUT_X_GRADIENT = _of_logit(compute_input_x_gradient)
+_GAE, _GAE_SCALE_FREE = gradients.compute_gae, partial(gradients.compute_gae, scale_free=True)
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
     Method("raw", "attention of a layer", _raw),
-    Method("gae", "generic attention explanation", _GAE, class_specific=True),
-    Method("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, class_specific=True),
-    Method("gradient-rollout", "gradient-weighted rollout", _GRADIENT_ROLLOUT, class_specific=True),
-    Method("attn-gradcam", "Grad-CAM of the last attention", _GRADCAM, class_specific=True),
+    _of_logit("gae", "generic attention explanation", _GAE, "start_layer"),
+    _of_logit("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, "start_layer"),
+    _of_logit(
+        "gradient-rollout", "gradient-weighted rollout", gradients.compute_gradient_rollout, "residual", "start_layer"
+    ),
+    _of_logit("attn-gradcam", "Grad-CAM of the last attention", gradients.compute_attention_gradcam),
     Method("legrad", "LeGrad", _legrad, class_specific=True),
-    Method("cdam", "class-discriminative attention map", _CDAM, class_specific=True, signed=True),
-    Method("input-x-gradient", "input times gradient", _INPUT_X_GRADIENT, class_specific=True, signed=True),
+    _of_logit("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
+    _of_logit("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
 )
 METHODS = {method.name: method for method in _ALL}

@@ -25,15 +25,11 @@ def build_target_chooser(target: int | str, class_names: Sequence[str]) -> Choos
         if count > _MOST_CLASSES:
             raise ValueError(f"class {target!r} would draw {count} maps an image; name a class or use top3")
         return lambda logits: logits.topk(count, dim=1).indices
-    index = find_class(target, class_names)
-    return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
-
-
-def find_class(target: int | str, class_names: Sequence[str]) -> int:
-    """The index of the class with this name or, where no class is called so, this index."""
     if target in class_names:
-        return list(class_names).index(str(target))
-    if str(target).isdigit() and int(target) < len(class_names):
-        return int(target)
-    shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
-    raise ValueError(f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}")
+        index = list(class_names).index(str(target))
+    elif str(target).isdigit() and int(target) < len(class_names):
+        index = int(target)  # no class is called so
+    else:
+        shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
+        raise ValueError(f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}")
+    return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
