@@ -40,10 +40,8 @@ class CheckpointStore:
         self, state: dict[str, Any], *, step: int, best_step: int, keep_steps: list[int], shards: Path | None = None
     ) -> Path:
         """Write `state`, with the `shards` already written, as the checkpoint of global step `step`; delete what is no
-        longer kept.
-
-        Raises OSError (disk full, read-only, vanished mount) and leaves the earlier checkpoints as they were.
-        """
+        longer kept. Raises OSError (disk full, read-only, vanished mount) and leaves the earlier checkpoints as they
+        were."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if shards is None:
             buffer = io.BytesIO()
@@ -67,17 +65,14 @@ class CheckpointStore:
         return path
 
     def load_latest(self, *, warn: Callable[[str], None]) -> tuple[dict[str, Any], Path | None] | None:
-        """The newest checkpoint that is whole, with the directory of its shards, or None where there is none.
-
-        A damaged one is named through `warn` and passed over. Raises ValueError where all are damaged.
-        """
+        """The newest checkpoint that is whole, with the directory of its shards, or None where there is none. A damaged
+        one is named through `warn` and passed over. Raises ValueError where all are damaged."""
         entries = self._list()
         for _, path in reversed(entries):
-            is_sharded, digits = path.is_dir(), path.stem.rpartition("-")[2]
-            if (_hash_directory(path) if is_sharded else compute_sha256(path)).startswith(digits):
-                file = path / _STATE_FILE if is_sharded else path
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-                return state, path if is_sharded else None
+            shards, digits = path if path.is_dir() else None, path.stem.rpartition("-")[2]
+            if (_hash_directory(path) if shards else compute_sha256(path)).startswith(digits):
+                file = shards / _STATE_FILE if shards else path
+                return torch.load(file, map_location="cpu", weights_only=True), shards
             warn(f"checkpoint {path.name} is damaged; falling back to the one before")
         if entries:
             raise ValueError(f"every checkpoint in {self.directory} is damaged; start again with --overwrite")

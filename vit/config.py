@@ -81,9 +81,8 @@ class AugmentConfig(_Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.resized_crop_scale is not None:
-            low, high = self.resized_crop_scale
-            if not 0 < low <= high <= 1:
-                raise ValueError(f"resized_crop_scale {low, high} must rise within (0, 1]")
+            if not 0 < self.resized_crop_scale[0] <= self.resized_crop_scale[1] <= 1:
+                raise ValueError(f"resized_crop_scale {self.resized_crop_scale} must rise within (0, 1]")
             if self.crop_padding:
                 raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
         if self.rand_augment is not None and self.trivial_augment:
@@ -195,10 +194,18 @@ def _check_multiple(name: str, value: int, unit_name: str, unit: int, cure: str 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file (or take the values it would hold), apply `key.path=value` overrides, validate the result.
-
-    Raises ValueError with one sentence that names the key: an unknown one comes with the nearest known one.
-    """
-    values = rename_old_keys(_read_yaml(source) if isinstance(source, Path) else source or {})
+    Raises ValueError with one sentence that names the key: an unknown one comes with the nearest known one."""
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise FileNotFoundError(f"configuration {source} does not exist")
+        try:
+            found = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{source} holds a {type(found).__name__}, not sections such as data: and train:")
+        source = found
+    values = rename_old_keys(source or {})
     for override in overrides:
         _apply_override(values, override)
     try:
@@ -207,22 +214,17 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str
         raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
 
 
-def rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values with every key under its present name."""
-    return _rename_keys(values, RENAMED_KEYS)
-
-
 def restore_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's values with every key under its first name, for hashes that old files hold too."""
-    return _rename_keys(values, {new: old for old, new in RENAMED_KEYS.items()})
+    return rename_old_keys(values, {new: old for old, new in RENAMED_KEYS.items()})
 
 
-def _rename_keys(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def rename_old_keys(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED_KEYS) -> dict[str, Any]:
+    """A configuration's values with every key under its present name."""
     renamed = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in values.items()}
     for old, new in names.items():
         (section, old_key), new_key = old.split("."), new.partition(".")[2]
-        keys = renamed.get(section)
-        if isinstance(keys, dict) and old_key in keys:
+        if isinstance(keys := renamed.get(section), dict) and old_key in keys:
             if new_key in keys:
                 raise ValueError(f"{old} is the old name of {new}; give one of them")
             keys[new_key] = keys.pop(old_key)
@@ -248,18 +250,6 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(plain_values(config), sort_keys=False)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"configuration {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, not sections such as data: and train:")
-    return values
-
-
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -280,7 +270,7 @@ def _explain(error: Any) -> str:
     path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
-        known = list(Config.model_fields) if "." not in key else list(flatten_config(Config()))
+        known = list(flatten_config(Config()) if "." in key else Config.model_fields)
         # a right name in the wrong section is as common a slip as a misspelt one
         near = [name for name in known if name.rpartition(".")[2] == path[-1]]
         near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -13,10 +13,8 @@ ConfigLike = str | Path | Mapping[str, Any] | Config
 
 
 def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: Path, *, resume: bool) -> Config:
-    """The configuration of the run in the directory `output`; its own where it is to be continued.
-
-    Raises ValueError where there is none, where it is wrong, and where it differs from the run to be continued.
-    """
+    """The configuration of the run in the directory `output`; its own where it is to be continued. Raises ValueError
+    where there is none, where it is wrong, and where it differs from the run to be continued."""
     saved = output / CONFIG_FILE
     continues = resume and saved.exists()
     if config is None and not continues:
@@ -30,10 +28,8 @@ def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: 
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The configuration file `name`, or the packaged recipe of that name, such as "cifar10/cpu".
-
-    Raises FileNotFoundError with the recipes' names where it is neither.
-    """
+    """The configuration file `name`, or the packaged recipe of that name, such as "cifar10/cpu". Raises
+    FileNotFoundError with the recipes' names where it is neither."""
     path = Path(name)
     packaged = Path(vit.__file__).parent / "configs"
     folder = packaged if packaged.is_dir() else packaged.parents[1] / "configs"  # of a checkout

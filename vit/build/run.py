@@ -24,8 +24,8 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
 from vit.runtime.arguments import as_pair
-from vit.runtime.cache_dir import default_cache_dir
 from vit.runtime.device import choose_device, choose_precision
+from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
 from vit.training.compilation import keep_compiled_code, should_compile
@@ -46,10 +46,8 @@ class Run:
     """A trainer with what the user is told before it starts."""
 
     trainer: Trainer
-    config: Config
     data: Data
     model: VisionTransformer
-    device: torch.device
     train_loader: Loader
     is_compiled: bool
     step_cost: StepCost | None  # not of a sharded model, which need not fit the device whole
@@ -60,10 +58,8 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     preprocessing that those weights were trained with."""
     wanted = config.model
     torch.manual_seed(config.train.seed)
-    sizes: dict[str, Any] = {
-        "img_size": as_pair(config.data.image_size, name="data.image_size"),
-        "num_classes": num_classes,
-    }
+    image_size = as_pair(config.data.image_size, name="data.image_size")
+    sizes: dict[str, Any] = {"img_size": image_size, "num_classes": num_classes}
     preprocess = None
     if wanted.init is not None:
         from vit.model.timm_weights import load_pretrained
@@ -102,17 +98,19 @@ def build_run(
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process)
     plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
-    sizes: dict[str, Any] = {
-        "batch_size": plan.batch_size // process.world_size,
-        "image_size": data.preprocess.image_size,
-    }
+    batch_size = plan.batch_size // process.world_size
+    sizes: dict[str, Any] = {"batch_size": batch_size, "image_size": data.preprocess.image_size}
     grad_accum_steps = train.grad_accum_steps
     if grad_accum_steps == "auto":
         grad_accum_steps = choose_grad_accum_steps(model, device=device, **sizes)
     step_cost = None
     if not is_sharded:
         step_cost = measure_step_cost(model, grad_accum_steps=grad_accum_steps, precision=precision, **sizes)
-    is_compiled = _should_compile(config, plan, model)
+    is_compiled = train.compile
+    if is_compiled == "auto":
+        num_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
+        num_sizes = len(plan.image_sizes) or 1
+        is_compiled = not is_sharded and should_compile(device.type, total_flops=num_flops, num_sizes=num_sizes)
     if is_compiled:
         keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
     step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
@@ -130,7 +128,7 @@ def build_run(
         sharded=is_sharded,
         sample_name=lambda index: str(data.train.ids[index]),
     )
-    return Run(trainer, config, data, model, device, train_loader, is_compiled, step_cost)
+    return Run(trainer, data, model, train_loader, is_compiled, step_cost)
 
 
 def build_step(
@@ -146,16 +144,12 @@ def build_step(
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
+    schedule_settings = schedule.model_dump(include={"name", "cooldown_fraction"})
     warmup_steps = min(round(schedule.warmup_epochs * plan.steps_per_epoch), plan.total_steps - 1)
     return TrainStep(
         parallel_model,
         optimizer,
-        create_schedule(
-            optimizer,
-            warmup_steps=warmup_steps,
-            total_steps=plan.total_steps,
-            **schedule.model_dump(include={"name", "cooldown_fraction"}),
-        ),
+        create_schedule(optimizer, warmup_steps=warmup_steps, total_steps=plan.total_steps, **schedule_settings),
         precision=precision,
         average_model=average_model,
         halt_on_nonfinite=train.on_nonfinite == "stop",
@@ -194,8 +188,7 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
         images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
         writer.add_image("train/augmented", make_grid(images), 0)
 
-    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention)
-    return [ProgressBar(), MetricsFile(directory), tensorboard]
+    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, at_start=show_batch, at_evaluation=attention)]
 
 
 def find_changes(config: Config, saved: Path) -> list[str]:
@@ -204,16 +197,6 @@ def find_changes(config: Config, saved: Path) -> list[str]:
     neutral = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
     ours, theirs = flatten_config(config), flatten_config(load_config(saved))
     return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
-
-
-def _should_compile(config: Config, plan: TrainingPlan, model: VisionTransformer) -> bool:
-    if config.train.compile != "auto":
-        return config.train.compile
-    if config.train.parallel == "fsdp":
-        return False
-    device_type, num_sizes = next(model.parameters()).device.type, len(plan.image_sizes) or 1
-    total_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
-    return should_compile(device_type, total_flops=total_flops, num_sizes=num_sizes)
 
 
 def _model_writer(config: Config, data: Data, directory: Path, process: Process) -> Callable[[nn.Module], None]:

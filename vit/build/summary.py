@@ -9,7 +9,7 @@ from torchvision.utils import save_image
 from vit.build.attention_images import undo_normalization
 from vit.build.run import Run
 from vit.model.presets import compute_flops
-from vit.runtime.device import choose_precision, describe_device
+from vit.runtime.device import describe_device
 
 
 def summarize_run(run: Run) -> dict[str, str]:
@@ -28,8 +28,8 @@ def summarize_run(run: Run) -> dict[str, str]:
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
-        "device": f"{describe_device(run.device)}, {torch.get_num_threads()} threads, "
-        f"{choose_precision(run.config.train.precision, run.device)}, "
+        "device": f"{describe_device(run.trainer.step.device)}, {torch.get_num_threads()} threads, "
+        f"{run.trainer.step.precision}, "
         f"{'compiled' if run.is_compiled else 'not compiled'}",
         "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
         "estimate": _estimate(run),
@@ -38,12 +38,8 @@ def summarize_run(run: Run) -> dict[str, str]:
 
 def list_unreadable(run: Run) -> list[str]:
     """One sentence for each image that could not be read."""
-    return [
-        f"skipped {dataset.split} image {name}: {reason}"
-        for dataset in (run.data.train, run.data.validation)
-        if dataset is not None
-        for name, reason in dataset.unreadable
-    ]
+    splits = [split for split in (run.data.train, run.data.validation) if split is not None]
+    return [f"skipped {data.split} image {name}: {reason}" for data in splits for name, reason in data.unreadable]
 
 
 def draw_batch(run: Run, path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
-from vit.runtime.cache_dir import default_cache_dir
+from vit.runtime.files import default_cache_dir
 from vit.runtime.progress import show_progress
 
 _FORMAT = 2  # raise it when the files or the pixels in them change

@@ -20,7 +20,7 @@ from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.sets import folders, named, shards
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, join_sources
-from vit.runtime.cache_dir import default_cache_dir
+from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set: a new data set is one line here
 FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {

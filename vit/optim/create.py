@@ -25,11 +25,9 @@ def create_optimizer(
     muon_lr: float = 0.02,
     muon_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:
-    """An optimizer over all trainable parameters of `model`.
-
-    `betas` are AdamW's, `momentum` is SGD's and Muon's (Nesterov's). "muon" takes `muon_lr` for hidden
-    matrices, whose products it computes in `muon_dtype`, and `lr` and `betas` for AdamW on the rest.
-    """
+    """An optimizer over all trainable parameters of `model`. `betas` are AdamW's, `momentum` is SGD's and Muon's
+    (Nesterov's). "muon" takes `muon_lr` for hidden matrices, whose products it computes in `muon_dtype`, and `lr` and
+    `betas` for AdamW on the rest."""
     check_choice(name, get_args(OptimizerName), name="optimizer")
     hidden_lr = muon_lr if name == "muon" else None
     groups = parameter_groups(model, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, muon_lr=hidden_lr)
@@ -38,9 +36,7 @@ def create_optimizer(
     if name == "adamw":
         return AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     optimizer = SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0, fused=True)
-    if momentum > 0:
-        # torch allocates them in the first step, uninitialised where that step finds a non-finite gradient
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    # torch allocates the buffers in the first step, uninitialised where that step finds a non-finite gradient
+    for parameter in (parameter for group in groups if momentum > 0 for parameter in group["params"]):
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

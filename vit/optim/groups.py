@@ -35,10 +35,7 @@ def parameter_groups(
         is_hidden = parameter.ndim == 4 or (parameter.ndim == 2 and name in blocks)
         if muon_lr is not None and is_hidden and name != first_kernel:
             group_lr, num_matrices = muon_lr, 3 if name.endswith("attn.qkv.weight") else 1
-        settings = {
-            "lr": layer_decay ** (depth + 1 - layer) * group_lr,
-            "weight_decay": weight_decay if decayed else 0.0,
-        }
+        settings = {"lr": layer_decay ** (depth + 1 - layer) * group_lr, "weight_decay": weight_decay * decayed}
         key = (layer if layer_decay < 1 else 0, decayed, num_matrices)
         group = groups.setdefault(key, {"params": [], **settings, "num_matrices": num_matrices})
         group["params"].append(parameter)

@@ -1,9 +1,8 @@
 """Muon for hidden matrices and AdamW for everything else, in one optimizer.
 
-Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the
-nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go
-through one chain of batched products, on a CPU the wider ones each through its own; several processes divide
-the matrices among themselves.
+Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the nearest
+semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go through one chain of
+batched products, on a CPU the wider ones each through its own; several processes divide the matrices among themselves.
 
 torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys and values as one
 matrix, has no float32 products and no `found_inf`, and computes every matrix in every process.
@@ -31,9 +30,7 @@ def orthogonalize(
     matrices: Float[Tensor, "M R C"], *, steps: int = 5, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
-
-    Iterates X ← aX + (bS + cS²)X with S = XXᵀ, on the wide side so that S is the smaller of the two products.
-    """
+    Iterates X ← aX + (bS + cS²)X with S = XXᵀ, on the wide side so that S is the smaller of the two products."""
     rows, columns = matrices.shape[-2:]
     work = matrices.mT if rows > columns else matrices
     work = (work / work.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype).contiguous()
@@ -57,16 +54,17 @@ def _iterate(work: Tensor, *, steps: int) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for both.
 
-    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a convolution's kernel
-    [O, I, h, w] is the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as
-    there, so a learning rate near 0.02 fits all shapes.
-    `dtype` is the products': the iteration needs no more than bfloat16, which is several times faster where the
-    hardware has it, but then results depend on the order of a sum, and so on the number of processes.
-    `grad_scale` and `found_inf` are read as torch's fused optimizers read them: gradients are divided by the
-    one, and nothing changes where the other is 1, without waiting for the device.
+    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a convolution's kernel [O,
+    I, h, w] is the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as
+    there, so a learning rate near 0.02 fits all shapes. `dtype` is the products': the iteration needs no more than
+    bfloat16, which is several times faster where the hardware has it, but then results depend on the order of a sum,
+    and so on the number of processes. `grad_scale` and `found_inf` are read as torch's fused optimizers read them:
+    gradients are divided by the one, and nothing changes where the other is 1, without waiting for the device.
     """
 
     _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -81,8 +79,6 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
         super().__init__(params, defaults | {"num_matrices": 0})
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
         self._dtype = dtype
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -103,11 +99,8 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         gradients = [parameter.grad for parameter in parameters]
         averages, squares, steps = (
             [self.state[parameter][key] for parameter in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
@@ -128,12 +121,10 @@ class Muon(torch.optim.Optimizer):
         for (rows, columns), entries in stacks.items():
             directions = self._orthogonalize_divided(torch.cat([update for _, update, _ in entries]))
             directions *= max(1.0, rows / columns) ** 0.5
-            start = 0
-            for parameter, update, group in entries:
-                direction = directions[start : start + len(update)].reshape(parameter.shape)
-                start += len(update)
-                change = direction.add(parameter, alpha=group["weight_decay"]).mul_(group["lr"])
-                parameter.sub_(self._unless_found_inf(change))
+            each = torch.split(directions, [len(update) for _, update, _ in entries])
+            for (parameter, _, group), direction in zip(entries, each, strict=True):
+                change = direction.reshape(parameter.shape).add(parameter, alpha=group["weight_decay"])
+                parameter.sub_(self._unless_found_inf(change.mul_(group["lr"])))
 
     def _momentum(self, parameter: Tensor, *, momentum: float) -> Tensor:
         """Nesterov's update, up to the factor 1 − μ, which the iteration's normalisation removes."""

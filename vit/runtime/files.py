@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it to `path`.
-
-    A reader sees the old file or the new one, also after a crash or a power cut. Whatever `write` raises leaves `path`
-    as it was and no temporary file behind.
-    """
+    """Let `write` fill a temporary file beside `path`, then rename it to `path`. A reader sees the old file or the new
+    one, also after a crash or a power cut. Whatever `write` raises leaves `path` as it was and no temporary file
+    behind."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
@@ -37,6 +35,11 @@ def rename_durably(source: Path, target: Path) -> None:
         _flush(path)
     source.replace(target)
     _flush(target.parent)
+
+
+def default_cache_dir() -> Path:
+    """Where downloads and decoded images are kept: $VIT_CACHE, or ~/.cache/vit."""
+    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,16 +14,13 @@ class Advance(Protocol):
 @contextmanager
 def show_progress(title: str, total: int | None, *, shown: bool = True) -> Iterator[Advance]:
     """A bar for `total` items (None: unknown), hidden where standard error is no terminal; yields what advances it.
-
-    What is printed to standard error meanwhile appears above the bar.
-    """
+    What is printed to standard error meanwhile appears above the bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task(title, total=total)
 
         def advance(count: int, title: str | None = None) -> None:

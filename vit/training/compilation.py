@@ -11,10 +11,8 @@ _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
 
 def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) -> bool:
-    """Whether a run of `total_flops`, forward and backward, over `num_sizes` image sizes is to be compiled.
-
-    It depends on nothing that is measured, so that a resumed run decides as the interrupted one did.
-    """
+    """Whether a run of `total_flops`, forward and backward, over `num_sizes` image sizes is to be compiled. It depends
+    on nothing that is measured, so that a resumed run decides as the interrupted one did."""
     pays = total_flops / num_sizes >= _WORTHWHILE_FLOPS.get(device_type, float("inf"))
     return pays and any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")))
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from vit.runtime.device import Precision, autocast
 
-_MEASURED_IMAGES = 128
-_MEASURED_STEPS = 2
+_MEASURED_IMAGES, _MEASURED_STEPS = 128, 2
 # of a micro-batch's largest activation, for each thread: a core's own cache and its part of the shared one
 _CACHE_BYTES = 3 * 2**20
 
@@ -26,10 +25,8 @@ class StepCost:
 def measure_step_cost(
     model: nn.Module, *, batch_size: int, image_size: tuple[int, int], grad_accum_steps: int, precision: Precision
 ) -> StepCost:
-    """Run forward and backward on blank images, one micro-batch's at most, and scale up to the batch.
-
-    Leaves `model` and the random numbers as they were. The time is an upper estimate: the model is not compiled here.
-    """
+    """Run forward and backward on blank images, one micro-batch's at most, and scale up to the batch. Leaves `model`
+    and the random numbers as they were. The time is an upper estimate: the model is not compiled here."""
     device = next(model.parameters()).device
     micro_batch_size = -(-batch_size // grad_accum_steps)
     count = min(_MEASURED_IMAGES, micro_batch_size)
@@ -64,11 +61,9 @@ def measure_step_cost(
 def choose_grad_accum_steps(
     model: nn.Module, *, batch_size: int, image_size: tuple[int, int], device: torch.device
 ) -> int:
-    """Into how many micro-batches a transformer's batch is split: on a CPU so that each stays in its caches, else 1.
-
-    A micro-batch's widest activation, the MLP's hidden one, takes at most 3 MiB a thread in two bytes a value. Where
-    memory bounds a step's time this is 1.1 × faster than the whole batch at once, with half its memory.
-    """
+    """Into how many micro-batches a transformer's batch is split: on a CPU so that each stays in its caches, else 1. A
+    micro-batch's widest activation, the MLP's hidden one, takes at most 3 MiB a thread in two bytes a value. Where
+    memory bounds a step's time this is 1.1 × faster than the whole batch at once, with half its memory."""
     if device.type != "cpu":
         return 1
     patch, block = cast(Any, model).patch_embed.patch_size, cast(Any, model).blocks[0]

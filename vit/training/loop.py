@@ -8,14 +8,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from vit.checkpoint import CheckpointStore
-from vit.data.loaders import Batch
+from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
 from vit.training.nonfinite import find_nonfinite
@@ -29,22 +28,13 @@ LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same poin
 DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
 
 
-class Batches(Protocol):
-    """A loader: `len()` steps an epoch, in an order that is a function of the epoch alone."""
-
-    def __len__(self) -> int: ...
-    def epoch(
-        self, epoch: int, *, start_step: int = 0, image_size: tuple[int, int] | None = None, mix: bool = True
-    ) -> Iterator[Batch]: ...
-
-
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Runs `plan` with the given parts."""
 
     step: TrainStep
     plan: TrainingPlan
-    train_batches: Batches
+    train_batches: ResidentLoader | WorkerLoader
     # (mean cross-entropy, top-1 from 0 to 1) on the validation images; called in all processes
     evaluate: Callable[[nn.Module], tuple[float, float]] | None
     checkpoints: CheckpointStore
@@ -204,17 +194,13 @@ class Trainer:
         self._check_finite()
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
-        shards = None
-        if self.sharded:
-            shards = self.process.broadcast(self.checkpoints.open_shards() if self.process.is_main else None)
+        shards = self.checkpoints.open_shards() if self.sharded and self.process.is_main else None
+        shards = self.process.broadcast(shards) if self.sharded else None
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
+            whole = {"progress": vars(progress), "state": state}
             self.checkpoints.save(
-                {"progress": vars(progress), "state": state},
-                step=progress.step,
-                best_step=progress.best_step,
-                keep_steps=progress.keep_steps,
-                shards=shards,
+                whole, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps, shards=shards
             )
         self.process.wait()
 

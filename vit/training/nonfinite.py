@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 
 def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = None) -> str | None:
-    """Name of the first module whose output, or of the first parameter whose gradient, is not finite; else None.
-
-    Runs `model` again on the batch that failed; call it under the same autocast. The forward pass is searched first,
-    then with `targets` the gradients of the cross-entropy from the head down. Leaves no gradient behind.
-    """
+    """Name of the first module whose output, or of the first parameter whose gradient, is not finite; else None. Runs
+    `model` again on the batch that failed; call it under the same autocast. The forward pass is searched first, then
+    with `targets` the gradients of the cross-entropy from the head down. Leaves no gradient behind."""
     found: list[str] = []
     names = {module: name or "model" for name, module in model.named_modules()}
 

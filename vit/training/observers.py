@@ -15,30 +15,18 @@ from vit.training.run_directory import METRICS_FILE, update_metrics
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-
 StepMetrics = dict[str, float]  # epoch and step (counted from 1), loss, top1 of the batch (0 to 1), gradient_norm, …
 
 
 class Observer:
     """Told of a run's events; each method may be left as it is. `step` is the number of steps done."""
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        """The run begins, or goes on after `step` steps."""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        """Some steps, two a second at most: for a display."""
-
-    def on_log(self, metrics: StepMetrics) -> None:
-        """At every log interval, always the same steps: for curves."""
-
-    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        """An epoch ended. `model` is the one that was evaluated, in evaluation mode."""
-
-    def on_message(self, text: str) -> None:
-        """A message for the user."""
-
-    def on_end(self) -> None:
-        """The run ended or stopped; also after an error."""
+    def on_start(self, *, step: int, total_steps: int) -> None: ...  # begins, or goes on after `step` steps
+    def on_step(self, metrics: StepMetrics) -> None: ...  # some steps, two a second at most: for a display
+    def on_log(self, metrics: StepMetrics) -> None: ...  # at every log interval, always the same steps: for curves
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None: ...  # the model that was evaluated
+    def on_message(self, text: str) -> None: ...  # for the user
+    def on_end(self) -> None: ...  # ended or stopped, also after an error
 
 
 class MetricsFile(Observer):

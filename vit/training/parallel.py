@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,8 +23,6 @@ def wrap_model(
         return model.to(device)
     if parallel == "ddp":
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh(device.type, (process.world_size,))
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
@@ -42,5 +41,4 @@ class ShardedLogits(nn.Module):
         self.model = model
 
     def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B classes"]:
-        logits: Tensor = cast(Any, self.model).compute_logits(images)
-        return logits
+        return cast(Tensor, cast(Any, self.model).compute_logits(images))

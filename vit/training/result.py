@@ -36,9 +36,7 @@ class TrainingResult:
         return load_metrics(self.directory / METRICS_FILE)
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Copy the whole run, with its checkpoints, to `directory`.
-
-        Raises FileExistsError where it holds files, unless `overwrite` is given and an earlier copy is there.
-        """
+        """Copy the whole run, with its checkpoints, to `directory`. Raises FileExistsError where it holds files, unless
+        `overwrite` is given and an earlier copy is there."""
         target = prepare_output(Path(directory), overwrite=overwrite)
         shutil.copytree(self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))

@@ -3,7 +3,7 @@
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,10 @@ _OURS = (CONFIG_FILE, METRICS_FILE, "model.safetensors", "checkpoints", "tensorb
 
 @contextmanager
 def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bool = True) -> Iterator[None]:
-    """Create and lock `path` for one run, for as long as the context lasts.
-
-    Raises FileExistsError where it holds another run and neither `resume` nor `overwrite` is given, or holds files that
-    are no part of one; ValueError where a living process trains into it. The lock is the kernel's (flock): it goes with
-    the process, however that ends. Of several processes the main one opens it for all.
-    """
+    """Create and lock `path` for one run, for as long as the context lasts. Raises FileExistsError where it holds
+    another run and neither `resume` nor `overwrite` is given, or holds files that are no part of one; ValueError where
+    a living process trains into it. The lock is the kernel's (flock): it goes with the process, however that ends. Of
+    several processes the main one opens it for all."""
     if not is_main:
         yield
         return
@@ -50,17 +48,14 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
 def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
+    with suppress(json.JSONDecodeError):  # in the last line of a run that is being written, or was killed
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # a run that is being written, or was killed
     return [metrics for metrics in found if isinstance(metrics, dict)]
 
 
 def update_metrics(path: Path, *more: dict[str, Any], step: int) -> None:
-    """Drop the lines after global step `step`, and a half-written last one, which a resumed run writes again; add
-    `more`."""
+    """Drop the lines after global step `step`, and a half-written one: a resumed run writes them again. Add `more`."""
     kept = [metrics for metrics in load_metrics(path) if metrics["step"] <= step]
     if path.exists() or more:
         write_text(path, "".join(json.dumps(metrics) + "\n" for metrics in (*kept, *more)))

@@ -9,11 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint import api, hf_storage, state_dict, state_dict_loader, state_dict_saver
 
 from vit.training.step import TrainStep
 
@@ -37,10 +33,11 @@ def restore_state(step: TrainStep, state: dict[str, Any], shards: Path | None = 
             group["num_matrices"] = group.pop("pieces")
     if shards:
         tensors, _ = _find_tensors(step)
+        reader = hf_storage.HuggingFaceStorageReader(str(shards))
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(shards)), no_dist=not dist.is_initialized())
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         weights, optimizer = tensors["model"], {"state": tensors["optimizer"], "param_groups": state["groups"]}
-        states.set_state_dict(step.module, step.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
+        state_dict.set_state_dict(step.module, step.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     else:
         if (state["average"] is None) != (step.average is None):
             raise ValueError("this run and its checkpoint differ in keeping averaged weights; use the same ema_decay")
@@ -58,11 +55,11 @@ def save_shards(step: TrainStep, directory: Path) -> dict[str, Any]:
     """Write the tensors of weights, average and optimizer into `directory` and return the rest of the state; all
     processes take part. Raises OSError where one can't write."""
     tensors, groups = _find_tensors(step)
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    writer = hf_storage.HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # "is distributed disabled?"
-            save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
+            state_dict_saver.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    except api.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"process {rank} could not write its part of the checkpoint: {cause}") from error
     return {"groups": groups, "schedule": step.schedule.state_dict(), "step": step.state_dict()}
@@ -70,13 +67,13 @@ def save_shards(step: TrainStep, directory: Path) -> dict[str, Any]:
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights on the CPU, sharded ones made whole, in the main process; nothing in the others."""
-    whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return cast(dict[str, Tensor], states.get_model_state_dict(model, options=whole))
+    whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return cast(dict[str, Tensor], state_dict.get_model_state_dict(model, options=whole))
 
 
 def _find_tensors(step: TrainStep) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The tensors to write, or to read into, by name, and the optimizer's settings for each of its groups."""
-    weights, found = states.get_state_dict(step.module, step.optimizer)
+    weights, found = state_dict.get_state_dict(step.module, step.optimizer)
     optimizer = cast(dict[str, Any], found)
     tensors = {"model": weights, "optimizer": optimizer["state"]}
     if step.average is not None:

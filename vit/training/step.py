@@ -32,12 +32,10 @@ class StepResult(NamedTuple):
 
 @dataclass(eq=False)
 class TrainStep:
-    """Trains `model`, which may be wrapped in DistributedDataParallel or sharded by FSDP2, by one batch a call.
-
-    A batch goes through in `grad_accum_steps` micro-batches of near-equal size whose gradients add up to the whole
-    batch's. A non-finite loss or gradient changes neither weights nor optimizer nor average; with `halt_on_nonfinite`
-    no later step does either. The check needs no answer from the device.
-    """
+    """Trains `model`, which may be wrapped in DistributedDataParallel or sharded by FSDP2, by one batch a call. A batch
+    goes through in `grad_accum_steps` micro-batches of near-equal size whose gradients add up to the whole batch's. A
+    non-finite loss or gradient changes neither weights nor optimizer nor average; with `halt_on_nonfinite` no later
+    step does either. The check needs no answer from the device."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -58,8 +56,7 @@ class TrainStep:
             raise ValueError(f"grad_accum_steps {self.grad_accum_steps} is not positive; 1 takes the batch at once")
         if self.ema_decay and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay {self.ema_decay} is not between 0 and 1; 0.999 to 0.9999 is usual")
-        wrapped = isinstance(self.model, DistributedDataParallel)
-        self.module = cast(nn.Module, self.model.module) if wrapped else self.model
+        self.module = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         self.step = 0
         self.device = next(self.model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
 from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes
-from vit.runtime.cache_dir import default_cache_dir
+from vit.runtime.files import default_cache_dir
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
 
