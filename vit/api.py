@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from vit.build.recipe import ConfigLike, resolve_config
@@ -17,7 +16,7 @@ from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.evaluated_images import Images, load_images, map_labels
+from vit.evaluation.evaluated_images import load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.explanation.explain import explain_items, fit_settings
 from vit.explanation.explanations import Explanations
@@ -117,22 +116,12 @@ def evaluate(
         bundle = _load(model, device_name)
         dataset = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
 
-        def load(name: str | None) -> Images:
-            shape: dict[str, Any] = {"preprocess": bundle.preprocess, "class_names": bundle.class_names}
-            return load_images(dataset, name, **shape, progress=process.is_main)
-
-        result = evaluate_bundle(
-            bundle,
-            load(split),
-            validation=load("validation") if calibrate else None,
-            corruptions=corruptions,
-            shift=shift,
-            rotate=rotate,
-            mirrored=mirrored,
-            num_examples=num_examples,
-            batch_size=batch_size,
-            precision=precision,
-        )
+        of_model: dict[str, Any] = {"preprocess": bundle.preprocess, "class_names": bundle.class_names}
+        images = load_images(dataset, split, **of_model, progress=process.is_main)
+        validation = load_images(dataset, "validation", **of_model, progress=process.is_main) if calibrate else None
+        changes: dict[str, Any] = {"corruptions": corruptions, "shift": shift, "rotate": rotate, "mirrored": mirrored}
+        settings: dict[str, Any] = {"num_examples": num_examples, "batch_size": batch_size, "precision": precision}
+        result = evaluate_bundle(bundle, images, validation=validation, **changes, **settings)
     return replace(result, pages=PAGES)
 
 
@@ -192,16 +181,10 @@ def explain(
     """
     bundle = _load(model, device, random_weights=random_weights)
     given, trained_on = None if images is None else list(list_images(images)), bundle.config.get("data", {})
-    number = count if given is None else len(given)
-    settings = Settings(
-        methods=(methods,) if isinstance(methods, str) else tuple(methods),
-        options=options or MapOptions(),
-        target=target,
-        scale=scale,
-        sanity_checks=number <= 64 if sanity_checks is None else sanity_checks,
-        batch_size=batch_size or 0,
-        precision=precision,
-    )
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    checks = (count if given is None else len(given)) <= 64 if sanity_checks is None else sanity_checks
+    running: dict[str, Any] = {"sanity_checks": checks, "batch_size": batch_size or 0, "precision": precision}
+    settings = Settings(methods=names, options=options or MapOptions(), target=target, scale=scale, **running)
     settings = fit_settings(bundle, settings)
     if output is None:
         items = find_items(given, trained_on=trained_on, count=count)
@@ -240,36 +223,24 @@ def measure_faithfulness(
     Measured are `count` images that the model predicts correctly, of the data that `vit.evaluate` would take; `seed`
     chooses them and the random maps. Raises ValueError for an unknown method and fewer than 8 correct predictions.
     """
-    names = list(METHODS) if methods == "all" else list(methods)
-    find_methods(names)
+    find_methods(names := list(METHODS if methods == "all" else methods))
     bundle = _load(model, device, random_weights=random_weights)
     source = open_for_model(data, root=root, trained_on=bundle.config.get("data", {})).split(split)
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
     images, classes, ids = select_correct_images(bundle, source, labels, count=count, batch_size=batch_size, seed=seed)
-    where = next(bundle.model.parameters()).device
     with show_progress("faithfulness", None) as advance:
         benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, seed=seed)
         benchmark.on_progress = lambda what: advance(1, what)
         measurement = benchmark.measure()
-    conditions = {
-        "model": bundle.name,
-        "model_sha256": bundle.sha256,
-        "data": source.name,
-        "split": source.split,
-        "num_images": len(ids),
-        "seed": seed,
-        "device": describe_device(where),
-        "versions": collect_versions(),
-    }
-    return FaithfulnessResult(measurement, conditions, ids)
+    device = describe_device(next(bundle.model.parameters()).device)
+    inputs = {"model": bundle.name, "model_sha256": bundle.sha256, "data": source.name, "split": source.split}
+    measured = {"num_images": len(ids), "seed": seed, "device": device, "versions": collect_versions()}
+    return FaithfulnessResult(measurement, {**inputs, **measured}, ids)
 
 
 def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:
     """A model in memory stays where it is unless a device is named."""
     keep_freed_memory()
-    where: torch.device
-    if device == "auto" and isinstance(model, Bundle | nn.Module):
-        where = next((model.model if isinstance(model, Bundle) else model).parameters()).device
-    else:
-        where = choose_device(device)
+    net = model.model if isinstance(model, Bundle) else model
+    where = next(net.parameters()).device if device == "auto" and isinstance(net, nn.Module) else choose_device(device)
     return load_model(model, device=where, random_weights=random_weights)

@@ -1,6 +1,5 @@
 """What the commands share: the options that several of them have, and how facts are shown."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Model = Annotated[str, typer.Argument(help="model.safetensors, a training directory or timm:NAME")]
+OptionalModel = Annotated[str | None, typer.Argument(help="model.safetensors, a training directory or timm:NAME")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="directory for the results")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result")]
 Data = Annotated[str | None, typer.Option(help="a data set, folder or shards; default: what the model was trained on")]
@@ -19,11 +19,6 @@ Split = Annotated[str | None, typer.Option(help="train, validation, test or all;
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16")]
 RandomWeights = Annotated[bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")]
-
-
-def is_main_process() -> bool:
-    """Whether this process talks to the user; of those that torchrun started only the first does."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def build_facts_table(facts: Mapping[str, object]) -> "Table":

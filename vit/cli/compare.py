@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from vit.evaluation.comparison import Group, Pair
 
+ALL_DIFFERENCES = "directory for comparison.json: all classes, all images"
+
 
 def compare(
     evaluations: Annotated[list[Path], typer.Argument(help="two or more directories of vit evaluate")],
     *,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="directory for comparison.json: all classes, all images")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help=ALL_DIFFERENCES)] = None,
     examples: Annotated[int, typer.Option(min=0, help="classes and images to show")] = 5,
     overwrite: Overwrite = False,
 ) -> None:
@@ -36,8 +36,7 @@ def compare(
 
     if output is not None:
         check_output(output, overwrite=overwrite)
-    comparison = api.compare(evaluations)
-    console = Console(highlight=False)
+    comparison, console = api.compare(evaluations), Console(highlight=False)
     _show_groups(console, comparison.groups)
     for pair in comparison.pairs:
         _show_pair(console, pair, examples=examples)
@@ -57,8 +56,8 @@ def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
     for group in groups:
         low, high = group.evaluations[0].evaluation.intervals["top1"]
         spread = f"{low:.4f} … {high:.4f}" if group.deviation is None else f"± {group.deviation:.4f}"
-        count = str(len(group.evaluations))
-        table.add_row(group.name, count, f"{group.top1.mean():.4f}", spread, f"{group.loss:.4f}")
+        top1, loss = f"{group.top1.mean():.4f}", f"{group.loss:.4f}"
+        table.add_row(group.name, str(len(group.evaluations)), top1, spread, loss)
     console.print(table)
 
 
@@ -68,14 +67,13 @@ def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     low, high = pair.interval
     verdict = "not significant (95 % interval holds 0)" if low <= 0 <= high else "significant (95 % interval without 0)"
     test = "" if pair.p_value is None else f", McNemar p = {pair.p_value:.2g}"
+    top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test})"
     console.print(
-        f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: "
-        f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test}): difference {verdict}"
+        f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: {top1}: difference {verdict}"
     )
     for change in pair.recall_changes[:examples]:
-        console.print(
-            f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}", markup=False
-        )
+        text = f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}"
+        console.print(text, markup=False)
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")
         console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}", markup=False)

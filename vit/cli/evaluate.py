@@ -1,15 +1,19 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vit.cli.common import Data, Device, Model, Output, Overwrite, Precision, Root, Split
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vit.evaluation.schema import Evaluation
+
+_CALIBRATE = "fit a temperature on the validation split, into the model file"
+_MIRRORED = "test-time augmentation: mean logits of the image and its mirror image"
+_PICTURES = "errors, uncertain predictions and label errors to show, of each"
+_BATCH_SIZE = "default: 256, or on a CPU the 64 that its caches hold"
 
 
 def evaluate(
@@ -19,21 +23,13 @@ def evaluate(
     data: Data = None,
     root: Root = None,
     split: Split = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="fit a temperature on the validation split, into the model file")
-    ] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help=_CALIBRATE)] = False,
     corruptions: Annotated[bool, typer.Option("--corruptions", help="fifteen corruptions at five severities")] = False,
     shift: Annotated[bool, typer.Option("--shift", help="move the images right and down")] = False,
     rotate: Annotated[bool, typer.Option("--rotate", help="rotate the images")] = False,
-    mirrored: Annotated[
-        bool, typer.Option("--mirrored", help="test-time augmentation: mean logits of the image and its mirror image")
-    ] = False,
-    pictures: Annotated[
-        int, typer.Option(min=0, help="errors, uncertain predictions and label errors to show, of each")
-    ] = 16,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="default: 256, or on a CPU the 64 that its caches hold")
-    ] = None,
+    mirrored: Annotated[bool, typer.Option("--mirrored", help=_MIRRORED)] = False,
+    pictures: Annotated[int, typer.Option(min=0, help=_PICTURES)] = 16,
+    batch_size: Annotated[int | None, typer.Option(min=1, help=_BATCH_SIZE)] = None,
     device: Device = "auto",
     precision: Precision = "auto",
     overwrite: Overwrite = False,
@@ -46,28 +42,15 @@ def evaluate(
     from vit.runtime.output_dir import check_output
 
     check_output(output, overwrite=overwrite)
-    result = api.evaluate(
-        model,
-        data=data,
-        root=root,
-        split=split,
-        calibrate=calibrate,
-        corruptions=corruptions,
-        shift=shift,
-        rotate=rotate,
-        mirrored=mirrored,
-        num_examples=pictures,
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
-    )
-    if not result.is_main:
-        return
-    result.save(output, overwrite=overwrite)
-    _show(result.evaluation, output)
+    on: dict[str, Any] = {"data": data, "root": root, "split": split, "device": device, "precision": precision}
+    changes: dict[str, Any] = {"corruptions": corruptions, "shift": shift, "rotate": rotate, "mirrored": mirrored}
+    result = api.evaluate(model, **on, **changes, calibrate=calibrate, num_examples=pictures, batch_size=batch_size)
+    if result.is_main:
+        result.save(output, overwrite=overwrite)
+        _show(result.evaluation, output)
 
 
-def _show(evaluation: "Evaluation", output: "Path") -> None:
+def _show(evaluation: "Evaluation", output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 

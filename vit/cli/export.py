@@ -23,9 +23,5 @@ def export(
     from vit.export.formats import export_bundle
 
     path = export_bundle(load_bundle(model), to, output, overwrite=overwrite)
-    if to == "timm":
-        typer.echo(f'timm.create_model("local-dir:{path}", pretrained=True) opens it')
-    else:
-        typer.echo(
-            f"{path} maps normalised images to logits; model.json beside it tells how to normalise and read them"
-        )
+    how = f"{path} maps normalised images to logits; model.json beside it tells how to normalise and read them"
+    typer.echo(f'timm.create_model("local-dir:{path}", pretrained=True) opens it' if to == "timm" else how)

@@ -1,6 +1,6 @@
 """`vit faithfulness`: how faithful each kind of attention map is to the model, measured beside baselines."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,18 +35,10 @@ def faithfulness(
     from vit.runtime.output_dir import check_output
 
     check_output(output, overwrite=overwrite)
-    result = api.measure_faithfulness(
-        model,
-        data=data,
-        root=root,
-        split=split,
-        methods=methods if methods == "all" else methods.split(","),
-        count=count,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        random_weights=random_weights,
-    )
+    names = methods if methods == "all" else methods.split(",")
+    images: dict[str, Any] = {"data": data, "root": root, "split": split, "count": count, "seed": seed}
+    running: dict[str, Any] = {"batch_size": batch_size, "device": device, "random_weights": random_weights}
+    result = api.measure_faithfulness(model, methods=names, **images, **running)
     result.save(output, overwrite=overwrite)
     console = Console(highlight=False)
     console.print(Markdown(result.table))

@@ -55,6 +55,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{where}"
+        return error.strerror + (f": {error.filename}" if error.filename else "")
     return " ".join(str(error).split()) or type(error).__name__

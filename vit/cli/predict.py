@@ -1,13 +1,13 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import sys
+from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
+from typing import Annotated, Any, Literal
 
 import typer
 
 from vit.cli.common import Device, Model, Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 def predict(
@@ -24,9 +24,6 @@ def predict(
 
     An image that can't be read gets a line with an error in its place. Progress goes to standard error.
     """
-    import sys
-    from io import TextIOWrapper
-
     from vit import api
     from vit.evaluation.prediction import write_csv, write_jsonl
     from vit.runtime.progress import show_progress
@@ -34,14 +31,8 @@ def predict(
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
-    predictions = api.iterate_predictions(
-        model,
-        _list_names(images, listed=sys.stdin),
-        top_k=top_k,
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
-    )
+    running: dict[str, Any] = {"batch_size": batch_size, "device": device, "precision": precision}
+    predictions = api.iterate_predictions(model, _list_names(images, listed=sys.stdin), top_k=top_k, **running)
     write = write_jsonl if output_format == "jsonl" else write_csv
     count = unreadable = 0
     with show_progress("images", None) as advance:
@@ -54,10 +45,7 @@ def predict(
         typer.echo(f"{unreadable} of {count} images could not be read; their lines say why", err=True)
 
 
-def _list_names(names: "Iterable[str]", *, listed: "Iterable[str]") -> "Iterator[str]":
+def _list_names(names: Iterable[str], *, listed: Iterable[str]) -> Iterator[str]:
     """`names`, and in the place of - the lines that are `listed`."""
     for name in names:
-        if name == "-":
-            yield from (line.rstrip("\r\n") for line in listed if line.strip())
-        else:
-            yield name
+        yield from (line.rstrip("\r\n") for line in listed if line.strip()) if name == "-" else [name]

@@ -7,20 +7,19 @@ so the host knows which operation falls on which sample, and nothing waits for t
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Self
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data import kernels
 from vit.data.images import Preprocess
+from vit.data.kernels import Integers, Size, Stored
 from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations
 from vit.data.random import SampleIds, StatelessRandom
 
-Size = tuple[int, int]  # height, width
 Images = Float[Tensor, "B 3 H W"]
 Boxes = Int64[Tensor, "B 4"]  # left, top, right, bottom
 
@@ -38,35 +37,19 @@ class Augment(AugmentConfig):
         """Whether targets are mixtures."""
         return self.mixup > 0 or self.cutmix > 0
 
-    def without_random_crop(self) -> Self:
-        """What is left when resized crop and random flip were done where the image was decoded."""
-        if self.resized_crop_scale is None:
-            return self
-        flip = "alternating" if self.flip == "alternating" else "none"
-        return self.model_copy(update={"resized_crop_scale": None, "flip": flip})
-
 
 def cut_pixels(
-    images: UInt8[Tensor, "n S T 3"],
-    index: Int64[Tensor, " B"],
-    ids: SampleIds,
-    *,
-    rng: StatelessRandom,
-    augment: Augment,
-    size: Size,
+    images: Stored, index: SampleIds, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, size: Size
 ) -> Tensor:
     """Crop and flip images[index]; `index` and the sample `ids` are on the host.
 
     Gives uint8 [B, H, W, 3], or after a resized crop float [B, 3, H, W], of values 0..255.
     """
-    device, full = images.device, (images.shape[1], images.shape[2])
-    flipped = _draw_flips(rng, ids, augment.flip)
+    device, full, flipped = images.device, (images.shape[1], images.shape[2]), _draw_flips(rng, ids, augment.flip)
     if augment.resized_crop_scale is not None:
-        boxes = _draw_crops(rng, ids, full, augment.resized_crop_scale)
-        pixels = images.index_select(0, index.to(device, non_blocking=True))
-        cropped = kernels.resized_crop(pixels, boxes.to(device, non_blocking=True), size)
-        mirror = flipped.to(device, non_blocking=True)[:, None, None, None]
-        return torch.where(mirror, cropped.flip(3), cropped)
+        boxes = _draw_crops(rng, ids, full, augment.resized_crop_scale).to(device, non_blocking=True)
+        cropped = kernels.resized_crop(images.index_select(0, index.to(device, non_blocking=True)), boxes, size)
+        return torch.where(flipped.to(device, non_blocking=True)[:, None, None, None], cropped.flip(3), cropped)
     rows, columns = (_draw_lines(rng, ids, augment.crop_padding, axis=axis, full=full, size=size) for axis in (0, 1))
     columns = torch.where(flipped[:, None], columns.flip(1), columns)
     index, rows, columns = (places.to(device, non_blocking=True) for places in (index, rows, columns))
@@ -81,8 +64,9 @@ def finish_images(
         pixels = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
-    if augment.color_jitter:
-        pixels = _jitter(pixels, rng, ids, augment.color_jitter)
+    for name in ("brightness", "contrast", "saturation") if augment.color_jitter else ():
+        factor = (1 + augment.color_jitter * (2 * rng.uniform(name, ids) - 1)).clamp(min=0)
+        pixels = getattr(kernels, f"adjust_{name}")(pixels, factor.to(pixels.device, non_blocking=True))
     if augment.rand_augment is not None:
         count, magnitude = augment.rand_augment
         for number in range(count):
@@ -102,13 +86,7 @@ def finish_images(
 
 
 def mix_batch(
-    images: Images,
-    labels: Int64[Tensor, " B"],
-    ids: SampleIds,
-    *,
-    rng: StatelessRandom,
-    augment: Augment,
-    num_classes: int,
+    images: Images, labels: Integers, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, num_classes: int
 ) -> tuple[Images, Float[Tensor, "B C"]]:
     """Mixup or cutmix of each sample with its neighbour (an odd last one stays), and their class weights."""
     count, size = len(ids), (images.shape[-2], images.shape[-1])
@@ -131,11 +109,7 @@ def mix_batch(
 
 def _outside(boxes: Boxes, images: Images) -> Tensor:
     """Bool [B, 1, H, W] on the images' device: false inside the boxes."""
-    boxes = boxes.to(images.device, non_blocking=True)
-    return kernels.outside_boxes(boxes, (images.shape[-2], images.shape[-1]))
-
-
-# --- random numbers: drawn on the host, one for each sample --------------------
+    return kernels.outside_boxes(boxes.to(images.device, non_blocking=True), (images.shape[-2], images.shape[-1]))
 
 
 def _draw_flips(rng: StatelessRandom, ids: SampleIds, flip: str) -> Tensor:
@@ -147,22 +121,17 @@ def _draw_flips(rng: StatelessRandom, ids: SampleIds, flip: str) -> Tensor:
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def _draw_lines(
-    rng: StatelessRandom, ids: SampleIds, padding: int, *, axis: int, full: Size, size: Size
-) -> Int64[Tensor, "B n"]:
-    """Rows (axis 0) or columns (1) of the centre crop, shifted by up to `padding`; outside is reflected."""
+def _draw_lines(rng: StatelessRandom, ids: SampleIds, padding: int, *, axis: int, full: Size, size: Size) -> Tensor:
+    """[B, n]: rows (axis 0) or columns (1) of the centre crop, shifted by up to `padding`; outside is reflected."""
     lines = ((full[axis] - size[axis]) // 2 + torch.arange(size[axis])).expand(len(ids), -1)
     if padding:
         shift = rng.integers(f"crop {'yx'[axis]}", ids, below=2 * padding + 1)
         lines = lines + shift[:, None] - padding
     period = max(2 * (full[axis] - 1), 1)
-    lines = lines % period
-    return torch.minimum(lines, period - lines)  # folded back in, without repeating the edge
+    return torch.minimum(lines % period, period - lines % period)  # folded back in, without repeating the edge
 
 
-def _draw_rectangles(
-    rng: StatelessRandom, stream: str, ids: SampleIds, size: Size, *, area: Tensor, aspect: Tensor
-) -> Tensor:
+def _draw_box(rng: StatelessRandom, stream: str, ids: SampleIds, size: Size, *, area: Tensor, aspect: Tensor) -> Tensor:
     """Boxes [B, 4] of an area in pixels and an aspect (width / height), anywhere inside the image."""
     across = (area * aspect).sqrt().round().clamp(1, size[1])
     down = (area / aspect).sqrt().round().clamp(1, size[0])
@@ -176,18 +145,7 @@ def _draw_crops(rng: StatelessRandom, ids: SampleIds, full: Size, scale: tuple[f
     low, high = scale
     area = full[0] * full[1] * (low + (high - low) * rng.uniform("crop area", ids).double())
     aspect = torch.exp((2 * rng.uniform("crop aspect", ids).double() - 1) * math.log(4 / 3))
-    return _draw_rectangles(rng, "crop", ids, full, area=area, aspect=aspect).float()
-
-
-def _jitter(images: Images, rng: StatelessRandom, ids: SampleIds, strength: float) -> Images:
-    for name, adjust in (
-        ("brightness", kernels.adjust_brightness),
-        ("contrast", kernels.adjust_contrast),
-        ("saturation", kernels.adjust_saturation),
-    ):
-        factor = (1 + strength * (2 * rng.uniform(name, ids) - 1)).clamp(min=0)
-        images = adjust(images, factor.to(images.device, non_blocking=True))
-    return images
+    return _draw_box(rng, "crop", ids, full, area=area, aspect=aspect).float()
 
 
 def _draw_cutout(rng: StatelessRandom, ids: SampleIds, size: Size, side: int) -> Boxes:
@@ -201,7 +159,7 @@ def _draw_erasing(rng: StatelessRandom, ids: SampleIds, size: Size, probability:
     """Rectangles inside the image, 2 … 33 % of its area, aspect 0.3 … 3.3; empty for samples not chosen."""
     area = size[0] * size[1] * (0.02 + 0.31 * rng.uniform("erasing area", ids).double())
     aspect = 0.3 * torch.exp(math.log(11) * rng.uniform("erasing aspect", ids).double())
-    boxes = _draw_rectangles(rng, "erasing", ids, size, area=area, aspect=aspect).long()
+    boxes = _draw_box(rng, "erasing", ids, size, area=area, aspect=aspect).long()
     return boxes * (rng.uniform("erasing", ids) < probability)[:, None]
 
 

@@ -1,13 +1,13 @@
 """Decode once: an ImageSource becomes labelled uint8 pixels on disk, memory-mapped, checksummed and fingerprinted.
 
-A decoded dataset lives in a folder of the cache named for its contents. It is built beside its place under a lock and
-moved there when complete, so that a half-built one is never seen and two builders don't meet. A changed source has
-another cache key, hence another folder; a damaged one is built again.
+A decoded dataset lives in a folder of the cache named for its contents, built beside its place under a lock and moved
+there when complete. A changed source has another cache key, hence another folder; a damaged one is built again.
 """
 
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import zipfile
@@ -15,12 +15,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
-from vit.data.images import Preprocess
+from vit.data.images import Interpolation, Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
 from vit.runtime.files import default_cache_dir
 from vit.runtime.progress import show_progress
@@ -59,9 +59,8 @@ class DecodedDataset:
         JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
         """
         pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
-        digest = hashlib.sha256(json.dumps([self.split, *self.class_names]).encode())
-        digest.update(pairs[np.lexsort(pairs.T)].astype("<u8").tobytes())
-        return digest.hexdigest()
+        ordered = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
+        return hashlib.sha256(json.dumps([self.split, *self.class_names]).encode() + ordered).hexdigest()
 
 
 def decode_dataset(
@@ -72,41 +71,35 @@ def decode_dataset(
     workers: int | None = None,
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic",
+    interpolation: Interpolation = "bicubic",
 ) -> DecodedDataset:
     """Decode every image of `source` once, scaled and cut to `size` (H, W), or open what was decoded earlier.
 
-    Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes
-    decode, by default one a core; 0 is this process. Raises ValueError when more than
-    `max_unreadable_fraction` of the images are unreadable, OSError when the cache can't be written or is full.
+    Without a size the images are only scanned: labels, hashes and what is unreadable. `workers` processes decode, by
+    default one a core; 0 is this process. Raises ValueError when more than `max_unreadable_fraction` of the images are
+    unreadable, OSError when the cache can't be written or is full.
     """
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
     cache = cache_dir or default_cache_dir()
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
     key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
     shape = "scan" if size is None else f"{size[0]}x{size[1]}"
     folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
-    dataset = _open_decoded(folder, source)
-    if dataset is None:
+    if (dataset := _open_decoded(folder, source)) is None:
+        workers = len(os.sched_getaffinity(0)) if workers is None else workers
         cache.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            dataset = _open_decoded(folder, source)  # another process may have built it while we waited
-            if dataset is None:
+            if (dataset := _open_decoded(folder, source)) is None:  # else another process built it while we waited
                 _build(source, folder, preprocess, workers, progress)
                 dataset = _open_decoded(folder, source)
-                assert dataset is not None
+    assert dataset is not None
     bad = len(dataset.unreadable)
     if bad > max_unreadable_fraction * len(source) or bad == len(source):
-        name, reason = dataset.unreadable[0]
-        raise ValueError(
-            f"{bad} of {len(source)} images can't be read, more than the allowed fraction of "
-            f"{max_unreadable_fraction}; the first is {name}: {reason}"
-        )
+        first, allowed = ": ".join(dataset.unreadable[0]), max_unreadable_fraction
+        what = f"{bad} of {len(source)} images can't be read, more than the allowed fraction of {allowed}"
+        raise ValueError(f"{what}; the first is {first}")
     return dataset
 
-
-# --- building --------------------
 
 # the first image's index, digests and perceptual hashes uint64 [2, n], what was wrong with which image
 _Chunk = tuple[int, np.ndarray, dict[int, str]]
@@ -118,7 +111,7 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
     building.mkdir()
     try:
         pixels = building / "images.u8"
-        image_bytes = 0 if preprocess is None else preprocess.image_size[0] * preprocess.image_size[1] * 3
+        image_bytes = 0 if preprocess is None else 3 * math.prod(preprocess.image_size)
         with pixels.open("wb") as file:
             if image_bytes:  # reserved now: writing through a memory map to a full disk would kill the process
                 os.posix_fallocate(file.fileno(), 0, image_bytes * len(source))
@@ -148,9 +141,8 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
 def _decode_all(
     source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
 ) -> Iterator[_Chunk]:
-    starts = range(0, len(source), _CHUNK)
-    chunks = (source.subset(range(start, min(start + _CHUNK, len(source)))) for start in starts)
-    tasks = ((chunk, start, pixels, preprocess) for chunk, start in zip(chunks, starts, strict=True))
+    chunks = (range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK))
+    tasks = ((source.subset(chunk), chunk.start, pixels, preprocess) for chunk in chunks)
     with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
         if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader):
             results: Iterator[_Chunk] = (_decode(*task) for task in tasks)
@@ -170,8 +162,7 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
     hashes, failures = np.zeros((2, len(source)), dtype=np.uint64), {}
     if preprocess is not None:
         shape = (len(source), *preprocess.image_size, 3)
-        offset = start * int(np.prod(shape[1:]))
-        out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=offset, shape=shape)
+        out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * math.prod(shape[1:]), shape=shape)
     for index in range(len(source)):
         try:
             image = source.read(index)
@@ -187,7 +178,7 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
 def _compact(pixels: Path, good: np.ndarray, image_bytes: int) -> None:
     """Close the gaps of unreadable images; `good` ascends, so no image lands on one still needed."""
     count = pixels.stat().st_size // image_bytes if image_bytes else 0
-    if len(good) < count and len(good):
+    if 0 < len(good) < count:
         images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=(count, image_bytes))
         for start in range(0, len(good), _CHUNK):
             chosen = good[start : start + _CHUNK]
@@ -196,38 +187,27 @@ def _compact(pixels: Path, good: np.ndarray, image_bytes: int) -> None:
     os.truncate(pixels, len(good) * image_bytes)
 
 
-# --- opening --------------------
-
-
 def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
     """The decoded dataset in `folder`, or None where there is none, or a damaged one."""
     try:
         index = json.loads((folder / "index.json").read_text())
         with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            good, digests, perceptual = arrays["good"], arrays["digests"], arrays["perceptual"]
+            good = arrays["good"]
+            hashes: dict[str, Any] = {"digests": arrays["digests"], "perceptual": arrays["perceptual"]}
         images = None
         if index["size"] is not None:
             images = _open_images(folder / "images.u8", (len(good), *index["size"], 3), index["checksums"])
         readable = source.subset(good)
-        return DecodedDataset(
-            name=source.name,
-            split=source.split,
-            class_names=source.class_names,
-            labels=readable.labels,
-            ids=tuple(readable.ids),
-            images=images,
-            digests=digests,
-            perceptual=perceptual,
-            unreadable=tuple((name, reason) for name, reason in index["unreadable"]),
-            notes=(*source.notes, *index["notes"]),
-            source=readable,
-        )
+        origin: dict[str, Any] = {"name": source.name, "split": source.split, "class_names": source.class_names}
+        found: dict[str, Any] = {"labels": readable.labels, "ids": tuple(readable.ids), "source": readable}
+        unreadable, notes = tuple(map(tuple, index["unreadable"])), (*source.notes, *index["notes"])
+        return DecodedDataset(**origin, **found, **hashes, images=images, unreadable=unreadable, notes=notes)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
 
 
 def _open_images(path: Path, shape: tuple[int, ...], checksums: list[int]) -> np.ndarray:
-    if path.stat().st_size != int(np.prod(shape)):
+    if path.stat().st_size != math.prod(shape):
         raise ValueError(f"{path} has {path.stat().st_size} bytes, not {shape}")
     blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
     if _checksums(path, blocks) != [checksums[block] for block in blocks]:
@@ -239,9 +219,5 @@ def _open_images(path: Path, shape: tuple[int, ...], checksums: list[int]) -> np
 
 
 def _checksums(path: Path, blocks: range) -> list[int]:
-    sums = []
     with path.open("rb") as file:
-        for block in blocks:
-            file.seek(block * _BLOCK)
-            sums.append(zlib.crc32(file.read(_BLOCK)))
-    return sums
+        return [zlib.crc32(os.pread(file.fileno(), _BLOCK, block * _BLOCK)) for block in blocks]

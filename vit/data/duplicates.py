@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from scipy.fft import dctn
 
+Hashes = tuple[np.ndarray, np.ndarray]  # digests, perceptual hashes: uint64 [n]
 NEAR = 4  # bits of 64 by which near-duplicates may differ
 _FLAT = 8  # hashes with fewer bits set or unset are of flat images, which are all similar
 _PAIRS = 1 << 22  # candidates compared at once: 32 MiB a temporary
@@ -17,9 +18,8 @@ _CIFAR10 = frozenset("airplane automobile bird cat deer dog frog horse ship truc
 
 def hash_pixels(image: Image.Image) -> int:
     """64 bits of the sha256 of an RGB image's size and pixels."""
-    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
-    digest.update(image.tobytes())
-    return int.from_bytes(digest.digest()[:8], "little")
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def compute_dhash(image: Image.Image) -> int:
@@ -47,16 +47,13 @@ class Duplicates:
     near_distance: np.ndarray  # bits that differ, [len(near)]
 
 
-def find_duplicates(
-    hashes: tuple[np.ndarray, np.ndarray], training_hashes: tuple[np.ndarray, np.ndarray], *, max_distance: int = NEAR
-) -> Duplicates:
-    """Find images that were in training; each argument is (digests, perceptual hashes), uint64 [n].
+def find_duplicates(hashes: Hashes, training_hashes: Hashes, *, max_distance: int = NEAR) -> Duplicates:
+    """Find images that were in training; each argument is (digests, perceptual hashes).
 
-    Exact pairs are certain, near ones are suspects. Of the 10,000 test images of CIFAR-10 (JPEG copy) 100
-    have a near pair among the 50,000 training images at 4 bits; 99 of those have the same label, and 23 of 24
-    examined were the same picture (208 at 6 bits, 198 of one label). Of planted copies 94 % recoded at JPEG
-    quality 40 are found, all rescaled ones, and half of those cropped by a pixel on each side. Images so flat
-    that their hashes are nearly all zeros or ones are compared by their pixels alone.
+    Exact pairs are certain, near ones are suspects. Of the 10,000 test images of CIFAR-10 (JPEG copy) 100 have a near
+    pair among the training images at 4 bits; 99 of those have the same label, and 23 of 24 examined were the same
+    picture. Of planted copies 94 % recoded at JPEG quality 40 are found, all rescaled ones, and half of those cropped
+    by a pixel. Images so flat that their hashes are nearly all zeros or ones are compared by their pixels alone.
     """
     (digests, dhashes), (training_digests, training_dhashes) = hashes, training_hashes
     order = np.argsort(training_digests, kind="stable")
@@ -76,11 +73,11 @@ def find_duplicates(
         best[query[better]] = distance[better]
         match[query[better]] = training[other[better]]
     near = np.flatnonzero(best <= max_distance)
-    return Duplicates(
-        exact=np.stack([exact, candidate[exact]], axis=1),
-        near=np.stack([queries[near], match[near]], axis=1),
-        near_distance=best[near],
+    exact_pairs, near_pairs = (
+        np.stack([exact, candidate[exact]], axis=1),
+        np.stack([queries[near], match[near]], axis=1),
     )
+    return Duplicates(exact_pairs, near_pairs, near_distance=best[near])
 
 
 def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
@@ -89,9 +86,7 @@ def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
     return distinctive
 
 
-def _close_pairs(
-    queries: np.ndarray, training: np.ndarray, max_distance: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _close_pairs(queries: np.ndarray, training: np.ndarray, max_distance: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Runs of (query, training index, distance ≤ max_distance).
 
     Of max_distance + 1 bands of the 64 bits at least one is equal in every such pair (pigeonhole), so only
@@ -119,19 +114,16 @@ def _close_pairs(
 def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> str | None:
     """A sentence when a sample of 32×32 images was JPEG-encoded, as the well-known copy of CIFAR-10 is.
 
-    JPEG sets high frequencies of 8×8 blocks on the coding grid to zero, and only there, so the fraction of
-    smooth blocks is compared with that of blocks half a step off the grid: at quality 75 they differ by 0.6,
-    at 95 by 0.1, on photographs scaled to 32×32 that were never encoded by 0.04.
+    JPEG sets high frequencies of 8×8 blocks on its grid to zero, so the fraction of smooth blocks is compared with that
+    of blocks half a step off it: at quality 75 they differ by 0.6, at 95 by 0.1, without JPEG by 0.04.
     """
     planes = []
     for image in images:
         if image.size != (32, 32):
             return None
         planes.append(np.asarray(image.convert("L"), dtype=np.float32))
-    if not planes:
-        return None
-    grey = np.stack(planes)
-    if _smooth_fraction(grey) - _smooth_fraction(grey[:, 4:28, 4:28]) < 0.15:
+    grey = np.array(planes)
+    if not planes or _smooth_fraction(grey) - _smooth_fraction(grey[:, 4:28, 4:28]) < 0.15:
         return None
     name = "CIFAR-10 (JPEG copy)" if set(class_names) == _CIFAR10 else "JPEG-encoded 32×32 images"
     return f"{name}: not comparable with results on the original pixels"
@@ -140,6 +132,6 @@ def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> st
 def _smooth_fraction(grey: np.ndarray) -> float:
     """Fraction of 8×8 blocks of [n, H, W] without high frequencies in both directions."""
     n, height, width = grey.shape
-    blocks = grey.reshape(n, height // 8, 8, width // 8, 8).transpose(0, 1, 3, 2, 4).reshape(-1, 8, 8)
-    spectrum = dctn(blocks, axes=(1, 2), norm="ortho")
-    return float((np.abs(spectrum[:, 4:, 4:]).max(axis=(1, 2)) < 2).mean())
+    blocks = grey.reshape(n, height // 8, 8, width // 8, 8).swapaxes(2, 3).reshape(-1, 8, 8)
+    high = dctn(blocks, axes=(1, 2), norm="ortho")[:, 4:, 4:]
+    return float((np.abs(high).max(axis=(1, 2)) < 2).mean())

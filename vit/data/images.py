@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
     from torch import Tensor
 
-CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
-CIFAR_STD = (0.2470, 0.2435, 0.2616)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-
+Interpolation = Literal["bicubic", "bilinear"]
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -60,22 +58,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits a channel")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        if image.mode in ("La", "RGBa"):
-            image = image.convert(image.mode.upper())
-        image = image.convert("RGBA")
+        image = (image.convert(image.mode.upper()) if image.mode in ("La", "RGBa") else image).convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the model's input lies on an upright image of `original_size` (width, height).
+    """Where the model's input lies on an upright image."""
 
-    `box` is (left, top, right, bottom) in that image's pixels.
-    """
-
-    original_size: tuple[int, int]
-    box: tuple[float, float, float, float]
+    original_size: tuple[int, int]  # width, height
+    box: tuple[float, float, float, float]  # left, top, right, bottom in that image's pixels
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Preprocess:
     crop_pct: float = 1.0
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
@@ -140,8 +133,7 @@ class Preprocess:
         """(scale, shift), each [3]: a pixel of 0..255 becomes pixel * scale + shift."""
         import torch
 
-        std = torch.tensor(self.std, dtype=torch.float64)
-        mean = torch.tensor(self.mean, dtype=torch.float64)
+        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)
         return (1 / (255 * std)).float().to(device), (-mean / std).float().to(device)
 
     def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:

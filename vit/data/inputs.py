@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -17,36 +16,26 @@ ImageInputs = ImageInput | Iterable[ImageInput]
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """Each image as the path of a file or as an upright PIL image in RGB, in the order given.
 
-    A folder stands for the image files below it, sorted. An array is uint8 [H, W, 3], [H, W] or, of several images,
-    [N, H, W, 3]; anything that numpy can read as one (a torch tensor) is taken too. A path that doesn't exist is passed
-    on: reading it says so. Raises ValueError for a folder without images and for an array of another kind.
+    A folder stands for the image files below it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, of
+    several images, [N, H, W, 3]. A path that doesn't exist is passed on: reading it says so. Raises ValueError for a
+    folder without images and for an array of another kind.
     """
-    if isinstance(images, str | Path):
-        yield from find_image_files(str(images))
+    if isinstance(images, str | Path) and not Path(images).is_dir():
+        yield str(images)
+    elif isinstance(images, str | Path):
+        found = sorted(str(entry) for entry in Path(images).rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise ValueError(f"{images} holds no images")
+        yield from found
     elif isinstance(images, Image.Image):
         yield to_rgb(ImageOps.exif_transpose(images))
     elif hasattr(images, "__array__"):
-        yield from _split_array(np.asarray(images))
+        pixels = np.asarray(images)
+        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-1] == 3)):
+            kind = f"{pixels.dtype} {list(pixels.shape)}"
+            raise ValueError(f"an array of {kind} is no image; give uint8 of 0 to 255, [H, W, 3] or [H, W]")
+        for single in pixels if pixels.ndim == 4 else [pixels]:
+            yield Image.fromarray(single).convert("RGB")
     else:
         for image in images:
             yield from list_images(image)
-
-
-def find_image_files(path: str) -> Iterator[str]:
-    """`path` itself or, of a folder, the image files below it, sorted."""
-    if not Path(path).is_dir():
-        yield path
-        return
-    found = sorted(str(entry) for entry in Path(path).rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
-    if not found:
-        raise ValueError(f"{path} holds no images")
-    yield from found
-
-
-def _split_array(pixels: np.ndarray[Any, Any]) -> Iterator[Image.Image]:
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-1] == 3)):
-        raise ValueError(
-            f"an array of {pixels.dtype} {list(pixels.shape)} is no image; give uint8 of 0 to 255, [H, W, 3] or [H, W]"
-        )
-    for single in pixels if pixels.ndim == 4 else [pixels]:
-        yield Image.fromarray(single).convert("RGB")

@@ -9,16 +9,15 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+Size = tuple[int, int]  # height, width
 Images = Float[Tensor, "B 3 H W"]  # 0..255
+Stored = UInt8[Tensor, "n S T 3"]
+Integers = Int64[Tensor, " B"]
 Factors = Float[Tensor, " B"]
-_GREY = (0.2989, 0.587, 0.114)  # ITU-R 601-2, as in torchvision
 
 
 def gather_pixels(
-    images: UInt8[Tensor, "n S T 3"],
-    index: Int64[Tensor, " B"],
-    rows: Int64[Tensor, "B H"],
-    columns: Int64[Tensor, "B W"],
+    images: Stored, index: Integers, rows: Int64[Tensor, "B H"], columns: Int64[Tensor, "B W"]
 ) -> UInt8[Tensor, "B H W 3"]:
     """Pixel (rows[b, y], columns[b, x]) of image index[b]: cropping, shifting and flipping in one read."""
     height, width = images.shape[1:3]
@@ -27,7 +26,7 @@ def gather_pixels(
     return images.view(-1, 3).index_select(0, places.flatten()).view(*places.shape, 3)
 
 
-def resized_crop(pixels: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]) -> Images:
+def resized_crop(pixels: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: Size) -> Images:
     """Cut out (left, top, right, bottom), whole numbers, and scale to size, bilinear and antialiased."""
     left, top, right, bottom = boxes.unbind(1)
     down = _resize_weights(top, bottom, source=pixels.shape[1], target=size[0])  # [B, H, S]
@@ -59,24 +58,20 @@ def affine(images: Images, matrices: Float[Tensor, "B 2 3"]) -> Images:
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def _per_sample(values: Factors) -> Float[Tensor, "B 1 1 1"]:
-    return values[:, None, None, None]
-
-
 def _blend(images: Tensor, other: Tensor, factor: Factors) -> Images:
     """`other` at factor 0, the image at 1, beyond it above 1."""
-    return (other + _per_sample(factor) * (images - other)).clamp(0, 255)
+    return (other + factor[:, None, None, None] * (images - other)).clamp(0, 255)
 
 
 def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
-    """Luma."""
-    weights = torch.tensor(_GREY, device=images.device, dtype=images.dtype)
+    """Luma: ITU-R 601-2, as in torchvision."""
+    weights = torch.tensor((0.2989, 0.587, 0.114), device=images.device, dtype=images.dtype)
     return torch.einsum("bchw,c->bhw", images, weights)[:, None]
 
 
 def adjust_brightness(images: Images, factor: Factors) -> Tensor:
     """Towards black."""
-    return (images * _per_sample(factor)).clamp(0, 255)
+    return (images * factor[:, None, None, None]).clamp(0, 255)
 
 
 def adjust_contrast(images: Images, factor: Factors) -> Tensor:
@@ -100,19 +95,19 @@ def adjust_sharpness(images: Images, factor: Factors) -> Tensor:
 
 def posterize(images: Images, bits: Factors) -> Tensor:
     """Keep the upper `bits` (0..8) of each value."""
-    step = _per_sample(2 ** (8 - bits))
+    step = 2 ** (8 - bits[:, None, None, None])
     return (images.round() / step).floor() * step
 
 
 def solarize(images: Images, threshold: Factors) -> Tensor:
     """Invert the values from the threshold on."""
-    return torch.where(images >= _per_sample(threshold), 255 - images, images)
+    return torch.where(images >= threshold[:, None, None, None], 255 - images, images)
 
 
 def autocontrast(images: Images) -> Tensor:
     """Stretch each channel to 0..255; a channel of one value stays."""
-    low, high = images.amin(dim=(2, 3), keepdim=True), images.amax(dim=(2, 3), keepdim=True)
-    span = high - low
+    low = images.amin(dim=(2, 3), keepdim=True)
+    span = images.amax(dim=(2, 3), keepdim=True) - low
     return torch.where(span > 0, (images - low) * (255 / span.clamp(min=1e-3)), images).clamp(0, 255)
 
 
@@ -125,11 +120,10 @@ def equalize(images: Images) -> Tensor:
     step = (values.shape[2] - histogram.gather(2, values.amax(dim=2, keepdim=True))) // 255
     above = histogram.cumsum(dim=2) - histogram  # pixels darker than each value
     table = ((above + step // 2) // step.clamp(min=1)).clamp(0, 255)
-    flat = torch.where(step > 0, table.gather(2, values), values)
-    return flat.to(images.dtype).view_as(images)
+    return torch.where(step > 0, table.gather(2, values), values).to(images.dtype).view_as(images)
 
 
-def outside_boxes(boxes: Int64[Tensor, "B 4"], size: tuple[int, int]) -> Tensor:
+def outside_boxes(boxes: Int64[Tensor, "B 4"], size: Size) -> Tensor:
     """Bool [B, 1, H, W]: false inside (left, top, right, bottom), which may reach over the edges."""
     left, top, right, bottom = boxes[:, :, None].unbind(1)
     rows, columns = (torch.arange(side, device=boxes.device) for side in size)

@@ -19,16 +19,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vit.data.augment import Augment, Size, cut_pixels, finish_images, mix_batch
+from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
 from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
+from vit.data.kernels import Size
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, use_one_thread
 
-_PREFETCH = 2  # batches that each worker decodes ahead
-
-
+Pipeline = Literal["resident", "workers"]
+_order = lru_cache(maxsize=2)(StatelessRandom.permutation)
 Steps = Generator[tuple[SampleIds, Tensor], None, None]
 
 
@@ -54,23 +54,15 @@ class _Schedule:
     def sample_ids(self, epoch: int, step: int) -> SampleIds:
         each = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * each
-        return _order(self.num_samples, StatelessRandom(self.seed, epoch))[first : first + each]
-
-
-@lru_cache(maxsize=2)
-def _order(n: int, rng: StatelessRandom) -> SampleIds:
-    return rng.permutation(n)
+        return _order(StatelessRandom(self.seed, epoch), self.num_samples)[first : first + each]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Loader(ABC):
-    """What both loaders have in common: shuffled batches of one size, without what is left over.
-
-    `batch_size` counts the samples of all ranks; a rank takes a contiguous chunk of every batch.
-    """
+    """What both loaders have in common: shuffled batches of one size, without what is left over."""
 
     dataset: DecodedDataset = field(kw_only=False)
-    batch_size: int
+    batch_size: int  # the samples of all ranks; each takes a contiguous chunk of every batch
     seed: int
     device: torch.device | str
     preprocess: Preprocess
@@ -80,17 +72,16 @@ class _Loader(ABC):
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        count, (each, rest) = len(self.dataset), divmod(self.batch_size, self.world_size)
+        count, size, processes = len(self.dataset), self.batch_size, self.world_size
+        each, rest = divmod(size, processes)
         if each < 1 or rest:
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a positive multiple of the {self.world_size} processes"
-            )
+            raise ValueError(f"batch_size {size} must be a positive multiple of the {processes} processes")
         if self.augment.mixes and each % 2:
             raise ValueError(f"mixup and cutmix pair samples: {each} a process and step is not even")
-        if self.batch_size > count:
-            raise ValueError(f"batch_size {self.batch_size} is more than the {count} images")
+        if size > count:
+            raise ValueError(f"batch_size {size} is more than the {count} images")
         self.labels = torch.from_numpy(self.dataset.labels)
-        self._schedule = _Schedule(count, self.batch_size, self.seed, self.rank, self.world_size)
+        self._schedule = _Schedule(count, size, self.seed, self.rank, processes)
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -113,8 +104,7 @@ class _Loader(ABC):
     def _finish(self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool) -> Batch:
         drawn: dict[str, Any] = {"rng": rng, "augment": self.augment}
         images = finish_images(pixels, ids, **drawn, preprocess=self.preprocess, size=size)
-        labels = self.labels[ids].to(self.device, non_blocking=True)
-        targets = labels
+        targets = labels = self.labels[ids].to(self.device, non_blocking=True)
         if mix:
             images, targets = mix_batch(images, labels, ids, **drawn, num_classes=self.num_classes)
         return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
@@ -141,13 +131,11 @@ class ResidentLoader(_Loader):
 class WorkerLoader(_Loader):
     """Batches decoded from full-size images by worker processes, cropped and flipped by albumentations.
 
-    `dataset` is a scan, or a dataset whose pixels are not used: it says which images are readable. `workers` is
-    None for one a core, 0 for none; `start_method` is multiprocessing's. The workers live until `close()`
-    or the loader's end.
+    `dataset` says which images are readable; its pixels aren't used. Workers live until `close()` or the loader's end.
     """
 
-    workers: int | None = None
-    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    workers: int | None = None  # None: one a core; 0: this process
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None  # multiprocessing's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,33 +148,32 @@ class WorkerLoader(_Loader):
         """End the workers."""
         self._decoder = None
 
-    def _start_workers(self) -> "DataLoader[Tensor | str]":
-        workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-        return DataLoader(
-            self._dataset,
-            sampler=self._steps,
-            batch_size=None,  # the data set gives whole batches
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            prefetch_factor=_PREFETCH if workers else None,
-            pin_memory=torch.device(self.device).type == "cuda",
-            worker_init_fn=use_one_thread,
-            multiprocessing_context=self.start_method if workers else None,
-            generator=torch.Generator(),  # or each epoch would take a number from torch's own
-        )
-
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
-            self._decoder = self._start_workers()
-        rest = self.augment.without_random_crop()
+            workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
+            self._decoder = DataLoader(
+                self._dataset,
+                sampler=self._steps,
+                batch_size=None,  # the data set gives whole batches
+                num_workers=workers,
+                persistent_workers=workers > 0,
+                prefetch_factor=2 if workers else None,  # batches that each worker decodes ahead
+                pin_memory=torch.device(self.device).type == "cuda",
+                worker_init_fn=use_one_thread,
+                multiprocessing_context=self.start_method if workers else None,
+                generator=torch.Generator(),  # or each epoch would take a number from torch's own
+            )
+        rest = self.augment
+        if rest.resized_crop_scale is not None:  # this and the random flip were done where the image was decoded
+            flip = "alternating" if rest.flip == "alternating" else "none"
+            rest = rest.model_copy(update={"resized_crop_scale": None, "flip": flip})
         for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
             if isinstance(pixels, str):
                 raise ValueError(pixels)  # the image that a worker could not read
             ids = self._schedule.sample_ids(epoch, step)
-            pixels = pixels.to(self.device, non_blocking=True)
-            own = torch.arange(len(ids))
-            yield (ids, cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size))
+            pixels, own = pixels.to(self.device, non_blocking=True), torch.arange(len(ids))
+            yield ids, cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size)
 
 
 class _DecodedSteps(Dataset[Tensor | str]):
@@ -196,8 +183,7 @@ class _DecodedSteps(Dataset[Tensor | str]):
         self.source, self.schedule, self.geometry = source, schedule, geometry
 
     def __getitem__(self, place: tuple[int, int]) -> Tensor | str:
-        epoch, step = place
-        ids = self.schedule.sample_ids(epoch, step)
+        (epoch, _), ids = place, self.schedule.sample_ids(*place)
         seeds = StatelessRandom(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
         pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
         for row, (index, seed) in enumerate(zip(ids.tolist(), seeds.tolist(), strict=True)):
@@ -208,17 +194,13 @@ class _DecodedSteps(Dataset[Tensor | str]):
         return torch.from_numpy(pixels)
 
 
-def choose_pipeline(
-    num_bytes: int, *, device: torch.device | str, fraction: float
-) -> tuple[Literal["resident", "workers"], str]:
+def choose_pipeline(num_bytes: int, *, device: torch.device | str, fraction: float) -> tuple[Pipeline, str]:
     """Whether `num_bytes` of pixels fit in a `fraction` of the device's free memory, and that in words."""
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
     fits = num_bytes <= fraction * free
-    reason = (
-        f"{num_bytes / 2**20:,.0f} MiB of pixels {'fit' if fits else 'do not fit'} in {fraction:.0%} of the "
-        f"{free / 2**20:,.0f} MiB free on {device.type}"
-    )
+    needed, left = f"{num_bytes / 2**20:,.0f} MiB of pixels", f"{free / 2**20:,.0f} MiB free on {device.type}"
+    reason = f"{needed} {'fit' if fits else 'do not fit'} in {fraction:.0%} of the {left}"
     return ("resident" if fits else "workers"), reason
 
 
@@ -226,9 +208,8 @@ def _free_host_memory() -> int:
     """Bytes: what the kernel says is available, or what the container's limit leaves, if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
     try:
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
         return min(free, int(limit) - int(used))
     except (OSError, ValueError):  # no such limit, or "max"
         return free

@@ -1,9 +1,8 @@
 """The one door to images: a data set's name, folder or shards → its splits, found once and decoded once.
 
-A split that has a folder of its own is that folder. What is missing is held out of the training images, class by class
-(stratified), by the rank of a hash of (seed, id): adding images moves few others between splits, and no library's
-random stream is involved. Where there is a validation folder but no test folder (as in ImageNet), that folder is the
-*test* split, touched by the final evaluation alone, and validation is held out of the training images.
+A split with a folder of its own is that folder. What is missing is held out of the training images, stratified by
+class, by the rank of a hash of (seed, id): adding images moves few others between splits. A validation folder without a
+test folder (as in ImageNet) is the *test* split, and validation is held out of the training images.
 """
 
 import difflib
@@ -19,7 +18,7 @@ import numpy as np
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.sets import folders, named, shards
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, join_sources
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
 from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set: a new data set is one line here
@@ -66,29 +65,16 @@ class ImageDataset:
             else:
                 self._hold_out()
         if split not in self._sources:
-            count, fraction = len(self._sources["train"]), dict(self._held_out)[split]
-            raise ValueError(f"the {split} split is empty: {fraction:g} of {count} images")
+            fraction = dict(self._held_out)[split]
+            raise ValueError(f"the {split} split is empty: {fraction:g} of {len(self._sources['train'])} images")
         return self._sources[split]
 
-    def decode(
-        self,
-        split: str | None,
-        preprocess: Preprocess | None,
-        *,
-        workers: int | None = None,
-        max_unreadable_fraction: float = 0.05,
-        progress: bool = True,
-    ) -> DecodedDataset:
-        """A split, decoded to what `preprocess` crops from, or scanned for None; see `decode_dataset`."""
-        return decode_dataset(
-            self.split(split),
-            size=None if preprocess is None else preprocess.resize_size,
-            interpolation="bicubic" if preprocess is None else preprocess.interpolation,
-            cache_dir=self.cache_dir,
-            workers=workers,
-            max_unreadable_fraction=max_unreadable_fraction,
-            progress=progress,
-        )
+    def decode(self, split: str | None, preprocess: Preprocess | None, **options: Any) -> DecodedDataset:
+        """A split, decoded to what `preprocess` crops from, or scanned for None; options as of `decode_dataset`."""
+        scaling: dict[str, Any] = {"size": None}
+        if preprocess is not None:
+            scaling = {"size": preprocess.resize_size, "interpolation": preprocess.interpolation}
+        return decode_dataset(self.split(split), cache_dir=self.cache_dir, **scaling, **options)
 
     def describe_splits(self) -> list[str]:
         """What the test and the validation split are made of, a sentence each."""
@@ -121,7 +107,7 @@ class ImageDataset:
 def open_dataset(
     name: str,
     *,
-    root: Path | str | None = None,
+    root: Root = None,
     classes: Sequence[str] | None = None,
     validation_fraction: float = 0.1,
     split_seed: int = 0,
@@ -129,9 +115,8 @@ def open_dataset(
 ) -> ImageDataset:
     """Find a data set by its name in `FINDERS`.
 
-    `root` is where the data is or goes, `classes` keeps only those classes, in the set's order, `cache_dir`
-    takes decoded images. Raises ValueError with the nearest names for an unknown name or class,
-    FileNotFoundError for a missing root, OSError when a download fails.
+    `root`: where the data is or goes; `classes` keeps only those in the set's order, `cache_dir` takes decoded images.
+    Raises ValueError for an unknown name or class, FileNotFoundError for a missing root, OSError if a download fails.
     """
     if name not in FINDERS:
         near = difflib.get_close_matches(name, FINDERS, n=3) or list(FINDERS)
@@ -144,40 +129,28 @@ def open_dataset(
     return ImageDataset(name, once, validation_fraction, split_seed, cache_dir)
 
 
-def open_for_model(
-    data: Path | str | None, *, trained_on: Mapping[str, Any], root: Path | str | None = None
-) -> ImageDataset:
+def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = None) -> ImageDataset:
     """The data set on which a trained model is evaluated or explained.
 
-    `data` is a data set's name (which is at `root`, where that is given), a folder or WebDataset shards; None
-    is what the model was trained on, described by `trained_on`, the data section of its configuration, whose
-    cache_dir is used while it exists. The default split is "test", and "all" for a folder or shards without
-    one: as far as we know, the model has seen none of it.
+    `data` is a data set's name (at `root`, where that is given), a folder or WebDataset shards; None is what the model
+    was trained on: `trained_on`, the data section of its configuration. The default split is "test", and "all" for a
+    folder or shards without one: as far as we know, the model has seen none of it.
     """
-    recorded = trained_on.get("cache_dir")
+    recorded = trained_on.get("cache_dir")  # used while it exists
     cache_dir = Path(recorded) if recorded and Path(recorded).is_dir() else None
     if data is None and not trained_on:
         raise ValueError("this model doesn't say what it was trained on; name the images with --data")
     if data is None or _is_same(str(data), trained_on):
-        return open_dataset(
-            trained_on["name"],
-            root=root or trained_on.get("root"),
-            classes=trained_on.get("classes"),
-            validation_fraction=trained_on.get("validation_fraction", 0.1),
-            split_seed=trained_on.get("split_seed", 0),
-            cache_dir=cache_dir,
-        )
+        kept = {key: trained_on[key] for key in ("classes", "validation_fraction", "split_seed") if key in trained_on}
+        return open_dataset(trained_on["name"], root=root or trained_on.get("root"), cache_dir=cache_dir, **kept)
     sets = [name for name in FINDERS if name not in ("folder", "webdataset")]
     text, path = str(data), Path(data).expanduser()
     if text in sets:
         return open_dataset(text, root=root, cache_dir=cache_dir)
-    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path)):
-        name = "webdataset"
-    elif path.is_dir():
-        name = "folder"
-    else:
+    is_sharded = text.startswith("pipe:") or ".tar" in text or (path.is_dir() and bool(shards.list_shards(path)))
+    if not is_sharded and not path.is_dir():
         raise ValueError(f"--data {data} is no data set ({', '.join(sets)}), no folder and no shards (.tar)")
-    dataset = open_dataset(name, root=data, cache_dir=cache_dir)
+    dataset = open_dataset("webdataset" if is_sharded else "folder", root=data, cache_dir=cache_dir)
     return replace(dataset, default_split="test" if "test" in dataset.found else "all")
 
 

@@ -1,7 +1,6 @@
 """One of fourteen operations for each sample, those of RandAugment and TrivialAugment.
 
-Ranges are torchvision's. `strength` in 0..1 becomes an operation's magnitude, with a random sign where it has
-a direction.
+Ranges are torchvision's. `strength` in 0..1 becomes an operation's magnitude, randomly signed if it has a direction.
 """
 
 import math
@@ -9,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from vit.data import kernels
+from vit.data.kernels import Factors, Images, Integers, Size
 from vit.data.random import SampleIds, StatelessRandom
 
 
@@ -42,14 +42,8 @@ OPERATIONS = (*_GEOMETRIC, *_ENHANCING, "posterize", "solarize", "autocontrast",
 
 
 def apply_operations(
-    images: Float[Tensor, "B 3 H W"],
-    rng: StatelessRandom,
-    ids: SampleIds,
-    strength: Float[Tensor, " B"],
-    *,
-    stream: str,
-    ranges: Ranges,
-) -> Float[Tensor, "B 3 H W"]:
+    images: Images, rng: StatelessRandom, ids: SampleIds, strength: Factors, *, stream: str, ranges: Ranges
+) -> Images:
     """Apply an operation drawn for each sample; the sample `ids` and `strength` are on the host."""
     chosen = rng.integers(stream, ids, below=len(OPERATIONS))
     signed = torch.where(rng.bits(f"{stream} sign", ids) < 0, -strength, strength)
@@ -62,16 +56,15 @@ def apply_operations(
             result[place] = _recolor(name, images[place], strength[members], signed[members], ranges=ranges)
     moved = torch.nonzero((chosen > 0) & (chosen < len(_GEOMETRIC))).flatten()
     if len(moved):
-        size = (images.shape[2], images.shape[3])
-        matrices = compute_matrices(chosen[moved], signed[moved], ranges=ranges, size=size)
+        matrices = compute_matrices(
+            chosen[moved], signed[moved], ranges=ranges, size=(images.shape[2], images.shape[3])
+        )
         place = moved.to(images.device, non_blocking=True)
         result[place] = kernels.affine(images[place], matrices.to(images.device, non_blocking=True))
     return result
 
 
-def compute_matrices(
-    chosen: Int64[Tensor, " B"], signed: Float[Tensor, " B"], *, ranges: Ranges, size: tuple[int, int]
-) -> Float[Tensor, "B 2 3"]:
+def compute_matrices(chosen: Integers, signed: Factors, *, ranges: Ranges, size: Size) -> Float[Tensor, "B 2 3"]:
     """From output to input coordinates, measured from the centre, for operations 0 … 5."""
     height, width = size
 
@@ -79,8 +72,7 @@ def compute_matrices(
         return torch.where(chosen == OPERATIONS.index(name), signed * reach, 0.0)
 
     def shift(axis: str, side: int) -> Tensor:
-        pixels = ranges.translate_fraction * side + ranges.translate_pixels
-        return only(f"translate {axis}", pixels).trunc()
+        return only(f"translate {axis}", ranges.translate_fraction * side + ranges.translate_pixels).trunc()
 
     angle = only("rotate", math.radians(ranges.rotate))
     shear_x, shear_y = only("shear x", ranges.shear), only("shear y", ranges.shear)
@@ -92,7 +84,7 @@ def compute_matrices(
 
 def _recolor(name: str, images: Tensor, strength: Tensor, signed: Tensor, *, ranges: Ranges) -> Tensor:
     if name in ("autocontrast", "equalize"):
-        return {"autocontrast": kernels.autocontrast, "equalize": kernels.equalize}[name](images)
+        return kernels.equalize(images) if name == "equalize" else kernels.autocontrast(images)
     operation: Callable[[Tensor, Tensor], Tensor]
     if name == "posterize":
         operation, magnitude = kernels.posterize, 8 - (strength * ranges.posterize).round()

@@ -14,9 +14,7 @@ from torch import Tensor
 SampleIds = Int64[Tensor, " B"]  # each sample's index in its dataset, on the host
 
 # splitmix64's constants as the int64 of the same bits
-_GOLDEN, _FIRST, _SECOND = (
-    constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_GOLDEN, _FIRST, _SECOND = (bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift_right(value: Int64[Tensor, " n"], bits: int) -> Int64[Tensor, " n"]:
@@ -32,10 +30,7 @@ class StatelessRandom:
     epoch: int
 
     def bits(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """64 random bits for each sample: splitmix64's output for the states key + (id + 1) · golden ratio.
-
-        The key is a hash of (seed, epoch, stream). The output is a bijection of the ids.
-        """
+        """64 random bits a sample: splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio, one to one."""
         name = f"{self.seed}/{self.epoch}/{stream}".encode()
         key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
         mixed = (sample_ids + 1) * _GOLDEN + key

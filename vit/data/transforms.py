@@ -13,6 +13,8 @@ from PIL import Image
 from vit.data.augment import Augment
 from vit.data.images import Preprocess
 
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
 
 class ImageGeometry:
     """From a decoded image to uint8 [H, W, 3]: a random crop of the full-size file, or the plain centre crop.
@@ -21,11 +23,13 @@ class ImageGeometry:
     """
 
     def __init__(self, augment: Augment, preprocess: Preprocess) -> None:
-        self.size = preprocess.image_size
-        self._plain = preprocess
+        self.size, self._plain = preprocess.image_size, preprocess
         self._pipeline: Any = None
         if augment.resized_crop_scale is not None:
-            self._pipeline = _random_crop(self.size, augment)
+            import albumentations as A
+
+            crop = A.RandomResizedCrop(self.size, scale=augment.resized_crop_scale, area_for_downscale="image")
+            self._pipeline = A.Compose([crop, A.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)])
         elif augment.crop_padding:
             # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
@@ -39,16 +43,6 @@ class ImageGeometry:
         return pixels
 
 
-def _random_crop(size: tuple[int, int], augment: Augment) -> Any:
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    import albumentations
-
-    scale = augment.resized_crop_scale
-    crop = albumentations.RandomResizedCrop(size, scale=scale, area_for_downscale="image")
-    flip = albumentations.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)
-    return albumentations.Compose([crop, flip])
-
-
 def use_one_thread(_worker: int) -> None:
     """OpenCV would start a thread for each core in every worker."""
     import cv2
@@ -58,12 +52,10 @@ def use_one_thread(_worker: int) -> None:
 
 def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...], seed: int) -> np.ndarray:
     """A uint8 test image [H, W, 3], corrupted at a level that `vit.evaluation.corruptions` lists."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations as A
     import cv2
 
-    first, side = (level[0], level[0]), min(pixels.shape[:2])
-    edges = cv2.BORDER_REFLECT_101
+    first, side, edges = (level[0], level[0]), min(pixels.shape[:2]), cv2.BORDER_REFLECT_101
     build: dict[str, Callable[[], Any]] = {
         "gaussian_noise": lambda: A.GaussNoise(std_range=first, p=1),
         "impulse_noise": lambda: A.SaltAndPepper(amount=first, salt_vs_pepper=(0.5, 0.5), p=1),

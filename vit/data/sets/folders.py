@@ -5,58 +5,62 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from vit.data.sets.source import (
-    FileReader,
-    FindOptions,
-    FoundSplit,
-    FoundSplits,
-    ImageSource,
-    choose_classes,
-    keep_classes,
-)
+from vit.data.images import read_image
+from vit.data.sets.source import Aliases, FindOptions, FoundSplit, FoundSplits, ImageSource, choose_classes
 
-IMAGE_SUFFIXES = (
-    *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
-    *(".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
-)
-_SPLIT_FOLDERS = {
-    "train": ("train", "training"),
-    "validation": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
+IMAGE_SUFFIXES = tuple(".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split())  # noqa: SIM905
+_SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
+
+
+@dataclass(frozen=True, eq=False)
+class FileReader:
+    """Image files below a root."""
+
+    root: Path
+    paths: Sequence[str]  # relative to the root
+
+    def read(self, index: int) -> Image.Image:
+        return read_image(self.root / self.paths[index])
+
+    def cache_key(self) -> bytes:
+        stats = [os.stat(self.root / path) for path in self.paths]
+        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
+
+    def subset(self, indices: np.ndarray) -> FileReader:
+        return FileReader(self.root, [self.paths[index] for index in indices])
 
 
 def find_folder(options: FindOptions) -> FoundSplits:
     """The splits below a folder of the user's own images."""
-    return find_splits("folder", existing_root("folder", options.root), options.classes)
+    return find_splits("folder", existing_root("folder", options), options.classes)
 
 
-def existing_root(name: str, root: Path | str | None) -> Path:
-    """`root` as a folder that exists."""
-    if root is None:
+def existing_root(name: str, options: FindOptions) -> Path:
+    """The root as a folder that exists."""
+    if options.root is None:
         raise ValueError(f"data.name={name} needs data.root, the folder that holds the images")
-    folder = Path(root).expanduser()
+    folder = Path(options.root).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"data.root {folder} is not a folder")
     return folder
 
 
-def find_splits(
-    name: str, root: Path, classes: Sequence[str] | None, *, aliases: dict[str, str] | None = None
-) -> FoundSplits:
+def find_splits(name: str, root: Path, classes: Sequence[str] | None, *, aliases: Aliases | None = None) -> FoundSplits:
     """The splits below `root`; one folder of classes is all "train". `aliases`: folder name → readable name."""
     if (root / "labels.csv").is_file():
         return _read_label_file(name, root, classes)
     folders = split_folders(root) or {"train": root}
-    notes: tuple[str, ...] = ()
+    notes = []
     if "validation" in folders and "test" not in folders:
         folders["test"] = folders.pop("validation")
-        notes = (f"{folders['test'].name}/ is the test split; validation images are held out of train/",)
+        notes = [f"{folders['test'].name}/ is the test split; validation images are held out of train/"]
     first = folders.get("train") or next(iter(folders.values()))
     known = _list_classes(first)
     kept = choose_classes(known, classes, aliases=aliases)
@@ -66,17 +70,14 @@ def find_splits(
     for folder in folders.values():
         if unknown := [entry for entry in _list_classes(folder) if entry not in known]:
             raise ValueError(f"{folder} holds class {unknown[0]!r}, which {first} does not have")
-    scan = partial(_scan, name, root, folders=kept, aliases=aliases or {}, notes=notes)
-    return {
-        split: FoundSplit(f"{folder.absolute().name}/", partial(scan, folder, must_fill=folder == first))
-        for split, folder in folders.items()
-    }
+    scan = partial(_scan, name, root, kept=kept, aliases=aliases or {}, notes=notes, first=first)
+    return {split: FoundSplit(f"{folder.absolute().name}/", partial(scan, folder)) for split, folder in folders.items()}
 
 
 def split_folders(root: Path) -> dict[str, Path]:
     """Split → its folder, for those that exist below `root`."""
     entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
-    return {split: entries[alias] for split, names in _SPLIT_FOLDERS.items() for alias in names if alias in entries}
+    return {split: entries[alias] for split, names in _SPLITS.items() for alias in names if alias in entries}
 
 
 def _list_classes(folder: Path) -> list[str]:
@@ -84,44 +85,27 @@ def _list_classes(folder: Path) -> list[str]:
 
 
 def _scan(
-    name: str,
-    root: Path,
-    split_folder: Path,
-    *,
-    folders: Sequence[str],
-    aliases: dict[str, str],
-    notes: tuple[str, ...],
-    must_fill: bool,
+    name: str, root: Path, folder: Path, *, kept: Sequence[str], aliases: Aliases, notes: list[str], first: Path
 ) -> ImageSource:
-    """Every image below split_folder/<class>, in sorted order; other files are counted and ignored."""
+    """Every image below folder/<class>, in sorted order; other files are counted and ignored."""
     paths: list[str] = []
     counts: list[int] = []
     ignored = 0
-    for folder in folders:
-        files = list(_list_files(split_folder / folder))
-        images = [path for path in files if _is_image(os.path.basename(path))]
-        if must_fill and not images:
-            raise ValueError(f"{split_folder / folder} holds no images; remove it, or name others in data.classes")
+    for class_folder in kept:
+        files = list(_list_files(folder / class_folder))
+        images = [path for path in files if path.lower().endswith(IMAGE_SUFFIXES) and os.path.basename(path)[0] != "."]
+        if folder == first and not images:
+            raise ValueError(f"{folder / class_folder} holds no images; remove it, or name others in data.classes")
         ignored += len(files) - len(images)
         paths += [os.path.relpath(path, root) for path in images]
         counts.append(len(images))
     if not paths:
-        raise ValueError(f"{split_folder} holds no images")
+        raise ValueError(f"{folder} holds no images")
     if ignored:
-        what = f"{ignored} hidden files or files that are no images were ignored in {split_folder.name}/"
-        notes = (*notes, what)
-    return ImageSource(
-        name=name,
-        class_names=tuple(aliases.get(folder, folder) for folder in folders),
-        labels=np.repeat(np.arange(len(folders)), counts),
-        ids=paths,
-        reader=FileReader(root, paths),
-        notes=notes,
-    )
-
-
-def _is_image(file_name: str) -> bool:
-    return not file_name.startswith(".") and file_name.lower().endswith(IMAGE_SUFFIXES)
+        notes = [*notes, f"{ignored} hidden files or files that are no images were ignored in {folder.name}/"]
+    names, labels = tuple(aliases.get(entry, entry) for entry in kept), np.repeat(np.arange(len(kept)), counts)
+    reader = FileReader(root, paths)
+    return ImageSource(name=name, class_names=names, labels=labels, ids=paths, reader=reader, notes=tuple(notes))
 
 
 def _list_files(folder: Path) -> Iterator[str]:
@@ -146,8 +130,8 @@ def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> Fo
             if len(row) != len(header) or not all(row):
                 raise ValueError(f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}")
             split = row[2] if len(row) == 3 else "train"
-            if split not in _SPLIT_FOLDERS:
-                raise ValueError(f"{where}: unknown split {split!r}; known: {', '.join(_SPLIT_FOLDERS)}")
+            if split not in _SPLITS:
+                raise ValueError(f"{where}: unknown split {split!r}; known: {', '.join(_SPLITS)}")
             if not (root / row[0]).is_file():
                 raise ValueError(f"{where}: {row[0]} is not a file below {root}")
             if row[0] in seen:
@@ -160,9 +144,8 @@ def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> Fo
 
     def load(split: str) -> ImageSource:
         paths, names = zip(*rows[split], strict=True)
-        numbers = {class_name: number for number, class_name in enumerate(class_names)}
-        labels, reader = np.array([numbers[label] for label in names]), FileReader(root, paths)
+        labels, reader = np.searchsorted(class_names, names), FileReader(root, paths)
         source = ImageSource(name=name, class_names=class_names, labels=labels, ids=paths, reader=reader)
-        return keep_classes(source, classes)
+        return source.keep_classes(classes)
 
     return {split: FoundSplit(f"{split} in labels.csv", partial(load, split)) for split in rows}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
-from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes
+from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource
 from vit.runtime.files import default_cache_dir
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
@@ -25,17 +25,16 @@ def find_digits(options: FindOptions) -> FoundSplits:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        grey = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        source = ImageSource(
-            name="digits",
-            class_names=tuple("0123456789"),
-            labels=digits.target,
-            ids=[f"digits/{index:05d}" for index in range(len(grey))],
-            reader=ArrayReader(np.repeat(grey[..., None], 3, axis=-1)),
-        )
-        return keep_classes(source, options.classes)
+        pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
+        source = _source("digits", "digits", pixels, labels=digits.target, names="0123456789")
+        return source.keep_classes(options.classes)
 
     return {"train": FoundSplit("scikit-learn's digits", load)}
+
+
+def _source(name: str, prefix: str, pixels: np.ndarray, *, labels: np.ndarray, names: Sequence[str]) -> ImageSource:
+    ids, reader = [f"{prefix}/{index:05d}" for index in range(len(pixels))], ArrayReader(pixels)
+    return ImageSource(name=name, class_names=tuple(names), labels=labels, ids=ids, reader=reader)
 
 
 def find_cifar(name: str, options: FindOptions) -> FoundSplits:
@@ -43,20 +42,13 @@ def find_cifar(name: str, options: FindOptions) -> FoundSplits:
     from torchvision import datasets
 
     dataset = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    folder = _download_root(name, options.root)
+    folder = _download_root(name, options)
 
     def load(split: str) -> ImageSource:
         make = partial(dataset, folder, train=split == "train")
-        archive = f"{dataset.filename} (from {dataset.url})"
-        data = _fetch(make, name, folder, archive)
-        source = ImageSource(
-            name=name,
-            class_names=tuple(data.classes),
-            labels=np.array(data.targets),
-            ids=[f"{split}/{index:05d}" for index in range(len(data.data))],
-            reader=ArrayReader(data.data),
-        )
-        return keep_classes(source, options.classes)
+        data = _fetch(make, name, folder, f"{dataset.filename} (from {dataset.url})")
+        source = _source(name, split, data.data, labels=np.array(data.targets), names=data.classes)
+        return source.keep_classes(options.classes)
 
     published = {"train": "the published training set", "test": "the published test set"}
     return {split: FoundSplit(origin, partial(load, split)) for split, origin in published.items()}
@@ -66,14 +58,14 @@ def find_imagenette(options: FindOptions) -> FoundSplits:
     """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test split."""
     from torchvision.datasets import Imagenette
 
-    folder = _download_root("imagenette", options.root, class_folders=True)
+    folder = _download_root("imagenette", options, class_folders=True)
     copies = [folder, *sorted(folder.glob("imagenette2*"))]
     unpacked = [copy for copy in copies if {"train", "validation"} <= split_folders(copy).keys()]
     if not unpacked:
         url = Imagenette._ARCHIVES[_IMAGENETTE_SIZE][0]
-        make = partial(Imagenette, folder, size=_IMAGENETTE_SIZE)
-        archive = f"{Path(url).name} (from {url})"
-        _fetch(make, "imagenette", folder, archive)
+        _fetch(
+            partial(Imagenette, folder, size=_IMAGENETTE_SIZE), "imagenette", folder, f"{Path(url).name} (from {url})"
+        )
         unpacked = [folder / Path(url).stem]
     aliases = {wnid: names[0] for wnid, names in Imagenette._WNID_TO_CLASS.items()}
     return find_splits("imagenette", unpacked[0], options.classes, aliases=aliases)
@@ -82,10 +74,9 @@ def find_imagenette(options: FindOptions) -> FoundSplits:
 def find_imagenet(options: FindOptions) -> FoundSplits:
     """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the wanted classes by wnid or name.
 
-    Names come from LOC_synset_mapping.txt beside the folders (it is in the published archive), or, where
-    all 1,000 wnids are there, from torchvision's list.
+    Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there, from torchvision.
     """
-    folder = existing_root("imagenet", options.root)
+    folder = existing_root("imagenet", options)
     splits = split_folders(folder)
     if "train" not in splits:
         raise ValueError(f"data.root {folder} has no train/ folder; ImageNet is read as train/<wnid> and val/<wnid>")
@@ -108,18 +99,14 @@ def _imagenet_names(root: Path, train: Path) -> dict[str, str]:
     return {wnid: name if uses[name] == 1 else f"{name} ({wnid})" for wnid, name in names.items()}
 
 
-def _download_root(name: str, root: Path | str | None, *, class_folders: bool = False) -> Path:
+def _download_root(name: str, options: FindOptions, *, class_folders: bool = False) -> Path:
     """Where a set is or will be; refuses an image folder in place of a published archive."""
-    if root is None:
+    if options.root is None:
         return default_cache_dir() / "downloads" / name
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data.root {folder} is not a folder")
+    folder = existing_root(name, options)
     if not class_folders and "train" in split_folders(folder):
-        raise ValueError(
-            f"data.root {folder} is an image folder (train/<class>/…), not the published {name}; "
-            "read it with data.name=folder"
-        )
+        what = f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
+        raise ValueError(f"{what}; read it with data.name=folder")
     return folder
 
 
@@ -131,7 +118,5 @@ def _fetch(make: Callable[..., Any], name: str, folder: Path, archive: str) -> A
         folder.mkdir(parents=True, exist_ok=True)
         return make(download=True)
     except (RuntimeError, OSError) as error:
-        raise OSError(
-            f"{name} could not be downloaded ({error}); by hand: put {archive} into {folder} and start "
-            "again, or point data.root at a copy"
-        ) from error
+        cure = f"by hand: put {archive} into {folder} and start again, or point data.root at a copy"
+        raise OSError(f"{name} could not be downloaded ({error}); {cure}") from error

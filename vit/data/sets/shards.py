@@ -1,7 +1,6 @@
 """WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
 
-A shard is indexed once, and an image is then read by its offset. So a sample is reached at random, each
-rank and worker reads only its own samples, and order, resuming and rng are as exact as with files. A
+A shard is indexed once, and an image is then read by its offset: samples are reached at random, as with files. A
 `pipe:` shard has no offsets: it is copied to the cache first, which needs that much disk.
 """
 
@@ -23,7 +22,7 @@ from PIL import Image
 
 from vit.data.images import read_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, keep_classes
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource
 
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
@@ -43,9 +42,8 @@ class ShardReader:
             return read_image(io.BytesIO(file.read(size)), name=self.names[index])
 
     def cache_key(self) -> bytes:
-        stats = [os.stat(shard) for shard in self.shards]
-        files = repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()
-        return files + self.places.tobytes()
+        stats = map(os.stat, self.shards)
+        return repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode() + self.places.tobytes()
 
     def subset(self, indices: np.ndarray) -> ShardReader:
         return ShardReader(self.shards, [self.names[index] for index in indices], self.places[indices])
@@ -54,10 +52,9 @@ class ShardReader:
 def find_shards(options: FindOptions) -> FoundSplits:
     """The splits of `root`: a folder of shards, or a pattern.
 
-    A folder holds <split>/*.tar or <split>*.tar (train, val, test), or *.tar as one set. A pattern is one
-    set: globs, braces ("shards-{000..009}.tar") and commands ("pipe:cat shards.tar"), several joined by
-    "::". As with image folders, val without test is the test split. Names of classes are the lines of
-    classes.txt beside the first shard, else the labels.
+    A folder holds <split>/*.tar or <split>*.tar (train, val, test), or *.tar as one set. A pattern is one set: globs,
+    braces ("shards-{000..009}.tar") and commands ("pipe:cat shards.tar"), joined by "::". As with image folders, val
+    without test is the test split. Class names are the lines of classes.txt beside the first shard, else the labels.
     """
     if options.root is None:
         raise ValueError("data.name=webdataset needs data.root: a folder of .tar shards, a pattern or pipe:command")
@@ -65,14 +62,11 @@ def find_shards(options: FindOptions) -> FoundSplits:
     if not folder.is_dir():
         splits = {"train": _expand(str(options.root), options.cache_dir / "shards")}
     else:
-        splits = list_shards(folder)
-        if not splits:
+        if not (splits := list_shards(folder)):
             raise FileNotFoundError(f"data.root {folder} holds no .tar shards")
         places = {split: shards[0].parent for split, shards in splits.items()}
-        origins = {
-            split: f"{_SPLIT_PREFIXES[split]}*.tar" if place == folder and len(splits) > 1 else f"{place.name}/"
-            for split, place in places.items()
-        }
+        patterns = {split: f"{_SPLIT_PREFIXES[split]}*.tar" for split in splits if places[split] == folder}
+        origins = {split: f"{place.name}/" for split, place in places.items()} | (patterns if len(splits) > 1 else {})
     if "validation" in splits and "test" not in splits:
         splits["test"], origins["test"] = splits.pop("validation"), origins["validation"]
     index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
@@ -86,9 +80,8 @@ def list_shards(folder: Path) -> dict[str, list[Path]]:
         split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
         for split, prefix in _SPLIT_PREFIXES.items()
     }
-    splits = {split: shards for split, shards in found.items() if shards}
-    whole = sorted(folder.glob("*.tar"))
-    return splits or ({"train": whole} if whole else {})
+    found = found if any(found.values()) else {"train": sorted(folder.glob("*.tar"))}
+    return {split: shards for split, shards in found.items() if shards}
 
 
 def _expand(pattern: str, spool_folder: Path) -> list[Path]:
@@ -96,8 +89,7 @@ def _expand(pattern: str, spool_folder: Path) -> list[Path]:
 
     shards: list[Path] = []
     for url in expand_urls(pattern):
-        is_command = url.startswith("pipe:")
-        found = [_spool(url, spool_folder)] if is_command else [Path(path) for path in sorted(glob.glob(url))]
+        found = [_spool(url, spool_folder)] if url.startswith("pipe:") else [*map(Path, sorted(glob.glob(url)))]
         if not found:
             raise FileNotFoundError(f"data.root {pattern}: no file matches {url}")
         shards += found
@@ -128,9 +120,7 @@ def _spool(url: str, folder: Path) -> Path:
 _Index = Callable[[Path], list[tuple[str, str, int, int]]]
 
 
-def _load(
-    splits: Mapping[str, Sequence[Path]], index: _Index, classes: Sequence[str] | None, split: str
-) -> ImageSource:
+def _load(splits: Mapping[str, list[Path]], index: _Index, classes: Sequence[str] | None, split: str) -> ImageSource:
     everything = [shard for shards in splits.values() for shard in shards]
     texts = {text for shard in everything for _, text, _, _ in index(shard)}
     class_names, numbers = _number_classes(texts, everything[0].parent)
@@ -141,7 +131,7 @@ def _load(
     places = np.array([(number, *place) for number, _, _, _, *place in samples], dtype=np.int64)
     reader = ShardReader(shards, names, places)
     source = ImageSource(name="webdataset", class_names=class_names, labels=labels, ids=names, reader=reader)
-    return keep_classes(source, classes)
+    return source.keep_classes(classes)
 
 
 def _index(shard: Path) -> list[tuple[str, str, int, int]]:
@@ -165,9 +155,8 @@ def _index(shard: Path) -> list[tuple[str, str, int, int]]:
         raise ValueError(f"{shard} is cut short: its last file ends beyond it")
     if not images:
         raise ValueError(f"{shard} holds no images; a sample is <key>.jpg and <key>.cls")
-    for key in images:
-        if not texts.get(key):
-            raise ValueError(f"{shard} has no label {key}.cls for the image {key}")
+    if unlabelled := [key for key in images if not texts.get(key)]:
+        raise ValueError(f"{shard} has no label {unlabelled[0]}.cls for the image {unlabelled[0]}")
     return [(key, texts[key], *place) for key, place in images.items()]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
-
-from vit.data.images import read_image
 
 
 @runtime_checkable
@@ -45,24 +42,6 @@ class ArrayReader:
         return ArrayReader(self.pixels[indices])
 
 
-@dataclass(frozen=True, eq=False)
-class FileReader:
-    """Image files below a root."""
-
-    root: Path
-    paths: Sequence[str]  # relative to the root
-
-    def read(self, index: int) -> Image.Image:
-        return read_image(self.root / self.paths[index])
-
-    def cache_key(self) -> bytes:
-        stats = [os.stat(self.root / path) for path in self.paths]
-        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
-
-    def subset(self, indices: np.ndarray) -> FileReader:
-        return FileReader(self.root, [self.paths[index] for index in indices])
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageSource:
     """Labelled images of one split. Each id is a path below the root, or such as "test/00012"."""
@@ -84,30 +63,35 @@ class ImageSource:
 
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
-        digest = hashlib.sha256()
-        for text in ("\n".join(self.class_names), self.split, "\n".join(self.ids)):
-            digest.update(text.encode(errors="surrogateescape") + b"\0")
-        digest.update(self.labels.tobytes())
-        digest.update(self.reader.cache_key())
-        return digest.hexdigest()
+        text = "".join(part + "\0" for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)))
+        contents = text.encode(errors="surrogateescape") + self.labels.tobytes() + self.reader.cache_key()
+        return hashlib.sha256(contents).hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageSource:
         """The images at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return replace(
-            self,
-            labels=self.labels[chosen],
-            ids=[self.ids[index] for index in chosen],
-            reader=self.reader.subset(chosen),
-        )
+        ids = [self.ids[index] for index in chosen]
+        return replace(self, labels=self.labels[chosen], ids=ids, reader=self.reader.subset(chosen))
+
+    def keep_classes(self, wanted: Sequence[str] | None) -> ImageSource:
+        """The images of the `wanted` classes, renumbered in the source's order; raises as `choose_classes`."""
+        kept = choose_classes(self.class_names, wanted)
+        renumbered = np.array([kept.index(name) if name in kept else -1 for name in self.class_names])
+        chosen = self.subset(np.flatnonzero(renumbered[self.labels] >= 0))
+        return replace(chosen, labels=renumbered[chosen.labels].astype(np.int64), class_names=kept)
+
+
+Root = Path | str | None
+Classes = Sequence[str] | None
+Aliases = Mapping[str, str]  # folder name → readable name
 
 
 @dataclass(frozen=True)
 class FindOptions:
     """What every finder of a data set is told."""
 
-    root: Path | str | None
-    classes: Sequence[str] | None
+    root: Root
+    classes: Classes
     cache_dir: Path
 
 
@@ -129,14 +113,11 @@ def join_sources(sources: Sequence[ImageSource]) -> ImageSource:
     if len(sources) == 1:
         return replace(first, split="all")
     places = [(number, index) for number, source in enumerate(sources) for index in range(len(source))]
-    return ImageSource(
-        name=first.name,
-        class_names=first.class_names,
-        labels=np.concatenate([source.labels for source in sources]),
-        ids=[name for source in sources for name in source.ids],
-        reader=_JoinedReader([source.reader for source in sources], np.array(places, dtype=np.int64)),
-        notes=tuple(dict.fromkeys(note for source in sources for note in source.notes)),
-    )
+    labels = np.concatenate([source.labels for source in sources])
+    ids = [name for source in sources for name in source.ids]
+    reader = _JoinedReader([source.reader for source in sources], np.array(places, dtype=np.int64))
+    notes = tuple(dict.fromkeys(note for source in sources for note in source.notes))
+    return replace(first, split="all", labels=labels, ids=ids, reader=reader, notes=notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,31 +142,16 @@ class _JoinedReader:
         return _JoinedReader(readers, places)
 
 
-def choose_classes(
-    class_names: Sequence[str], wanted: Sequence[str] | None, *, aliases: dict[str, str] | None = None
-) -> tuple[str, ...]:
-    """The `wanted` ones of `class_names`, in the source's order; all of them for None.
-
-    `aliases` gives a second spelling: folder name → readable name. Raises ValueError for an unknown class and
-    for fewer than two.
-    """
+def choose_classes(class_names: Sequence[str], wanted: Classes, *, aliases: Aliases | None = None) -> tuple[str, ...]:
+    """The `wanted` of `class_names`, by name or alias, in their order; all for None; ValueError for unknown or < 2."""
     if wanted is None:
         return tuple(class_names)
     spellings = {name: name for name in class_names}
     spellings |= {other: name for name, other in (aliases or {}).items() if name in spellings}
-    unknown = [name for name in wanted if name not in spellings]
-    if unknown:
+    if unknown := [name for name in wanted if name not in spellings]:
         known = ", ".join(list(spellings)[:20]) + (", …" if len(spellings) > 20 else "")
         raise ValueError(f"unknown class {unknown[0]!r} in data.classes; known: {known}")
     chosen = {spellings[name] for name in wanted}
     if len(chosen) < 2:
         raise ValueError(f"data.classes {', '.join(wanted)} is {len(chosen)} class; a classifier needs at least two")
     return tuple(name for name in class_names if name in chosen)
-
-
-def keep_classes(source: ImageSource, wanted: Sequence[str] | None) -> ImageSource:
-    """The images of the `wanted` classes, renumbered in the source's order."""
-    kept = choose_classes(source.class_names, wanted)
-    renumbered = np.array([kept.index(name) if name in kept else -1 for name in source.class_names])
-    chosen = source.subset(np.flatnonzero(renumbered[source.labels] >= 0))
-    return replace(chosen, labels=renumbered[chosen.labels].astype(np.int64), class_names=kept)
