@@ -63,8 +63,7 @@ def find_duplicates(hashes: Hashes, training_hashes: Hashes, *, max_distance: in
     exact = np.flatnonzero(same)
     queries = np.flatnonzero(~same & _is_distinctive(dhashes))
     training = np.flatnonzero(_is_distinctive(training_dhashes))
-    best = np.full(len(queries), max_distance + 1)
-    match = np.zeros(len(queries), dtype=np.int64)
+    best, match = np.full(len(queries), max_distance + 1), np.zeros(len(queries), dtype=np.int64)
     for query, other, distance in _close_pairs(dhashes[queries], training_dhashes[training], max_distance):
         # the closest of each query: sorted by distance, then training index, the first one counts
         ranked = np.lexsort((other, distance, query))

@@ -115,9 +115,8 @@ class Preprocess:
         """What `to_uint8` takes of an image of `size` (width, height)."""
         left, top, right, _ = self._cover(size)
         pixel = (right - left) / self.resize_size[1]  # original pixels per pixel of the input
-        margin_top, margin_left = self._margins()
+        (margin_top, margin_left), (height, width) = self._margins(), self.image_size
         left, top = left + margin_left * pixel, top + margin_top * pixel
-        height, width = self.image_size
         return Geometry(original_size=size, box=(left, top, left + width * pixel, top + height * pixel))
 
     def normalize(self, pixels: UInt8[Tensor, "B _ _ _"]) -> Float[Tensor, "B 3 H W"]:
@@ -155,8 +154,7 @@ class Preprocess:
 
     def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
         """The centred box of the original (width, height) that has the aspect of `resize_size`."""
-        width, height = size
-        target_height, target_width = self.resize_size
+        (width, height), (target_height, target_width) = size, self.resize_size
         pixel = min(width / target_width, height / target_height)
         # max, min: Pillow refuses a box that rounding pushed over an edge
         left = max((width - target_width * pixel) / 2, 0.0)
