@@ -22,9 +22,6 @@ WORDS = (
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "vit").rglob("*.html")]
 
 
-pending = pytest.mark.xfail(strict=False, reason="the parts are still being put in order")
-
-
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -60,9 +57,7 @@ def test_no_function_takes_too_many_positional_arguments() -> None:
     assert {name: count for name, count in counts.items() if count > POSITIONAL_PARAMETERS} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [pytest.param(*of, marks=pending if of[0] == "vit" else (), id=of[0]) for of in LINES.items()]
-)
+@pytest.mark.parametrize(("name", "limit"), LINES.items(), ids=LINES)
 def test_the_whole_stays_small(name: str, limit: int) -> None:
     path = ROOT / name
     assert sum(map(count_lines, path.rglob("*.py") if path.is_dir() else [path])) <= limit
@@ -84,7 +79,6 @@ def test_tests_mirror_the_folders_of_the_package() -> None:
     assert sorted(str(folder) for folder in folders if not (ROOT / "vit" / folder).is_dir()) == []
 
 
-@pending
 def test_no_two_modules_of_a_room_share_a_name() -> None:
     """`report` in one place, `export` in one place: a name says where it is."""
     names: dict[str, list[str]] = {}
