@@ -58,21 +58,21 @@ class SanityChecker:
     ) -> list[list[list[SanityCheck]]]:
         """By method, image and class. Maps that don't depend on the class are checked for the predicted one."""
         names = [of_method.method.name for of_method in maps]
-        _, _, controls = compute_maps(
+        _, _, randomised_maps = compute_maps(
             self.randomised, images, methods=names, choose_targets=lambda _: targets, options=options
         )
         rows, columns = maps[0].values.shape[-2:]
         deletions: dict[int, RandomDeletion] = {}
         checks = []
-        for found, control in zip(maps, controls, strict=True):
+        for found, other in zip(maps, randomised_maps, strict=True):
             by_class = []
             for column in range(found.values.shape[1]):
                 key = column if found.method.class_specific else -1
                 if key not in deletions:
                     classes = logits.argmax(dim=1) if key < 0 else targets[:, column]
                     deletions[key] = RandomDeletion(self.model, images, classes, grid=(rows, columns))
-                values, of_control = found.values[:, column], control.values[:, column]
-                numbers = [*deletions[key].compare(values), rank_correlation(values, of_control)]
+                values, of_randomised = found.values[:, column], other.values[:, column]
+                numbers = [*deletions[key].compare(values), rank_correlation(values, of_randomised)]
                 numbers += [found.prefix_mass[:, column], found.entropy[:, column]]
                 of_images = zip(*(of_all.tolist() for of_all in numbers), strict=True)
                 by_class.append([_judge(*of_image, patches=rows * columns) for of_image in of_images])
