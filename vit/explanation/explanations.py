@@ -80,7 +80,7 @@ class Explanations:
 
     def save(self, directory: str | Path, *, formats: Sequence[str] = FORMATS, overwrite: bool = False) -> None:
         """Write overlays (png), maps.npz (npz), manifest.json and, for the format html, a gallery. Raises ValueError
-        for an unknown format, FileExistsError where `directory` holds files; `overwrite` replaces an earlier result only."""
+        for an unknown format, FileExistsError where `directory` holds files; `overwrite` replaces an earlier result."""
         for name in formats:
             check_choice(name, (*FORMATS, *self.extra_formats), name="format")
         prepare_output(Path(directory), overwrite=overwrite)
