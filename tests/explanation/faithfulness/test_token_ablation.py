@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from vit.explanation.capture.capture import capture_attention
+from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
     area_under,
     build_predictor,
     deletion_curve,
-    keep_tokens,
     leave_one_out,
 )
 

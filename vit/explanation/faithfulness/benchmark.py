@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.explanation.capture.readout import Grid, Images, PatchMaps
+from vit.explanation.capture.tokens import can_drop_tokens
 from vit.explanation.faithfulness import grid_pointing, token_ablation
 from vit.explanation.faithfulness.baselines import baseline_maps
 from vit.explanation.faithfulness.map_metrics import KEPT, REMOVED, PerImage, compute_saco, find_order
@@ -121,7 +122,7 @@ class Benchmark:
 
     def _measure_pointing(self) -> None:
         """The grid pointing game, for models that take another number of patches and let tokens be left out."""
-        if not (hasattr(self.model, "set_input_size") and token_ablation.can_drop_tokens(self.model)):
+        if not (hasattr(self.model, "set_input_size") and can_drop_tokens(self.model)):
             name = type(self.model).__name__
             self.result.notes.append(f"no grid pointing: {name} does not take another number of patches")
             return

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.map_metrics import compute_pointing
-from vit.explanation.faithfulness.token_ablation import keep_tokens
 from vit.model.logits import compute_logits
 
 

@@ -2,18 +2,15 @@
 removed by leaving its token out after the position embedding: nothing is painted over, and no image is made that is
 unlike those of the training (Jain et al. 2022). Painting over, with the mean or a blur, is there to compare."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.explanation.capture.capture import find_attention_layers
-from vit.explanation.capture.layers import RotaryLayer
-from vit.explanation.capture.readout import Grid, Images, count_prefix_tokens
+from vit.explanation.capture.readout import Grid, Images
+from vit.explanation.capture.tokens import can_drop_tokens, keep_tokens
 from vit.model.logits import compute_logits
 from vit.runtime.arguments import check_choice
 
@@ -21,32 +18,6 @@ FILLS = ("auto", "drop", "mean", "blur")
 FRACTIONS = tuple(step / 10 for step in range(10))  # of the patches removed: 0 to 0.9
 
 Predict = Callable[[Int[Tensor, "B kept"]], Float[Tensor, " B"]]
-
-
-def can_drop_tokens(model: nn.Module) -> bool:
-    """Not for rotary models, whose blocks are told the positions of all patches."""
-    return not isinstance(find_attention_layers(model)[0], RotaryLayer)
-
-
-@contextmanager
-def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]:
-    """Only the patches `kept` (indices from 0, row by row) and the prefix tokens enter the encoder. Raises ValueError
-    where `can_drop_tokens` says no."""
-    if not can_drop_tokens(model):
-        name = type(model).__name__
-        raise ValueError(f"{name} has rotary positions, so its tokens cannot be left out; use fill='mean'")
-    num_prefix = count_prefix_tokens(model)
-
-    def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tokens = args[0]
-        index = (kept + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
-        return (torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1), *args[1:])
-
-    handle = find_attention_layers(model)[0].block.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def build_predictor(
