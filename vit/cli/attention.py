@@ -1,6 +1,7 @@
 """`vit attention`: attention maps of any images, or of images of the model's own test split."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +82,8 @@ def _show(output: Path, *, formats: list[str]) -> None:
     typer.echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
     maps = [found for image in manifest["images"] for found in image["maps"]]
     checks = [found["sanity_check"] for found in maps if found["sanity_check"]]
-    if failed := sum(bool(check["warnings"]) for check in checks):
-        typer.echo(f"{failed} of {len(checks)} maps failed a sanity check; each says which")
+    if verdicts := Counter(check["verdict"] for check in checks):
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        typer.echo(f"sanity checks of {len(checks)} maps: {counts}")
     if "html" in formats:
         typer.echo(f"open {output / 'gallery.html'} in a browser")

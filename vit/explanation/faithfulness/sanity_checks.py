@@ -24,13 +24,16 @@ LEAST_BETTER = 0.9  # than random orders; a random map reaches it for about one 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the patches, deleted
 CORRELATION_LIMIT = 0.3  # with the map of randomised weights, or three standard errors where that is more
 PREFIX_LIMIT = 0.5
+VERDICTS = ("supported", "weak", "unsupported", "not checked")
 UNIFORM_LIMIT = 0.98  # exp(entropy) / patches
 
 
 @dataclass(frozen=True)
 class SanityCheck:
-    """The checks of one map."""
+    """The checks of one map and what follows from them."""
 
+    verdict: str  # one of VERDICTS
+    reason: str  # a sentence
     deletion_gap: float  # mean probability of the class under random deletion minus that in the map's order
     better_than_random: float  # fraction of the random orders that lower the probability less
     randomised_correlation: float  # Spearman's, with the same method's map of randomised weights
@@ -156,4 +159,6 @@ def _judge(
         warnings.append(f"{100 * prefix_mass:.0f} % of the relevance is in prefix tokens, not in patches")
     if math.exp(entropy) > UNIFORM_LIMIT * patches:
         warnings.append("nearly uniform")
-    return SanityCheck(deletion_gap, better_than_random, randomised_correlation, tuple(warnings))
+    verdict = "unsupported" if better_than_random < LEAST_BETTER else "weak" if warnings else "supported"
+    reason = "; ".join(warnings) or "its order lowers the probability more than random orders"
+    return SanityCheck(verdict, reason, deletion_gap, better_than_random, randomised_correlation, tuple(warnings))

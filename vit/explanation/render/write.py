@@ -19,7 +19,7 @@ from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Setti
 from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
 from vit.runtime.files import write_arrays, write_text
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 _SAVE_EVERY_SECONDS = 60.0
@@ -190,6 +190,8 @@ def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequen
             scale=found.scale,
             caption=[*caption, found.method.title],
         )
+    check = found.sanity_check
+    shown = [f"{check.verdict}: {check.reason}"] if check and check.verdict != "supported" else []
     about = "does not depend on the class" if found.target is None else f"for {describe_class(found.target)}"
     return draw_overlay(
         explained.open(),
@@ -197,5 +199,5 @@ def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequen
         explained.geometry,
         scale=found.scale,
         caption=[*caption, f"{found.method.title}, {about}"],
-        warnings=() if found.sanity_check is None else found.sanity_check.warnings,
+        warnings=shown,
     )
