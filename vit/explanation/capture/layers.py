@@ -40,7 +40,8 @@ class AttentionLayer:
         self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module; not always kept
         # with gradients only, still in the autograd graph:
         self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
-        self.block_tokens: Tensor | None = None  # [B, N, D], what left the block
+        self.block_input: Tensor | None = None  # [B, N, D], what entered the block
+        self.block_tokens: Tensor | None = None  # [B, N, D], what left it
         self._gradients, self._verified = False, False
 
     @classmethod
@@ -100,14 +101,15 @@ class AttentionLayer:
                 # a copy where the output is a view, which would keep the whole qkv output alive
                 setattr(self, kind, output.contiguous() if output.ndim == 4 else self._split(output))
 
-        def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        def on_block(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+            self.block_input = args[0] if args else options["hidden_states"]
             self.block_tokens = _first(result)
 
         handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True), self._attach_heads()]
         for kind, name in zip(("query", "key"), self.names[2], strict=False):
             handles.append(getattr(self.module, name).register_forward_hook(partial(on_projection, kind)))
         if gradients:
-            handles.append(self.block.register_forward_hook(on_block))
+            handles.append(self.block.register_forward_hook(on_block, with_kwargs=True))
         return handles
 
     def _attach_heads(self) -> RemovableHandle:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from vit.explanation.capture.capture import AttentionRecord, capture_attention
 from vit.explanation.capture.layers import SUPPORTED
@@ -36,11 +37,14 @@ class Forward:
     readout: Float[Tensor, "B N"]  # rows sum to one
     num_prefix_tokens: int
     grid: Grid
+    tokens: Float[Tensor, "B N D"] | None  # before pooling, where the model shows them
+    pooling: dict[str, Tensor]  # what an attention pooling computed, see `_capture_pooling`
 
 
-def run_forward(model: nn.Module, images: Images, *, gradients: bool = False) -> Forward:
+def run_forward(model: nn.Module, images: Images, *, gradients: bool = False, grid: Grid | None = None) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
-    the autograd graph is kept from the images on, without the parameters."""
+    the autograd graph is kept from the images on, without the parameters. `grid` is that of all patches where some are
+    left out (`keep_tokens`)."""
     if gradients:
         images = images.detach().clone().requires_grad_()
     with (
@@ -52,8 +56,8 @@ def run_forward(model: nn.Module, images: Images, *, gradients: bool = False) ->
         tokens, logits = _run(model, images)
         num_tokens, num_prefix = record.layers[0].num_tokens, count_prefix_tokens(model)
         readout = _compute_readout(model, logits.new_zeros(len(images), num_tokens), tokens, pooling)
-    grid = find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
-    return Forward(model, images, logits, record, readout, num_prefix, grid)
+    grid = grid or find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
+    return Forward(model, images, logits, record, readout, num_prefix, grid, tokens, pooling)
 
 
 def _run(model: Any, images: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -159,16 +163,25 @@ def _compute_readout(
 
 
 @contextmanager
-def _capture_pooling(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Query and key of timm's attention pooling (`global_pool="map"`); nothing for other models."""
-    pool: Any = getattr(model, "attn_pool", None)
+def _capture_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
+    """What attention pooling computes: q_norm, k_norm, kv and heads (its result before the projection) of timm's
+    (`global_pool="map"`), and pooled, the pooled feature, of ours. Nothing for other models."""
     captured: dict[str, Tensor] = {}
 
-    def keep(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        captured[name] = output.detach()
+    def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        captured[name] = output
 
-    names = ("q_norm", "k_norm") if isinstance(pool, nn.Module) and hasattr(pool, "latent") else ()
-    handles = [getattr(pool, name).register_forward_hook(partial(keep, name)) for name in names]
+    def keep_input(name: str, module: nn.Module, args: Any) -> None:
+        captured[name] = args[0]
+
+    handles: list[RemovableHandle] = []
+    if hasattr(pool := getattr(model, "attn_pool", None), "latent"):
+        handles += [
+            getattr(pool, name).register_forward_hook(partial(keep_output, name)) for name in ("q_norm", "k_norm", "kv")
+        ]
+        handles.append(pool.proj.register_forward_pre_hook(partial(keep_input, "heads")))
+    elif getattr(model, "seq_pool", None) is not None:
+        handles.append(model.fc_norm.register_forward_pre_hook(partial(keep_input, "pooled")))
     try:
         yield captured
     finally:

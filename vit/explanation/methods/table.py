@@ -1,6 +1,7 @@
 """The methods by name, and one call that computes several of them from one forward pass."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.readout import Forward, Images, compute_entropy, run_forward, split_prefix
 from vit.explanation.methods import gradients, rollout
+from vit.explanation.methods.libra import LibraGradients
+from vit.explanation.methods.removal import compute_removal_gradient
 from vit.explanation.methods.targets import ChooseTargets
 
 
@@ -36,6 +39,7 @@ class Method:
     compute: Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
     class_specific: bool = False
     signed: bool = False
+    libra: bool = False  # from a forward pass within LibraGradients
 
 
 @dataclass
@@ -65,14 +69,25 @@ def compute_maps(
     """One recorded forward pass, the classes explained and the maps of every method. `choose_targets` picks T classes
     an image from the logits; without it, the predicted one."""
     chosen, options = find_methods(methods), options or MapOptions()
-    forward = run_forward(model, images, gradients=any(method.class_specific for method in chosen))
+    passes = {libra: [method for method in chosen if method.libra is libra] for libra in (False, True)}
+    forwards = {}
+    for libra, of_pass in passes.items():
+        if of_pass:
+            with LibraGradients() if libra else nullcontext():
+                gradients = any(method.class_specific for method in of_pass)
+                forwards[libra] = run_forward(model, images, gradients=gradients)
+    forward = next(iter(forwards.values()))  # their results are the same
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
     # the forward pass may be in half precision; the products of many matrices are not
     full_precision = torch.autocast(images.device.type, enabled=False)
-    with full_precision, torch.set_grad_enabled(forward.logits.requires_grad):
-        return forward, targets, [_compute_method(method, forward, targets, options) for method in chosen]
+    with full_precision, torch.enable_grad():
+        return (
+            forward,
+            targets,
+            [_compute_method(method, forwards[method.libra], targets, options) for method in chosen],
+        )
 
 
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
@@ -129,16 +144,23 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     return rows.flatten(1, 2)
 
 
-def _of_logit(
-    name: str, title: str, compute: Callable[..., Tensor], *option_names: str, signed: bool = False
+def _of_class(
+    name: str,
+    title: str,
+    compute: Callable[..., Tensor],
+    *option_names: str,
+    signed: bool = False,
+    libra: bool = False,
+    probability: bool = False,
 ) -> Method:
-    """A method of the class's logit, from a function of it and of options by name."""
+    """A method of the class's logit or probability, from a function of it and of options by name."""
 
     def compute_map(forward: Forward, classes: Int[Tensor, " B"], options: MapOptions) -> Tensor:
-        logit = forward.logits.gather(1, classes[:, None])[:, 0]
-        return compute(forward, logit, **{option: getattr(options, option) for option in option_names})
+        scores = forward.logits.softmax(dim=1) if probability else forward.logits
+        score = scores.gather(1, classes[:, None])[:, 0]
+        return compute(forward, score, **{option: getattr(options, option) for option in option_names})
 
-    return Method(name, title, compute_map, class_specific=True, signed=signed)
+    return Method(name, title, compute_map, class_specific=True, signed=signed, libra=libra)
 
 
 def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
@@ -149,14 +171,25 @@ _GAE, _GAE_SCALE_FREE = gradients.compute_gae, partial(gradients.compute_gae, sc
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
     Method("raw", "attention of a layer", _raw),
-    _of_logit("gae", "generic attention explanation", _GAE, "start_layer"),
-    _of_logit("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, "start_layer"),
-    _of_logit(
+    _of_class("gae", "generic attention explanation", _GAE, "start_layer"),
+    _of_class("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, "start_layer"),
+    _of_class(
         "gradient-rollout", "gradient-weighted rollout", gradients.compute_gradient_rollout, "residual", "start_layer"
     ),
-    _of_logit("attn-gradcam", "Grad-CAM of the last attention", gradients.compute_attention_gradcam),
+    _of_class("attn-gradcam", "Grad-CAM of the last attention", gradients.compute_attention_gradcam),
     Method("legrad", "LeGrad", _legrad, class_specific=True),
-    _of_logit("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
-    _of_logit("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
+    _of_class("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
+    _of_class("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
+    _of_class("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
+    _of_class("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
+    _of_class(
+        "libra-input-x-gradient",
+        "Libra input times gradient",
+        gradients.compute_input_x_gradient,
+        signed=True,
+        libra=True,
+    ),
+    _of_class("removal-gradient", "removal gradient", compute_removal_gradient, signed=True, probability=True),
+    _of_class("removal-gradient-logit", "removal gradient of the logit", compute_removal_gradient, signed=True),
 )
 METHODS = {method.name: method for method in _ALL}

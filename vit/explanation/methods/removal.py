@@ -1,0 +1,72 @@
+"""The removal gradient: what the score would lose, to first order, if a token were left out of every layer.
+
+Give each token j a gate g_j that multiplies it wherever it is read: in every softmax, A_ij = g_j e^{s_ij} / Σ_k g_k
+e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the model without the tokens of gate 0. The map is
+∂f/∂g at g = 1. With G = ∂f/∂A of a layer and head,
+
+    ∂f/∂g_j = Σ_layers Σ_heads Σ_i A_ij (G_ij - Σ_k A_ik G_ik) + the same of the pooling,
+
+from one backward pass to the attention layers' results.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vit.explanation.capture.layers import AttentionLayer, at_least_float32
+from vit.explanation.capture.readout import Forward
+from vit.explanation.methods.rollout import in_chunks
+
+
+def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """∂score/∂g of each token at g = 1, signed; score [B] is a logit or a probability of each image."""
+    gradients = forward.record.heads_gradients(score, retain_graph=True)
+    layers = zip(forward.record.layers, gradients, strict=True)
+    return torch.stack([_of_layer(layer, gradient) for layer, gradient in layers]).sum(dim=0) + _of_pooling(
+        forward, score
+    )
+
+
+def _of_layer(layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]) -> Float[Tensor, "B N"]:
+    return in_chunks(
+        layer, lambda images: _gate(layer.attention(images), layer.attention_gradient(heads_gradient, images))
+    )
+
+
+def _gate(attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]) -> Float[Tensor, "B N"]:
+    """Σ over heads and queries i of A_ij (G_ij - Σ_k A_ik G_ik)."""
+    product = attention * gradient
+    return (product - attention * product.sum(dim=-1, keepdim=True)).sum(dim=(1, 2))
+
+
+def _of_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """Gates of the pooling. 0 where a class token is read, which is read whole, and of a maximum, which has no first
+    order."""
+    model, tokens, pooling = forward.model, forward.tokens, forward.pooling
+    result = torch.zeros_like(at_least_float32(forward.readout))
+    if tokens is None:
+        return result
+    kind, first = getattr(model, "global_pool", "token"), forward.num_prefix_tokens
+
+    def differentiate(tensor: Tensor) -> Tensor:
+        return at_least_float32(torch.autograd.grad(score.sum(), tensor, retain_graph=True)[0])
+
+    values = at_least_float32(tokens.detach())
+    if kind in ("avg", "avgmax"):
+        start = 0 if getattr(model, "pool_include_prefix", False) else first
+        values = values[:, start:]
+        # the gradients of a mean's and of a maximum's tokens each sum to that of the pooled feature
+        gradient = differentiate(tokens)[:, start:].sum(dim=1, keepdim=True) / values.shape[1]
+        weight = 1.0 if kind == "avg" else 0.5
+        result[:, start:] = weight * ((values - values.mean(dim=1, keepdim=True)) * gradient).sum(dim=-1)
+    elif kind == "attention":  # one head, one query
+        gradient = differentiate(pooling["pooled"])[:, None] @ values[:, first:].transpose(1, 2)
+        result[:, first:] = _gate(forward.readout[:, None, None, first:], gradient[:, None])
+    elif kind == "map":
+        query, key = at_least_float32(pooling["q_norm"].detach()), at_least_float32(pooling["k_norm"].detach())
+        attention = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
+        value = at_least_float32(pooling["kv"].detach()).chunk(2, dim=-1)[1].unflatten(-1, (query.shape[1], -1))
+        gradient = differentiate(pooling["heads"]).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+        of_tokens = _gate(attention, gradient @ value.permute(0, 2, 3, 1))
+        result[:, -of_tokens.shape[1] :] = of_tokens
+    return result
