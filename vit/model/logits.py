@@ -18,4 +18,6 @@ def compute_logits(model: nn.Module, images: Float[Tensor, "B C height width"]) 
     options = {} if read is None else {"read": read}
     features = cast(Any, model).forward_features(images, **options)
     with torch.autocast(images.device.type, enabled=False):
-        return cast(Tensor, cast(Any, model).forward_head(features.float()))
+        return cast(
+            Tensor, cast(Any, model).forward_head(features.to(torch.promote_types(features.dtype, torch.float32)))
+        )

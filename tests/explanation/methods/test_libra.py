@@ -1,0 +1,116 @@
+"""LibraGrad's gradients: complete in float64 for every supported architecture, with the forward pass untouched."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.explanation.model_zoo import MODELS, build
+from vit.explanation.capture.capture import capture_attention
+from vit.explanation.capture.readout import run_forward
+from vit.explanation.methods.gradients import compute_fullgrad_plus
+from vit.explanation.methods.libra import LibraGradients
+from vit.model.logits import compute_logits
+
+CLASS = 3
+ADDED = re.compile(r"bias$|beta$|tokens?$|pos_embed|pos_embedding|position_embedding|class_embedding")
+
+
+def added_tensors(model: nn.Module) -> list[Tensor]:
+    """Every parameter and buffer that is added to the signal; nothing else requires a gradient."""
+    tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if b.is_floating_point())]
+    model.requires_grad_(False)
+    return [tensor.requires_grad_() for name, tensor in tensors if ADDED.search(name)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logit_is_the_sum_of_input_times_gradient_over_inputs_and_biases(name: str) -> None:
+    model, images = build(name)
+    model, images = model.double(), images.double().requires_grad_()
+    added = added_tensors(model)
+    with LibraGradients():
+        logit = compute_logits(model, images)[:, CLASS].sum()
+    parts = [images, *added]
+    gradients = torch.autograd.grad(logit, parts, allow_unused=True)
+    total = sum(
+        (part * gradient).sum() for part, gradient in zip(parts, gradients, strict=True) if gradient is not None
+    )
+    torch.testing.assert_close(total, logit, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_of_the_forward_pass_are_bit_equal(name: str) -> None:
+    model, images = build(name)
+    expected = compute_logits(model, images)
+    with LibraGradients(), capture_attention(model) as record:
+        logits = compute_logits(model, images)
+        attentions = record.attentions
+    with capture_attention(model) as record:
+        compute_logits(model, images)
+    assert torch.equal(logits, expected)
+    assert all(map(torch.equal, attentions, record.attentions))
+
+
+def test_plain_gradients_are_not_complete() -> None:
+    model, images = build("timm")
+    model, images = model.double(), images.double().requires_grad_()
+    added = added_tensors(model)
+    logit = compute_logits(model, images)[:, CLASS].sum()
+    gradients = torch.autograd.grad(logit, [images, *added])
+    total = sum((part * gradient).sum() for part, gradient in zip([images, *added], gradients, strict=True))
+    assert abs(total - logit) > 1e-2 * abs(logit)
+
+
+def test_the_tokens_that_enter_a_block_and_the_later_biases_give_the_logit() -> None:
+    model, images = build("ours")
+    model, images = model.double(), images.double()
+    with LibraGradients():
+        forward = run_forward(model, images, gradients=True)
+    logit = forward.logits[:, CLASS]
+    inputs = [layer.block_input for layer in forward.record.layers]
+    expected = sum((x * torch.autograd.grad(logit.sum(), x, retain_graph=True)[0]).sum(dim=-1) for x in inputs)
+    found = compute_fullgrad_plus(forward, logit)
+    torch.testing.assert_close(found, expected.detach())
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    with LibraGradients():
+        forward = run_forward(model, images, gradients=True)
+    total = compute_fullgrad_plus(forward, forward.logits[:, CLASS]).sum(dim=-1)
+    torch.testing.assert_close(total, len(inputs) * forward.logits[:, CLASS].detach(), rtol=1e-9, atol=0)
+
+
+RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "gelu": (F.gelu, lambda x: (1 + torch.erf(x / 2**0.5)) / 2),  # the gradient is the gate Φ(x)
+    "silu": (F.silu, torch.sigmoid),
+    "square": (torch.square, lambda x: x),
+    "softmax": (lambda x: x.softmax(dim=-1) * 2 + x, torch.ones_like),
+    "product": (lambda x: x * (3 * x), lambda x: 3 * x),  # (3x + 3x) / 2
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_worked_by_hand(rule: str) -> None:
+    function, gradient = RULES[rule]
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.25, 3.0], dtype=torch.float64, requires_grad=True)
+    with LibraGradients():
+        result = function(x)
+    torch.testing.assert_close(torch.autograd.grad(result.sum(), x)[0], gradient(x.detach()))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.RMSNorm(4, eps=0.1)])
+def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.Module) -> None:
+    norm = norm.double()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(4, dtype=torch.float64)
+    with LibraGradients():
+        result = norm(x)
+    (gradient,) = torch.autograd.grad((result @ weights).sum(), x)
+    bias = getattr(norm, "bias", None)
+    expected = (result - (0 if bias is None else bias)) @ weights
+    torch.testing.assert_close((x * gradient).sum(dim=-1), expected)

@@ -1,0 +1,138 @@
+"""The removal gradient against finite differences of gates in the model itself, and against cases worked by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tests.explanation.model_zoo import MODELS, build
+from vit.explanation.capture.readout import run_forward
+from vit.explanation.capture.tokens import keep_tokens
+from vit.explanation.methods.removal import compute_removal_gradient
+from vit.model.logits import compute_logits
+from vit.model.vision_transformer import VisionTransformer
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
+CLASS, STEP = 3, 1e-4
+WITHOUT_GATES = ("ours-max",)  # a maximum has no first order
+
+
+class Gates(TorchFunctionMode):
+    """A gate g_j of each token, [B, N], in every softmax over tokens: log g is added to the scores."""
+
+    def __init__(self, gates: Tensor) -> None:
+        super().__init__()
+        self.bias = gates.log()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            bias = self.bias[:, None, None, -key.shape[-2] :].expand(-1, query.shape[1], query.shape[2], -1)
+            given = kwargs.get("attn_mask")
+            return func(query, key, value, attn_mask=bias if given is None else bias + given, scale=kwargs.get("scale"))
+        if func is F.multi_head_attention_forward:
+            query, key, value, size, num_heads, weight, bias, *_, out_weight, out_bias = args[:13]
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip(args[:3], weight.chunk(3), bias.chunk(3), strict=True))
+            q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # from [N, B, D]
+            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + self.bias[:, None, None, -k.shape[-2] :]
+            heads = (scores.softmax(dim=-1) @ v).permute(2, 0, 1, 3).flatten(2)
+            return F.linear(heads, out_weight, out_bias), None
+        if func in (Tensor.softmax, torch.softmax, F.softmax) and args[0].shape[-1] <= self.bias.shape[1]:
+            tokens = args[0].shape[-1]
+            bias = self.bias[:, -tokens:].reshape(-1, *[1] * (args[0].ndim - 2), tokens)
+            return func(args[0] + bias, *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def gated_score(model: Any, images: Tensor, gates: Tensor, *, num_prefix: int, probability: bool) -> Tensor:
+    """The score with gates in every attention and in the mean of the pooling, which here is fed with scaled tokens."""
+    with torch.no_grad(), Gates(gates):
+        if getattr(model, "global_pool", "") == "avg":
+            first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
+            weight = gates[:, first:] / gates[:, first:].mean(dim=1, keepdim=True)
+            tokens = model.forward_features(images)
+            tokens = torch.cat([tokens[:, :first], tokens[:, first:] * weight[..., None]], dim=1)
+            logits = model.forward_head(tokens)
+        else:
+            logits = compute_logits(model, images)
+    return (logits.softmax(dim=1) if probability else logits)[:, CLASS]
+
+
+def removal_gradient(model: nn.Module, images: Tensor, *, probability: bool) -> tuple[Tensor, int]:
+    forward = run_forward(model, images, gradients=True)
+    score = (forward.logits.softmax(dim=1) if probability else forward.logits)[:, CLASS]
+    return compute_removal_gradient(forward, score).detach(), forward.num_prefix_tokens
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_GATES])
+@pytest.mark.parametrize("probability", [False, True])
+def test_it_is_the_derivative_of_gates_in_the_model(name: str, probability: bool) -> None:
+    model, images = build(name)
+    model, images = model.double(), images.double()
+    found, num_prefix = removal_gradient(model, images, probability=probability)
+    for token in (num_prefix, num_prefix + 3, found.shape[1] - 1):
+        scores = []
+        for step in (STEP, -STEP):
+            gates = torch.ones_like(found)
+            gates[:, token] += step
+            options = {"num_prefix": num_prefix, "probability": probability}
+            scores.append(gated_score(model, images, gates, **options))
+        expected = (scores[0] - scores[1]) / (2 * STEP)
+        assert (found[:, token] - expected).abs().max() < 1e-6 * found.abs().max()
+
+
+def test_gates_of_zero_are_the_model_without_the_tokens() -> None:
+    model, images = build("ours-avg")
+    patches = 24
+    kept = torch.tensor([[0, 3, 5, 20]]).expand(2, -1)
+    gates = torch.full((2, patches), 1e-300, dtype=torch.float64).scatter_(1, kept, 1.0)
+    model, images = model.double(), images.double()
+    found = gated_score(model, images, gates, num_prefix=0, probability=False)
+    with torch.no_grad(), keep_tokens(model, kept):
+        expected = model(images)[:, CLASS]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_two_tokens_worked_by_hand() -> None:
+    """One layer whose queries and keys are 0, so that A_ij = g_j / (g_1 + g_2), and which adds the mean of the values
+    to a class token: ∂/∂g_j of Σ g_k v_k / Σ g_k at g = 1 is (v_j - mean v) / 2, with the class token's gate 1 of 3."""
+    model = VisionTransformer(
+        img_size=(1, 2), patch_size=1, embed_dim=3, depth=1, num_heads=1, num_classes=1, pos_embed="none", mlp_ratio=1.0
+    ).double()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    block: Any = model.blocks[0]
+    block.norm1, model.norm = nn.Identity(), nn.Identity()
+    with torch.no_grad():
+        model.patch_embed.proj.weight[0, 0, 0, 0] = 1.0  # the token's first feature is the pixel's red
+        block.attn.qkv.weight[6, 0] = 1.0  # the value is that feature
+        block.attn.proj.weight[0, 0] = 1.0
+        model.head.weight[0, 0] = 1.0
+    images = torch.tensor([5.0, 2.0], dtype=torch.float64).reshape(1, 1, 1, 2).repeat(1, 3, 1, 1)
+    forward = run_forward(model, images, gradients=True)
+    assert forward.logits.item() == pytest.approx((0 + 5 + 2) / 3)
+    found = compute_removal_gradient(forward, forward.logits[:, 0])
+    mean = 7 / 3
+    assert found[0].tolist() == pytest.approx([(0 - mean) / 3, (5 - mean) / 3, (2 - mean) / 3])
+
+
+def test_fused_and_explicit_attention_give_one_map(ours: Build) -> None:
+    maps = []
+    for backend in ("fused", "explicit"):
+        torch.manual_seed(0)
+        model, images = ours(attention_backend=backend)
+        maps.append(removal_gradient(model.double(), images.double(), probability=True)[0])
+    torch.testing.assert_close(*maps, rtol=1e-9, atol=1e-12)
+
+
+def test_a_maximum_has_no_first_order(ours: Build) -> None:
+    """Only the gates of the layers count; a pooling by maximum adds nothing."""
+    model, images = ours(global_pool="max", depth=1)
+    found, _ = removal_gradient(model.double(), images.double(), probability=False)
+    assert torch.isfinite(found).all()
+    assert found.abs().max() > 0
