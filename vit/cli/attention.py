@@ -35,6 +35,9 @@ def attention(
     start_layer: Annotated[int, typer.Option(help="leave out the layers before this one")] = 0,
     layer: Annotated[str, typer.Option(help="raw: a layer, or all as one picture; -1 is the last")] = "-1",
     head: Annotated[str, typer.Option(help="raw: a head, mean, or all as one picture")] = "mean",
+    passes: Annotated[
+        int, typer.Option(min=1, help="removal-gradient: mean over so many random halves of the patches")
+    ] = 1,
     count: Annotated[int, typer.Option("--images", min=1, help="how many, where no IMAGES are named")] = 16,
     batch_size: Batch = None,
     device: Device = "auto",
@@ -57,7 +60,7 @@ def attention(
     of_rollout: dict[str, Any] = {"head_fusion": head_fusion, "discard_ratio": discard_ratio, "residual": residual}
     layer_index = _read_index(layer, option="--layer", words={"all": None})
     head_index = _read_index(head, option="--head", words={"all": None, "mean": -1})
-    options = MapOptions(**of_rollout, start_layer=start_layer, layer=layer_index, head=head_index)
+    options = MapOptions(**of_rollout, start_layer=start_layer, layer=layer_index, head=head_index, passes=passes)
     maps: dict[str, Any] = {"methods": methods, "target": target, "options": options, "scale": scale, "count": count}
     running: dict[str, Any] = {"device": device, "precision": precision, "random_weights": random_weights}
     export: dict[str, Any] = {"output": output, "formats": wanted, "resume": resume, "overwrite": overwrite}

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.readout import run_forward
 from vit.explanation.capture.tokens import keep_tokens
-from vit.explanation.methods.removal import compute_removal_gradient
+from vit.explanation.methods.removal import average_over_subsets, compute_removal_gradient, draw_halves
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
 
@@ -136,3 +136,31 @@ def test_a_maximum_has_no_first_order(ours: Build) -> None:
     found, _ = removal_gradient(model.double(), images.double(), probability=False)
     assert torch.isfinite(found).all()
     assert found.abs().max() > 0
+
+
+@pytest.mark.parametrize(("patches", "passes"), [(16, 8), (7, 3)])
+def test_halves_come_in_pairs_that_together_hold_every_patch(patches: int, passes: int) -> None:
+    halves = list(draw_halves(patches, passes))
+    assert len(halves) == passes
+    for first, second in zip(halves[::2], halves[1::2], strict=False):
+        assert sorted([*first.tolist(), *second.tolist()]) == list(range(patches))
+    assert len({tuple(half.tolist()) for half in halves}) == passes
+
+
+def test_passes_give_the_mean_over_the_subsets_that_keep_a_patch() -> None:
+    model, images = build("ours-registers-norms")
+    model, images = model.double(), images.double()
+    forward = run_forward(model, images, gradients=True)
+
+    def compute(forward: Any) -> Tensor:
+        return compute_removal_gradient(forward, forward.logits[:, CLASS])
+
+    found = average_over_subsets(forward, compute, passes=3)
+    expected: dict[int, list[Tensor]] = {patch: [] for patch in range(24)}
+    for half in draw_halves(24, 3):
+        with keep_tokens(model, half.expand(2, -1)):
+            part = run_forward(model, images, gradients=True, grid=forward.grid)
+        for column, patch in enumerate(half.tolist()):
+            expected[patch].append(compute(part)[:, forward.num_prefix_tokens + column].detach())
+    means = torch.stack([torch.stack(values).mean(dim=0) for values in expected.values()], dim=1)
+    torch.testing.assert_close(found[:, forward.num_prefix_tokens :], means)

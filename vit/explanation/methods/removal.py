@@ -9,12 +9,15 @@ e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the model wit
 from one backward pass to the attention layers' results.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
-from vit.explanation.capture.readout import Forward
+from vit.explanation.capture.readout import Forward, run_forward
+from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.methods.rollout import in_chunks
 
 
@@ -25,6 +28,34 @@ def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Fl
     return torch.stack([_of_layer(layer, gradient) for layer, gradient in layers]).sum(dim=0) + _of_pooling(
         forward, score
     )
+
+
+def average_over_subsets(
+    forward: Forward, compute: Callable[[Forward], Float[Tensor, "B kept"]], *, passes: int
+) -> Float[Tensor, "B N"]:
+    """The mean of `compute` over `passes` forward passes that keep a random half of the patches each; a patch's mean is
+    over the passes that keep it. The halves are the same for every image, so that batches don't matter. Raises
+    ValueError for a model whose tokens cannot be left out."""
+    prefix, patches = forward.num_prefix_tokens, forward.grid[0] * forward.grid[1]
+    images = forward.images.detach()
+    total, count = images.new_zeros(len(images), prefix + patches), images.new_zeros(prefix + patches)
+    for half in draw_halves(patches, passes):
+        kept = half.to(images.device)
+        with keep_tokens(forward.model, kept.expand(len(images), -1)):
+            part = run_forward(forward.model, images, gradients=True, grid=forward.grid)
+        tokens = torch.cat([torch.arange(prefix, device=images.device), kept + prefix])
+        total[:, tokens] += compute(part).detach()
+        count[tokens] += 1
+    return total / count.clamp_min(1)
+
+
+def draw_halves(patches: int, count: int) -> Iterator[Int[Tensor, " kept"]]:
+    """`count` random halves of the patches in reading order, always the same; each second one is the rest of the one
+    before it."""
+    generator = torch.Generator().manual_seed(0)
+    for drawn in range(0, count, 2):
+        first, second = torch.randperm(patches, generator=generator).tensor_split(2)
+        yield from (first.sort().values, second.sort().values)[: count - drawn]
 
 
 def _of_layer(layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]) -> Float[Tensor, "B N"]:

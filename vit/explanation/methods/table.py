@@ -13,7 +13,7 @@ from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.readout import Forward, Images, compute_entropy, run_forward, split_prefix
 from vit.explanation.methods import gradients, rollout
 from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.removal import compute_removal_gradient
+from vit.explanation.methods.removal import average_over_subsets, compute_removal_gradient
 from vit.explanation.methods.targets import ChooseTargets
 
 
@@ -27,6 +27,7 @@ class MapOptions:
     start_layer: int = 0  # rollout, gradient-rollout, gae, legrad: layers before it are left out
     layer: int | None = -1  # raw: which layer, counted from the end when negative; None is every one
     head: int | None = -1  # raw: which head; -1 is their mean, None every one
+    passes: int = 1  # removal-gradient: above 1, the mean of as many passes, each with a random half of the patches
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None
     rollout.check_rollout_options(
         len(layers), options.head_fusion, options.discard_ratio, options.residual, options.start_layer
     )
+    if options.passes < 1:
+        raise ValueError(f"passes {options.passes} is not a number of passes from 1 on")
     if options.layer is not None and not -len(layers) <= options.layer < len(layers):
         raise ValueError(f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers")
     heads = layers[0].num_heads
@@ -144,23 +147,29 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     return rows.flatten(1, 2)
 
 
-def _of_class(
-    name: str,
-    title: str,
-    compute: Callable[..., Tensor],
-    *option_names: str,
-    signed: bool = False,
-    libra: bool = False,
-    probability: bool = False,
+def _score(forward: Forward, classes: Int[Tensor, " B"], *, probability: bool = False) -> Float[Tensor, " B"]:
+    scores = forward.logits.softmax(dim=1) if probability else forward.logits
+    return scores.gather(1, classes[:, None])[:, 0]
+
+
+def _of_logit(
+    name: str, title: str, compute: Callable[..., Tensor], *option_names: str, signed: bool = False, libra: bool = False
 ) -> Method:
-    """A method of the class's logit or probability, from a function of it and of options by name."""
+    """A method of the class's logit, from a function of it and of options by name."""
 
     def compute_map(forward: Forward, classes: Int[Tensor, " B"], options: MapOptions) -> Tensor:
-        scores = forward.logits.softmax(dim=1) if probability else forward.logits
-        score = scores.gather(1, classes[:, None])[:, 0]
-        return compute(forward, score, **{option: getattr(options, option) for option in option_names})
+        return compute(
+            forward, _score(forward, classes), **{option: getattr(options, option) for option in option_names}
+        )
 
     return Method(name, title, compute_map, class_specific=True, signed=signed, libra=libra)
+
+
+def _remove(forward: Forward, classes: Tensor, options: MapOptions, *, probability: bool) -> Tensor:
+    def compute(forward: Forward) -> Tensor:
+        return compute_removal_gradient(forward, _score(forward, classes, probability=probability))
+
+    return compute(forward) if options.passes == 1 else average_over_subsets(forward, compute, passes=options.passes)
 
 
 def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
@@ -171,25 +180,25 @@ _GAE, _GAE_SCALE_FREE = gradients.compute_gae, partial(gradients.compute_gae, sc
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
     Method("raw", "attention of a layer", _raw),
-    _of_class("gae", "generic attention explanation", _GAE, "start_layer"),
-    _of_class("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, "start_layer"),
-    _of_class(
+    _of_logit("gae", "generic attention explanation", _GAE, "start_layer"),
+    _of_logit("gae-scale-free", "generic attention explanation, rows normalised", _GAE_SCALE_FREE, "start_layer"),
+    _of_logit(
         "gradient-rollout", "gradient-weighted rollout", gradients.compute_gradient_rollout, "residual", "start_layer"
     ),
-    _of_class("attn-gradcam", "Grad-CAM of the last attention", gradients.compute_attention_gradcam),
+    _of_logit("attn-gradcam", "Grad-CAM of the last attention", gradients.compute_attention_gradcam),
     Method("legrad", "LeGrad", _legrad, class_specific=True),
-    _of_class("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
-    _of_class("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
-    _of_class("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
-    _of_class("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
-    _of_class(
+    _of_logit("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
+    _of_logit("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
+    _of_logit("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
+    _of_logit("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
+    _of_logit(
         "libra-input-x-gradient",
         "Libra input times gradient",
         gradients.compute_input_x_gradient,
         signed=True,
         libra=True,
     ),
-    _of_class("removal-gradient", "removal gradient", compute_removal_gradient, signed=True, probability=True),
-    _of_class("removal-gradient-logit", "removal gradient of the logit", compute_removal_gradient, signed=True),
+    Method("removal-gradient", "removal gradient", partial(_remove, probability=True), True, True),
+    Method("removal-gradient-logit", "removal gradient of the logit", partial(_remove, probability=False), True, True),
 )
 METHODS = {method.name: method for method in _ALL}
