@@ -1,11 +1,15 @@
 """Validation while a model trains gives what `vit evaluate` reports of it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY_RUN, Launcher
+from vit.build.recipe import resolve_config
+from vit.build.run import build_run
+from vit.runtime.processes import Process
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -24,3 +28,16 @@ def test_the_best_model_is_chosen_by_the_reports_numbers(
     assert evaluation["num_images"] == 143
     assert evaluation["top1"] == best["val_top1"]
     assert evaluation["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("compiled", "kept"), [("true", True), ("false", False)])
+def test_compiled_code_is_kept_in_the_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, kept: bool
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    overrides = [*TINY_RUN, f"train.compile={compiled}", f"data.cache_dir={tmp_path / 'cache'}"]
+    config = resolve_config({}, overrides, tmp_path / "run", resume=False)
+    build_run(config, directory=tmp_path / "run", process=Process(), device_name="cpu")
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    assert (str(tmp_path / "cache" / "compiled") in directory) is kept

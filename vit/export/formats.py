@@ -118,5 +118,9 @@ def export_onnx(model: VisionTransformer, path: Path) -> None:
 def _trace(model: VisionTransformer) -> ExportedProgram:
     """The computation in evaluation mode, for any number of images (an example of one would fix it)."""
     images = next(model.parameters()).new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
-    with torch.no_grad():
-        return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})
+    training = model.training
+    try:
+        with torch.no_grad():
+            return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})
+    finally:
+        model.train(training)

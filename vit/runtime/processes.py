@@ -48,7 +48,8 @@ class Process:
 
 def current_process() -> Process:
     """This process's place in torch's process group; the only one where there is no group."""
-    return Process(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Process()
+    grouped = dist.is_available() and dist.is_initialized()
+    return Process(dist.get_rank(), dist.get_world_size()) if grouped else Process()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Gates(TorchFunctionMode):
             given = kwargs.get("attn_mask")
             return func(query, key, value, attn_mask=bias if given is None else bias + given, scale=kwargs.get("scale"))
         if func is F.multi_head_attention_forward:
-            query, key, value, size, num_heads, weight, bias, *_, out_weight, out_bias = args[:13]
+            query, key, value, _size, num_heads, weight, bias, *_, out_weight, out_bias = args[:13]
             q, k, v = (F.linear(x, w, b) for x, w, b in zip(args[:3], weight.chunk(3), bias.chunk(3), strict=True))
             q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # from [N, B, D]
             scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + self.bias[:, None, None, -k.shape[-2] :]
