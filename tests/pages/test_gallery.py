@@ -176,7 +176,7 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
     facts = browser.find_elements("class name", "facts")[0].text
-    assert "deletion gap" in facts
+    assert "correlation with the effect of the patches" in facts
     assert "in prefix tokens" in facts
 
 

@@ -12,7 +12,7 @@ from vit.bundle import Bundle
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.readout import Forward
 from vit.explanation.explanations import Explanation, Explanations
-from vit.explanation.faithfulness.sanity_checks import SanityCheck, SanityChecker
+from vit.explanation.faithfulness.sanity_checks import SanityCheck, check_maps
 from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.table import MapOptions, Maps, check_options, compute_maps
 from vit.explanation.methods.targets import build_target_chooser
@@ -115,18 +115,22 @@ class _Explainer:
         self.bundle, self.settings, self.patch_attention_bytes = bundle, settings, patch_attention_bytes
         self.device = next(bundle.model.parameters()).device
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
-        self.checker = SanityChecker(bundle.model) if settings.sanity_checks else None
 
     def __call__(self, decoded: Sequence[Decoded]) -> list[ExplainedImage]:
-        bundle, options, checker = self.bundle, self.settings.options, self.checker
+        bundle, settings = self.bundle, self.settings
         images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
-        with autocast(self.device, choose_precision(self.settings.precision, self.device)):
+        with autocast(self.device, choose_precision(settings.precision, self.device)):
             forward, targets, maps = compute_maps(
-                bundle.model, images, methods=self.settings.methods, choose_targets=self.choose_targets, options=options
+                bundle.model,
+                images,
+                methods=settings.methods,
+                choose_targets=self.choose_targets,
+                options=settings.options,
+                keep_graph=settings.sanity_checks,
             )
             logits = forward.logits.detach().float()
             checked = [of_method for of_method in maps if not of_method.is_sheet]
-            checks = iter(checker.check(images, logits, targets, checked, options) if checker and checked else [])
+            checks = iter(check_maps(forward, targets, checked) if settings.sanity_checks else [])
         probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
         explained = [
             ExplainedImage(
@@ -145,7 +149,7 @@ class _Explainer:
         ]
         for of_method in maps:
             self._add_maps(explained, of_method, forward, None if of_method.is_sheet else next(checks, None))
-        _set_scales(explained, self.settings.scale)
+        _set_scales(explained, settings.scale)
         return explained
 
     def _add_maps(

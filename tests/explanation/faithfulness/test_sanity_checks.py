@@ -1,18 +1,28 @@
-"""Sanity checks say what they should of maps that are known to be good or bad."""
+"""A map is supported where it should be, and hardly ever where it should not."""
+
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
-from scipy.stats import spearmanr
+from scipy.ndimage import gaussian_filter
+from scipy.stats import pearsonr, rankdata, spearmanr
 
+from vit.explanation.capture.readout import run_forward
 from vit.explanation.faithfulness.sanity_checks import (
-    RandomDeletion,
-    SanityChecker,
-    _judge,
+    FEWEST_ALTERNATIVES,
+    LEAVE_OUT_SOME,
+    MOST_ALTERNATIVES,
+    Evidence,
+    SanityCheck,
+    _alternatives,
+    check_maps,
+    compare,
+    find_evidence,
     randomise_weights,
     rank_correlation,
 )
-from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
-from vit.explanation.methods.table import MapOptions, compute_maps
+from vit.explanation.methods.table import compute_maps
 
 
 def test_rank_correlation_equals_scipys_with_ties() -> None:
@@ -25,20 +35,6 @@ def test_rank_correlation_equals_scipys_with_ties() -> None:
 
 def test_rank_correlation_with_a_constant_is_zero() -> None:
     assert rank_correlation(torch.ones(1, 4, 4), torch.rand(1, 4, 4)) == 0
-
-
-def test_leave_one_out_beats_random_orders_and_its_reverse_does_not(trained) -> None:
-    images, classes = trained.images[:40], trained.classes[:40]
-    deletion = RandomDeletion(trained.model, images, classes, grid=(4, 4))
-    predict = build_predictor(trained.model, images, classes, grid=(4, 4))
-    drops = leave_one_out(predict, batch=40, patches=16, device=images.device).reshape(40, 4, 4)
-    gap, beaten = deletion.compare(drops)
-    reverse_gap, reverse_beaten = deletion.compare(-drops)
-    assert gap.mean() > 0.2
-    assert beaten.mean() > 0.8
-    assert set(beaten.tolist()) <= {tenths / 10 for tenths in range(11)}  # 9 of 10 is no less than 0.9
-    assert reverse_gap.mean() < 0
-    assert reverse_beaten.mean() < 0.4
 
 
 def test_randomising_keeps_every_parameters_numbers_and_loses_what_was_learned(trained) -> None:
@@ -65,36 +61,128 @@ def test_the_cascade_randomises_from_the_head_down(trained) -> None:
     assert {"patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight"} <= changed[1.0]
 
 
-def test_judges_do_not_depend_on_the_batch(trained) -> None:
-    checker, options = SanityChecker(trained.model), MapOptions()
-    images = trained.images[:6]
-    forward, targets, maps = compute_maps(trained.model, images, methods=["rollout", "gae"])
-    together = checker.check(images, forward.logits, targets, maps, options)
-    one_forward, one_targets, one_maps = compute_maps(trained.model, images[4:5], methods=["rollout", "gae"])
-    alone = checker.check(images[4:5], one_forward.logits, one_targets, one_maps, options)
-    for method in range(2):
-        assert abs(together[method][4][0].deletion_gap - alone[method][0][0].deletion_gap) < 1e-5
-        assert together[method][4][0].better_than_random == alone[method][0][0].better_than_random
+def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
+    """Smooth noise [count, side, side]."""
+    noise = np.random.default_rng(seed).standard_normal((count, side, side))
+    return torch.from_numpy(np.stack([gaussian_filter(each, side / 8) for each in noise])).float()
 
 
-def test_each_threshold_that_fails_has_its_sentence() -> None:
-    def report(**changes: float) -> tuple[str, ...]:
-        good = {
-            "deletion_gap": 0.2,
-            "better_than_random": 1.0,
-            "randomised_correlation": 0.1,
-            "prefix_mass": 0.2,
-            "entropy": 3.0,
-        }
-        return _judge(**good | changes, patches=196).warnings
-
-    assert report() == ()
-    assert report(better_than_random=0.8) == ("no better than random for this image",)
-    assert "randomised weights (rank correlation -0.50)" in report(randomised_correlation=-0.5)[0]
-    assert report(prefix_mass=0.75) == ("75 % of the relevance is in prefix tokens, not in patches",)
-    assert report(entropy=float(np.log(196.0))) == ("nearly uniform",)
+def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
+    return compare(maps, Evidence("leave-one-out", drops.flatten(1), torch.arange(drops[0].numel())))
 
 
-def test_a_few_patches_need_a_stronger_correlation_to_be_told_from_chance() -> None:
-    assert not _judge(0.2, 1.0, 0.5, 0.1, 1.0, patches=16).warnings
-    assert _judge(0.2, 1.0, 0.5, 0.1, 1.0, patches=196).warnings
+def count_supported(checks: list[SanityCheck]) -> float:
+    return float(np.mean([check.verdict == "supported" for check in checks]))
+
+
+def test_smooth_maps_of_something_else_are_supported_at_most_five_in_a_hundred_times() -> None:
+    assert 0 < count_supported(compare_all(draw_smooth(400, seed=0), draw_smooth(400, seed=1))) <= 0.05
+
+
+def test_a_map_of_the_middle_is_not_taken_for_one_of_objects_in_the_middle() -> None:
+    side = torch.linspace(-1, 1, 8)
+    centre = torch.exp(-2 * (side[:, None] ** 2 + side**2)).expand(400, -1, -1)
+    drops = 5 * draw_smooth(400, seed=1) - 2 * (side[:, None] ** 2 + side**2)
+    assert np.mean([check.agreement for check in compare_all(centre, drops)]) > 0.5
+    assert count_supported(compare_all(centre, drops)) <= 0.05
+
+
+def test_noisy_evidence_is_found_again() -> None:
+    drops = draw_smooth(100, seed=0)
+    assert count_supported(compare_all(drops + draw_smooth(100, seed=1), drops)) > 0.9
+    assert {check.verdict for check in compare_all(-drops, drops)} == {"unsupported"}
+
+
+def test_agreement_is_the_correlation_of_ranks_with_the_drops() -> None:
+    maps, drops = draw_smooth(5, seed=0), draw_smooth(5, seed=1)
+    expected = [pearsonr(rankdata(a), b.flatten()).statistic for a, b in zip(maps, drops, strict=True)]
+    assert np.abs(np.subtract([check.agreement for check in compare_all(maps, drops)], expected)).max() < 1e-6
+
+
+def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
+    """One patch of 5×8 matters, and the map has its maximum there: each of the 4 mirrorings has one shift that does."""
+    drops = torch.zeros(1, 5, 8)
+    drops[0, 1, 2] = 1
+    chosen = Evidence("leave-one-out", drops.flatten(1)[:, :39], torch.arange(39))  # not all: without the second look
+    (check,) = compare(2 * drops, chosen)
+    assert check.alternatives == 160
+    assert check.p_value == pytest.approx(4 / 160)
+    assert check.verdict == "supported"
+
+
+@pytest.mark.parametrize(("grid", "count"), [((4, 4), 128), ((3, 5), 60), ((14, 14), 784), ((37, 37), 996)])
+def test_alternatives_are_rearrangements_of_the_map(grid: tuple[int, int], count: int) -> None:
+    places = _alternatives(grid)
+    assert len(places) == count <= MOST_ALTERNATIVES
+    assert torch.equal(places[0], torch.arange(grid[0] * grid[1]))
+    assert torch.equal(places.sort(dim=1).values, places[0].expand(count, -1))
+    assert len(places.unique(dim=0)) == count
+
+
+def test_what_cannot_be_checked_says_so() -> None:
+    constant, tiny = compare_all(torch.ones(1, 8, 8), draw_smooth(1, seed=0)), compare_all(*torch.rand(2, 1, 2, 2))
+    assert (constant[0].verdict, constant[0].reason) == ("unsupported", "every patch has the same value")
+    assert tiny[0].alternatives < FEWEST_ALTERNATIVES
+    assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not checked", "a")
+
+
+def test_leaving_patches_out_supports_itself_and_not_its_reverse(trained) -> None:
+    forward = run_forward(trained.model, trained.images[:40], gradients=True)
+    evidence = find_evidence(forward, trained.classes[:40])
+    assert evidence.name == "leave-one-out"
+    drops = evidence.drops.reshape(40, 4, 4)
+    assert count_supported(compare(drops, evidence)) > 0.6
+    assert count_supported(compare(-drops, evidence)) == 0
+
+
+def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:
+    """Maps with their maximum on the glyph, and the same maps moved by one patch."""
+    with_glyph = trained.glyph >= 0
+    images, glyph = trained.images[with_glyph], trained.glyph[with_glyph]
+    forward = run_forward(trained.model, images, gradients=True)
+    evidence = find_evidence(forward, trained.classes[with_glyph])
+    hits = torch.rand(len(images), 16, generator=torch.Generator().manual_seed(0))
+    hits = hits.scatter(1, glyph[:, None], 2.0).reshape(-1, 4, 4)
+    p_hit, p_miss = ([c.p_value for c in compare(maps, evidence)] for maps in (hits, hits.roll(1, 2)))
+    assert np.mean(np.less_equal(p_hit, 0.25)) > 0.7
+    assert np.mean(np.less_equal(p_miss, 0.25)) < 0.3
+
+
+def test_the_check_does_not_depend_on_the_batch(trained) -> None:
+    methods, images = ["rollout", "gae", "removal-gradient"], trained.images[:6]
+    found = []
+    for batch in (images, images[4:5]):
+        forward, targets, maps = compute_maps(trained.model, batch, methods=methods, keep_graph=True)
+        found.append(check_maps(forward, targets, maps))
+    for together, alone in zip(*found, strict=True):
+        assert replace(together[4][0], agreement=0.0) == replace(alone[0][0], agreement=0.0)
+        assert together[4][0].agreement == pytest.approx(alone[0][0].agreement, abs=1e-5)
+
+
+def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
+    model, images = build("ours-registers-norms")
+    names = ["libra-fullgrad", "removal-gradient"]
+    forward, targets, maps = compute_maps(model, images, methods=names, keep_graph=True)
+    libra, removal = check_maps(forward, targets, maps)
+    assert (libra[0][0].evidence, removal[0][0].evidence) == ("leave-one-out", "leave-one-out")  # 24 patches
+    larger = model
+    larger.set_input_size((64, 64))
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    forward, targets, maps = compute_maps(larger, images, methods=names, keep_graph=True)
+    libra, removal = check_maps(forward, targets, maps)
+    assert (libra[0][0].evidence, removal[0][0].evidence) == ("removal-gradient", "leave-one-out")
+    assert len(find_evidence(forward, targets[:, 0], circular=True).patches) == LEAVE_OUT_SOME
+    # the evidence is the model's own gradient, also where every map is of LibraGrad's
+    evidence = find_evidence(forward, targets[:, 0]).drops
+    assert torch.allclose(evidence, maps[1].values[:, 0].flatten(1), rtol=1e-4, atol=1e-7)
+    libra_only, _, _ = compute_maps(larger, images, methods=["libra-fullgrad"], keep_graph=True)
+    assert torch.allclose(find_evidence(libra_only, targets[:, 0]).drops, evidence, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])
+def test_maps_are_the_same_with_and_without_checks(trained, methods: list[str]) -> None:
+    found = [
+        compute_maps(trained.model, trained.images[:8], methods=methods, keep_graph=keep) for keep in (True, False)
+    ]
+    for checked, unchecked in zip(found[0][2], found[1][2], strict=True):
+        assert torch.equal(checked.values, unchecked.values)

@@ -1,106 +1,160 @@
-"""Sanity checks of every map: how far may it be believed for this image?
+"""A sanity check of every map: does the class lose more without the patches that it ranks first, more so than a map of
+the same values in other places would say?
 
-Three questions, each with a threshold: does deleting the patches that the map ranks highest lower the class's
-probability more than deleting patches in a random order? Does the map change when the model's weights are randomised?
-Is the relevance in the patches at all? They cost about 25 forward passes an image and one more map."""
+Evidence is what the probability of the class loses without each patch: left out one after another on grids of up to
+`LEAVE_OUT_ALL` patches, by the removal gradient on larger ones, where the two hardly differ. Maps made of the removal
+gradient are compared with leaving out `LEAVE_OUT_SOME` patches instead. The alternatives are the map itself, moved
+around the edges by whole patches and mirrored: they keep its values and smoothness. All are compared once more without
+what a quadratic in the position explains, so that a map of the middle does not pass for one of the object.
+
+benchmarks/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian are supported."""
 
 import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.capture import find_attention_layers
-from vit.explanation.capture.readout import Grid, Images, PatchMaps
-from vit.explanation.faithfulness.map_metrics import find_order
-from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve
-from vit.explanation.methods.table import MapOptions, Maps, compute_maps
+from vit.explanation.capture.readout import Forward, Grid, PatchMaps
+from vit.explanation.capture.tokens import can_drop_tokens
+from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
+from vit.explanation.methods.removal import compute_removal_gradient
+from vit.explanation.methods.table import Maps
 
-RANDOM_ORDERS = 10
-LEAST_BETTER = 0.9  # than random orders; a random map reaches it for about one image in six
-FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the patches, deleted
-CORRELATION_LIMIT = 0.3  # with the map of randomised weights, or three standard errors where that is more
-PREFIX_LIMIT = 0.5
+SUPPORTED, WEAK = 0.05, 0.25  # largest fractions of alternatives that agree with the evidence as well
+FEWEST_ALTERNATIVES, MOST_ALTERNATIVES = 39, 1000  # fewer cannot show 5 %; more cost time
+LEAVE_OUT_ALL, LEAVE_OUT_SOME = 25, 8  # patches
 VERDICTS = ("supported", "weak", "unsupported", "not checked")
-UNIFORM_LIMIT = 0.98  # exp(entropy) / patches
 
 
 @dataclass(frozen=True)
 class SanityCheck:
-    """The checks of one map and what follows from them."""
+    """The check of one map and what follows from it."""
 
     verdict: str  # one of VERDICTS
     reason: str  # a sentence
-    deletion_gap: float  # mean probability of the class under random deletion minus that in the map's order
-    better_than_random: float  # fraction of the random orders that lower the probability less
-    randomised_correlation: float  # Spearman's, with the same method's map of randomised weights
-    warnings: tuple[str, ...]
+    agreement: float  # correlation of the patches' ranks in the map with the evidence, -1 to 1
+    p_value: float  # fraction of the alternatives, the map included, that agree as well
+    alternatives: int
+    evidence: str  # leave-one-out or removal-gradient
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
-        return {**asdict(self), "warnings": list(self.warnings)}
+        return asdict(self)
 
 
-class SanityChecker:
-    """Checks the maps of one model."""
+@dataclass(frozen=True)
+class Evidence:
+    """What the probability of one class of each image loses without each of some patches."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.randomised = randomise_weights(model)
-
-    def check(
-        self,
-        images: Images,
-        logits: Float[Tensor, "B C"],
-        targets: Int[Tensor, "B T"],
-        maps: Sequence[Maps],
-        options: MapOptions,
-    ) -> list[list[list[SanityCheck]]]:
-        """By method, image and class. Maps that don't depend on the class are checked for the predicted one."""
-        names = [of_method.method.name for of_method in maps]
-        _, _, randomised_maps = compute_maps(
-            self.randomised, images, methods=names, choose_targets=lambda _: targets, options=options
-        )
-        rows, columns = maps[0].values.shape[-2:]
-        deletions: dict[int, RandomDeletion] = {}
-        checks = []
-        for found, other in zip(maps, randomised_maps, strict=True):
-            by_class = []
-            for column in range(found.values.shape[1]):
-                key = column if found.method.class_specific else -1
-                if key not in deletions:
-                    classes = logits.argmax(dim=1) if key < 0 else targets[:, column]
-                    deletions[key] = RandomDeletion(self.model, images, classes, grid=(rows, columns))
-                values, of_randomised = found.values[:, column], other.values[:, column]
-                numbers = [*deletions[key].compare(values), rank_correlation(values, of_randomised)]
-                numbers += [found.prefix_mass[:, column], found.entropy[:, column]]
-                of_images = zip(*(of_all.tolist() for of_all in numbers), strict=True)
-                by_class.append([_judge(*of_image, patches=rows * columns) for of_image in of_images])
-            checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
-        return checks
+    name: str
+    drops: Float[Tensor, "B m"]
+    patches: Int[Tensor, " m"]
 
 
-class RandomDeletion:
-    """Deletion of patches in random orders from a batch of images, to compare maps with."""
+def check_maps(forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps]) -> list[list[list[SanityCheck]]]:
+    """By method, image and class. `forward` keeps its graph; maps that don't depend on the class are checked for the
+    predicted one."""
+    found: dict[tuple[int, bool], Evidence] = {}
+    checks = []
+    for of_method in maps:
+        by_class = []
+        for column, values in enumerate(of_method.values.unbind(dim=1)):
+            circular = "removal" in of_method.method.name
+            key = (column if of_method.method.class_specific else -1, circular)
+            if key not in found:
+                classes = targets[:, column] if key[0] >= 0 else forward.logits.argmax(dim=1)
+                found[key] = find_evidence(forward, classes, circular=circular)
+            by_class.append(compare(values, found[key]))
+        checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
+    return checks
 
-    def __init__(self, model: nn.Module, images: Images, classes: Int[Tensor, " B"], *, grid: Grid) -> None:
-        self._predict = build_predictor(model, images, classes, grid=grid)
-        generator = torch.Generator().manual_seed(0)  # the same orders for every image: batches don't matter
-        orders = [torch.randperm(grid[0] * grid[1], generator=generator) for _ in range(RANDOM_ORDERS)]
-        areas = [self._area(order.to(images.device).expand(len(images), -1)) for order in orders]
-        self.areas = torch.stack(areas, dim=1)  # [B, orders]
 
-    def compare(self, maps: PatchMaps) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """(gap to the mean random order, fraction of random orders that lower the probability less) of each map; the
-        fraction is float64: 9 of 10 in float32 is below `LEAST_BETTER`."""
-        area = self._area(find_order(maps))
-        return self.areas.mean(dim=1) - area, (self.areas > area[:, None]).double().mean(dim=1)
+def find_evidence(forward: Forward, classes: Int[Tensor, " B"], *, circular: bool = False) -> Evidence:
+    """Evidence for `classes`; with `circular` none of the removal gradient."""
+    count, device = forward.grid[0] * forward.grid[1], forward.images.device
+    small = count <= LEAVE_OUT_ALL and can_drop_tokens(forward.model)
+    if circular or small:
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.arange(count) if small else torch.randperm(count, generator=generator)[:LEAVE_OUT_SOME]
+        predict = build_predictor(forward.model, forward.images.detach(), classes, grid=forward.grid)
+        drops = leave_one_out(predict, batch=len(classes), patches=count, device=device, chosen=chosen.tolist())
+        return Evidence("leave-one-out", drops, chosen)
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        probability = forward.logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
+        gradient = compute_removal_gradient(forward, probability).detach()
+    return Evidence("removal-gradient", gradient[:, forward.num_prefix_tokens :], torch.arange(count))
 
-    def _area(self, order: Int[Tensor, "B P"]) -> Float[Tensor, " B"]:
-        return area_under(deletion_curve(self._predict, order, fractions=FRACTIONS), fractions=FRACTIONS)
+
+def compare(maps: PatchMaps, evidence: Evidence) -> list[SanityCheck]:
+    """The check of each image's map."""
+    grid, count = (maps.shape[1], maps.shape[2]), maps[0].numel()
+    places, patches = _alternatives(grid).to(maps.device), evidence.patches.to(maps.device)
+    drops, ranks = evidence.drops.double(), _centred_ranks(maps.flatten(1).float()).double()
+    compared = [_correlate_alternatives(ranks, drops, places[:, patches])]
+    if len(patches) == count:
+        trend = _quadratic(grid).to(drops)
+        ranks, drops = (values - values @ trend @ torch.linalg.pinv(trend) for values in (ranks, drops))
+        compared.append(_correlate_alternatives(ranks, drops, places))
+    as_well = [(of_all >= of_all[:, :1] - 1e-6).double().mean(dim=1) for of_all in compared]
+    p_values, agreements = torch.stack(as_well).amax(dim=0).tolist(), compared[0][:, 0].tolist()
+    constant = (maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1)).tolist()
+    return [
+        SanityCheck(*_judge(p_value, len(places), constant=same), agreement, p_value, len(places), evidence.name)
+        for p_value, agreement, same in zip(p_values, agreements, constant, strict=True)
+    ]
+
+
+def _judge(p_value: float, alternatives: int, *, constant: bool) -> tuple[str, str]:
+    """Verdict and reason."""
+    if constant:
+        return "unsupported", "every patch has the same value"
+    if alternatives < FEWEST_ALTERNATIVES:
+        return "not checked", f"a map of so few patches has only {alternatives} alternatives to compare with"
+    if p_value > WEAK:
+        return "unsupported", "agrees with the effect of the patches no better than copies of it moved elsewhere"
+    verdict = "supported" if p_value <= SUPPORTED else "weak"
+    percent = 100 * (1 - p_value)
+    return verdict, f"agrees with the effect of the patches, better than {percent:.0f} % of its moved copies"
+
+
+def _correlate_alternatives(
+    ranks: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], places: Int[Tensor, "K m"]
+) -> Float[Tensor, "B K"]:
+    """Pearson's correlation of the drops with the ranks at each alternative's places; 0 where one is constant."""
+    drops = drops - drops.mean(dim=1, keepdim=True)
+    found = []
+    for of_image, drop in zip(ranks, drops, strict=True):  # one at a time: K × m numbers each
+        moved = of_image[places]
+        moved = moved - moved.mean(dim=1, keepdim=True)
+        norms = moved.norm(dim=1) * drop.norm()
+        found.append(torch.where(norms > 0, moved @ drop / norms.clamp_min(1e-30), 0.0))
+    return torch.stack(found)
+
+
+@lru_cache
+def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
+    """Which patch of a map each place of an alternative shows: the map itself, then its copies, mirrored (on square
+    grids also transposed) and moved around the edges; at most `MOST_ALTERNATIVES`, evenly chosen."""
+    index = torch.arange(grid[0] * grid[1]).reshape(grid)
+    turned = [index.flip(sides) for sides in ((), (0,), (1,), (0, 1))]
+    turned += [each.T for each in turned] if grid[0] == grid[1] else []
+    shifts = [(down, across) for down in range(grid[0]) for across in range(grid[1])]
+    copies = torch.stack([each.roll(shift, (0, 1)).flatten() for shift in shifts for each in turned])
+    return copies[:: math.ceil(len(copies) / MOST_ALTERNATIVES)]
+
+
+@lru_cache
+def _quadratic(grid: Grid) -> Float[Tensor, "P 6"]:
+    """1, x, y, x², xy and y² of each patch."""
+    down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)
+    y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
+    return torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
 
 
 def randomise_weights(model: nn.Module, *, fraction_of_blocks: float = 1.0, seed: int = 0) -> nn.Module:
@@ -138,27 +192,3 @@ def _centred_ranks(values: Float[Tensor, "B P"]) -> Float[Tensor, "B P"]:
     ordered = values.sort(dim=1).values
     ranks = (torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True) - 1) / 2
     return ranks - ranks.mean(dim=1, keepdim=True)
-
-
-def _judge(
-    deletion_gap: float,
-    better_than_random: float,
-    randomised_correlation: float,
-    prefix_mass: float,
-    entropy: float,
-    *,
-    patches: int,
-) -> SanityCheck:
-    """The numbers with a sentence for each threshold that the map fails."""
-    warnings = []
-    if better_than_random < LEAST_BETTER:
-        warnings.append("no better than random for this image")
-    if abs(randomised_correlation) > max(CORRELATION_LIMIT, 3 / math.sqrt(max(patches - 1, 1))):
-        warnings.append(f"similar with randomised weights (rank correlation {randomised_correlation:.2f})")
-    if prefix_mass > PREFIX_LIMIT:
-        warnings.append(f"{100 * prefix_mass:.0f} % of the relevance is in prefix tokens, not in patches")
-    if math.exp(entropy) > UNIFORM_LIMIT * patches:
-        warnings.append("nearly uniform")
-    verdict = "unsupported" if better_than_random < LEAST_BETTER else "weak" if warnings else "supported"
-    reason = "; ".join(warnings) or "its order lowers the probability more than random orders"
-    return SanityCheck(verdict, reason, deletion_gap, better_than_random, randomised_correlation, tuple(warnings))

@@ -52,10 +52,14 @@ def deletion_curve(
     return torch.stack([predict(order[:, round(fraction * order.shape[1]) :]) for fraction in fractions], dim=1)
 
 
-def leave_one_out(predict: Predict, *, batch: int, patches: int, device: torch.device) -> Float[Tensor, "B P"]:
-    """The drop in probability when one patch is left out (leave-one-out occlusion)."""
+def leave_one_out(
+    predict: Predict, *, batch: int, patches: int, device: torch.device, chosen: Sequence[int] | None = None
+) -> Float[Tensor, "B chosen"]:
+    """The drop in probability when one patch is left out (leave-one-out occlusion); of every patch, or of those
+    `chosen`."""
     everything = torch.arange(patches, device=device).expand(batch, -1)
-    others = (torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1) for patch in range(patches))
+    left_out = range(patches) if chosen is None else chosen
+    others = (torch.cat([everything[:, :patch], everything[:, patch + 1 :]], dim=1) for patch in left_out)
     return predict(everything)[:, None] - torch.stack([predict(kept) for kept in others], dim=1)
 
 

@@ -66,16 +66,19 @@ def compute_maps(
     methods: Sequence[str] = ("rollout",),
     choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
+    keep_graph: bool = False,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
     """One recorded forward pass, the classes explained and the maps of every method. `choose_targets` picks T classes
-    an image from the logits; without it, the predicted one."""
+    an image from the logits; without it, the predicted one. With `keep_graph` the pass has the model's own gradients,
+    whatever the methods need."""
     chosen, options = find_methods(methods), options or MapOptions()
     passes = {libra: [method for method in chosen if method.libra is libra] for libra in (False, True)}
     forwards = {}
     for libra, of_pass in passes.items():
-        if of_pass:
+        wanted = keep_graph and not libra
+        if of_pass or wanted:
             with LibraGradients() if libra else nullcontext():
-                gradients = any(method.class_specific for method in of_pass)
+                gradients = wanted or any(method.class_specific for method in of_pass)
                 forwards[libra] = run_forward(model, images, gradients=gradients)
     forward = next(iter(forwards.values()))  # their results are the same
     check_options(options, forward.record.layers)

@@ -1,0 +1,236 @@
+"""How often is the sanity check of a map wrong, and are the maps that it doesn't support worse?
+
+    python benchmarks/sanity_checks.py --models runs/digits runs/cifar10 planted --output benchmarks/results
+
+Each map is checked where it belongs, on other images and mirrored; smooth noise and a centred Gaussian are
+checked too. Whatever is supported there is a false alarm. Beside each verdict stands how good such maps are:
+their rank correlation with leave-one-out; their gain, the symmetric relevance gain (insertion minus deletion
+area, tokens left out) minus that of another image's map of the same method; and for the model `planted`, whose
+evidence is a glyph, how often their maximum is on it. Checks that are not made, since they don't tell good maps
+from bad ones, are measured in the same way.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import planted_evidence
+import torch
+from conditions import describe_conditions, write_result
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from vit.bundle import load_model
+from vit.data.open import open_for_model
+from vit.evaluation.evaluated_images import map_labels
+from vit.explanation.capture.readout import Grid, run_forward
+from vit.explanation.faithfulness.baselines import centre_maps
+from vit.explanation.faithfulness.map_metrics import find_order, to_markdown
+from vit.explanation.faithfulness.sanity_checks import (
+    VERDICTS,
+    Evidence,
+    compare,
+    find_evidence,
+    randomise_weights,
+    rank_correlation,
+)
+from vit.explanation.faithfulness.selection import select_correct_images
+from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve, leave_one_out
+from vit.explanation.methods.table import METHODS, Maps, compute_maps
+
+NAMES = [name for name in METHODS if name != "raw"]
+FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+SEEDS, OTHERS = 5, 8  # of randomised weights; images that each map is checked on beside its own
+BATCH = 32
+
+
+class Measured:
+    """A model, images that it classifies correctly, and what the checks compare."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.glyphs: Tensor | None = None
+        if name == "planted":
+            self.model, self.images, self.classes, glyphs = planted_evidence.train()
+            chosen = torch.where(glyphs >= 0)[0][:count]
+            self.images, self.classes, self.glyphs = self.images[chosen], self.classes[chosen], glyphs[chosen]
+        else:
+            bundle = load_model(name)
+            self.model = bundle.model
+            source = open_for_model(None, trained_on=bundle.config["data"]).split("test")
+            labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
+            self.images, self.classes, _ = select_correct_images(bundle, source, labels, count=count)
+        forward = run_forward(self.model, self.images[:1])
+        self.grid: Grid = forward.grid
+        self.readout, self.layers = forward.readout[0, forward.num_prefix_tokens :], len(forward.record.layers)
+        self.maps, self.prefix_mass = self.explain(self.model)
+        self.leave_one_out = self.in_batches(self._leave_one_out, self.images, self.classes)
+        self.maps["leave-one-out"] = self.leave_one_out
+        self.randomised: list[dict[str, Tensor]] = []
+        self.evidence = {circular: self._find_evidence(circular) for circular in (False, True)}
+
+    def in_batches(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return torch.cat([compute(*batch) for batch in zip(*(t.split(BATCH) for t in tensors), strict=True)])
+
+    def explain(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Maps [n, rows, columns] and prefix mass [n] by method."""
+        parts: list[list[Maps]] = []
+        for images, classes in zip(self.images.split(BATCH), self.classes.split(BATCH), strict=True):
+            choose = lambda _, classes=classes: classes[:, None]  # noqa: E731
+            parts.append(compute_maps(model, images, methods=NAMES, choose_targets=choose)[2])
+        values = [torch.cat([maps.values[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
+        mass = [torch.cat([maps.prefix_mass[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
+        return dict(zip(NAMES, values, strict=True)), dict(zip(NAMES, mass, strict=True))
+
+    def measure_gain(self, maps: Tensor) -> Tensor:
+        """Symmetric relevance gain of each map on its image."""
+
+        def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
+            predict, order = build_predictor(self.model, images, classes, grid=self.grid), find_order(maps)
+            areas = [
+                area_under(deletion_curve(predict, each, fractions=FRACTIONS), fractions=FRACTIONS)
+                for each in (order.flip(1), order)
+            ]
+            return areas[0] - areas[1]
+
+        return self.in_batches(compute, self.images, self.classes, maps)
+
+    def _leave_one_out(self, images: Tensor, classes: Tensor) -> Tensor:
+        predict = build_predictor(self.model, images, classes, grid=self.grid)
+        patches = self.grid[0] * self.grid[1]
+        drops = leave_one_out(predict, batch=len(images), patches=patches, device=images.device)
+        return drops.reshape(-1, *self.grid)
+
+    def _find_evidence(self, circular: bool) -> Evidence:
+        parts = []
+        for images, classes in zip(self.images.split(BATCH), self.classes.split(BATCH), strict=True):
+            forward = run_forward(self.model, images, gradients=True)
+            parts.append(find_evidence(forward, classes, circular=circular))
+        return Evidence(parts[0].name, torch.cat([part.drops for part in parts]), parts[0].patches)
+
+
+def check_method(measured: Measured, name: str) -> dict[str, Any]:
+    """Verdicts of a method's maps where they belong and elsewhere, and how good the maps of each verdict are."""
+    maps, evidence = measured.maps[name], measured.evidence["removal" in name]
+    checks = compare(maps, evidence)
+    elsewhere = [maps.roll(shift, 0) for shift in range(1, OTHERS + 1)]
+    mirrored = [maps.flip(sides) for sides in ((1,), (2,), (1, 2))]
+    quality = {
+        "leave_one_out_correlation": rank_correlation(maps, measured.leave_one_out),
+        "gain": measured.measure_gain(maps) - measured.measure_gain(maps.roll(1, 0)),
+    }
+    if measured.glyphs is not None:
+        quality["on_glyph"] = (maps.flatten(1).argmax(dim=1) == measured.glyphs).float()
+    return {
+        "evidence": evidence.name,
+        "mean": {what: float(values.mean()) for what, values in quality.items()},
+        "false_alarms": {
+            "other images": count_supported(elsewhere, evidence),
+            "mirrored": count_supported(mirrored, evidence),
+        },
+        "verdicts": {
+            verdict: summarise(torch.tensor([check.verdict == verdict for check in checks]), quality)
+            for verdict in VERDICTS
+        },
+        "checks not made": {
+            check: {"warned": summarise(warned, quality), "not warned": summarise(~warned, quality)}
+            for check, warned in find_warnings(measured, name).items()
+        },
+    }
+
+
+def count_supported(several: Sequence[Tensor], evidence: Evidence) -> float:
+    """The fraction of maps that are supported."""
+    verdicts = [check.verdict for maps in several for check in compare(maps, evidence)]
+    return verdicts.count("supported") / len(verdicts)
+
+
+def summarise(chosen: Tensor, quality: dict[str, Tensor]) -> dict[str, float | None]:
+    """The fraction of the maps that are `chosen`, and their mean quality."""
+    means = {what: float(values[chosen].mean()) if chosen.any() else None for what, values in quality.items()}
+    return {"fraction": float(chosen.float().mean()), **means}
+
+
+def find_warnings(measured: Measured, name: str) -> dict[str, Tensor]:
+    """What three other checks would warn of: relevance in prefix tokens (more than half); a nearly uniform map (98 %),
+    without what the method's identity adds; a map nearer to those of randomised weights for its own image than to
+    theirs for 95 % of the others."""
+    if name not in measured.prefix_mass:
+        return {}
+    maps = measured.maps[name].flatten(1)
+    identity = {"gae": 1.0, "gae-scale-free": 1.0, "libra-gae": 1.0}.get(name, 0.0)
+    identity = 0.5**measured.layers if "rollout" in name else identity
+    added = (maps - identity * measured.readout).abs()
+    added = added / added.sum(dim=1, keepdim=True).clamp_min(1e-30)
+    entropy = torch.special.entr(added).sum(dim=1)
+    similar = torch.stack([correlate_pairs(maps, each[name].flatten(1)) for each in measured.randomised]).mean(dim=0)
+    own = similar.diagonal()[:, None]
+    return {
+        "prefix mass": measured.prefix_mass[name] > 0.5,
+        "nearly uniform": entropy.exp() > 0.98 * maps.shape[1],
+        "randomised weights": (similar >= own).float().mean(dim=1) <= 0.05,
+    }
+
+
+def correlate_pairs(first: Tensor, second: Tensor) -> Tensor:
+    """Rank correlation [n, n] of every map with every other."""
+    columns = [rank_correlation(first[:, None], second[index].expand_as(first)[:, None]) for index in range(len(second))]
+    return torch.stack(columns, dim=1)
+
+
+def measure_model(name: str, count: int) -> dict[str, Any]:
+    """All methods and baselines on one model."""
+    measured = Measured(name, count)
+    measured.randomised = [measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(SEEDS)]
+    rows, columns = measured.grid
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(len(measured.images), 1, max(rows // 3, 2), max(columns // 3, 2), generator=generator)
+    noise = interpolate(coarse, size=(rows, columns), mode="bicubic")[:, 0]
+    evidence = measured.evidence[False]
+    drops = evidence.drops.reshape(-1, rows, columns)
+    return {
+        "images": len(measured.images),
+        "grid": [rows, columns],
+        "evidence": evidence.name,
+        "evidence_correlation": float(rank_correlation(drops, measured.leave_one_out).mean()),
+        "false_alarms": {
+            "smooth noise": count_supported([noise], evidence),
+            "centred Gaussian": count_supported([centre_maps(len(noise), measured.grid)], evidence),
+        },
+        "methods": {method: check_method(measured, method) for method in measured.maps},
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The table of one model."""
+
+    def describe(verdict: dict[str, Any]) -> str:
+        percent = f"{100 * verdict['fraction']:.0f} %"
+        return percent if verdict["gain"] is None else f"{percent}: {verdict['gain']:.2f}"
+
+    rows = []
+    for name, method in result["methods"].items():
+        alarms = [f"{100 * value:.1f} %" for value in method["false_alarms"].values()]
+        rows.append([name, *alarms, *(describe(method["verdicts"][verdict]) for verdict in VERDICTS[:3])])
+    headings = ["method", "of other images", "mirrored", *(f"{verdict}: gain" for verdict in VERDICTS[:3])]
+    baselines = ", ".join(f"{name} {100 * value:.1f} %" for name, value in result["false_alarms"].items())
+    return f"{to_markdown(headings, rows)}\nsupported: {baselines}"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["planted"], help="run directories; planted")
+    parser.add_argument("--images", type=int, default=128, help="of each model, classified correctly")
+    parser.add_argument("--output", type=Path, help="folder for sanity-checks-<machine>.json")
+    options = parser.parse_args()
+    machine, results = describe_conditions("cpu"), {}
+    for model in options.models:
+        results[Path(model).name] = measure_model(model, options.images)
+        print(f"\n{Path(model).name}\n{show(results[Path(model).name])}", flush=True)
+    if options.output:
+        write_result(options.output, "sanity-checks", {"machine": machine, "models": results})
+
+
+if __name__ == "__main__":
+    main()
