@@ -76,8 +76,8 @@ class Measured:
         """Maps [n, rows, columns] and prefix mass [n] by method."""
         parts: list[list[Maps]] = []
         for images, classes in zip(self.images.split(BATCH), self.classes.split(BATCH), strict=True):
-            choose = lambda _, classes=classes: classes[:, None]  # noqa: E731
-            parts.append(compute_maps(model, images, methods=NAMES, choose_targets=choose)[2])
+            targets = classes[:, None]
+            parts.append(compute_maps(model, images, methods=NAMES, choose_targets=lambda _, t=targets: t)[2])
         values = [torch.cat([maps.values[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
         mass = [torch.cat([maps.prefix_mass[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
         return dict(zip(NAMES, values, strict=True)), dict(zip(NAMES, mass, strict=True))
@@ -114,6 +114,7 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
     maps, evidence = measured.maps[name], measured.evidence["removal" in name]
     checks = compare(maps, evidence)
     elsewhere = [maps.roll(shift, 0) for shift in range(1, OTHERS + 1)]
+    other_class = [measured.classes.roll(shift) != measured.classes for shift in range(1, OTHERS + 1)]
     mirrored = [maps.flip(sides) for sides in ((1,), (2,), (1, 2))]
     quality = {
         "leave_one_out_correlation": rank_correlation(maps, measured.leave_one_out),
@@ -126,6 +127,7 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
         "mean": {what: float(values.mean()) for what, values in quality.items()},
         "false_alarms": {
             "other images": count_supported(elsewhere, evidence),
+            "images of other classes": count_supported(elsewhere, evidence, other_class),
             "mirrored": count_supported(mirrored, evidence),
         },
         "verdicts": {
@@ -139,10 +141,10 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
     }
 
 
-def count_supported(several: Sequence[Tensor], evidence: Evidence) -> float:
-    """The fraction of maps that are supported."""
-    verdicts = [check.verdict for maps in several for check in compare(maps, evidence)]
-    return verdicts.count("supported") / len(verdicts)
+def count_supported(several: Sequence[Tensor], evidence: Evidence, chosen: Sequence[Tensor] | None = None) -> float:
+    """The fraction of maps that are supported, of those `chosen`."""
+    supported = torch.tensor([[check.verdict == "supported" for check in compare(maps, evidence)] for maps in several])
+    return float((supported if chosen is None else supported[torch.stack(list(chosen))]).float().mean())
 
 
 def summarise(chosen: Tensor, quality: dict[str, Tensor]) -> dict[str, float | None]:
@@ -174,7 +176,9 @@ def find_warnings(measured: Measured, name: str) -> dict[str, Tensor]:
 
 def correlate_pairs(first: Tensor, second: Tensor) -> Tensor:
     """Rank correlation [n, n] of every map with every other."""
-    columns = [rank_correlation(first[:, None], second[index].expand_as(first)[:, None]) for index in range(len(second))]
+    columns = [
+        rank_correlation(first[:, None], second[index].expand_as(first)[:, None]) for index in range(len(second))
+    ]
     return torch.stack(columns, dim=1)
 
 
@@ -212,7 +216,13 @@ def show(result: dict[str, Any]) -> str:
     for name, method in result["methods"].items():
         alarms = [f"{100 * value:.1f} %" for value in method["false_alarms"].values()]
         rows.append([name, *alarms, *(describe(method["verdicts"][verdict]) for verdict in VERDICTS[:3])])
-    headings = ["method", "of other images", "mirrored", *(f"{verdict}: gain" for verdict in VERDICTS[:3])]
+    headings = [
+        "method",
+        "of other images",
+        "other classes",
+        "mirrored",
+        *(f"{verdict}: gain" for verdict in VERDICTS[:3]),
+    ]
     baselines = ", ".join(f"{name} {100 * value:.1f} %" for name, value in result["false_alarms"].items())
     return f"{to_markdown(headings, rows)}\nsupported: {baselines}"
 
