@@ -9,7 +9,6 @@ import typer
 
 from vit.cli.common import Device, Model, Output, Overwrite, Precision, RandomWeights
 
-_METHODS = "rollout, raw, gae, gae-scale-free, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient"
 _CLASS = "auto (the predicted one), a name, an index, all or top3"
 _CHECKS = "sanity checks of every map; default: up to 64 images"
 Batch = Annotated[int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")]
@@ -21,7 +20,7 @@ def attention(
     images: Images = None,
     *,
     output: Output,
-    method: Annotated[str, typer.Option(help=f"one or more, separated by commas: {_METHODS}")] = "rollout",
+    method: Annotated[str, typer.Option(help="one or more of the methods, separated by commas")] = "rollout",
     target: Annotated[str, typer.Option("--class", help=_CLASS)] = "auto",
     formats: Annotated[
         str, typer.Option("--format", help="png, npz, html, tensorboard; separated by commas")
@@ -50,6 +49,9 @@ def attention(
 
     Writes NAME.METHOD.png, maps.npz (exact values on the patch grid), manifest.json and, with --format html,
     a gallery to open in a browser.
+
+    Methods: rollout, raw, gae, gae-scale-free, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
+    libra-fullgrad, libra-fullgrad-pixels, libra-gae, libra-input-x-gradient, removal-gradient, removal-gradient-logit.
     """
     from vit import api
     from vit.data.inputs import list_images

@@ -114,3 +114,21 @@ def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.
     bias = getattr(norm, "bias", None)
     expected = (result - (0 if bias is None else bias)) @ weights
     torch.testing.assert_close((x * gradient).sum(dim=-1), expected)
+
+
+def test_pixels_count_as_one_more_layer_of_fullgrad() -> None:
+    """The image's part is its difference to its mean colour times the gradient: 0 for a patch of that colour."""
+    model, images = build("ours")
+    model, images = model.double(), images.double()
+    images[:, :, :8, :8] = images[:, :, 8:].mean(dim=(-2, -1), keepdim=True)
+    images[:, :, :8, 8:] = images[:, :, :8, :8].mean(dim=(-2, -1), keepdim=True)  # so that the mean is that colour
+    with LibraGradients():
+        forward = run_forward(model, images, gradients=True)
+    logit = forward.logits[:, CLASS]
+    added = compute_fullgrad_plus(forward, logit, with_pixels=True) - compute_fullgrad_plus(forward, logit)
+    (gradient,) = torch.autograd.grad(logit.sum(), forward.images)
+    product = ((images - images.mean(dim=(-2, -1), keepdim=True)) * gradient).sum(dim=1)
+    expected = product.unflatten(1, (4, 8)).unflatten(3, (6, 8)).sum(dim=(2, 4)).flatten(1)
+    torch.testing.assert_close(added[:, 1:], expected)
+    assert added[:, 0].abs().max() == 0
+    assert added[:, 1].abs().max() < 1e-12 * added.abs().max()

@@ -83,10 +83,15 @@ def compute_cdam(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, 
     return (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)
 
 
-def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
-    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0 for prefix tokens."""
+def compute_input_x_gradient(
+    forward: Forward, score: Float[Tensor, " B"], *, from_mean: bool = False
+) -> Float[Tensor, "B N"]:
+    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0 for prefix tokens.
+    `from_mean` takes each pixel's difference to the image's mean colour for x: what painting a patch over removes."""
     (gradient,) = torch.autograd.grad(score.sum(), forward.images, retain_graph=True)
-    product = at_least_float32(forward.images.detach() * gradient).sum(dim=1, keepdim=True)  # [B, 1, h, w]
+    pixels = forward.images.detach()
+    pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True) if from_mean else pixels
+    product = at_least_float32(pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, h, w]
     rows, columns = forward.grid
     height, width = product.shape[-2] // rows, product.shape[-1] // columns
     patches = torch.nn.functional.avg_pool2d(product, (height, width)) * (height * width)
@@ -94,15 +99,20 @@ def compute_input_x_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Fl
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
 
-def compute_fullgrad_plus(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+def compute_fullgrad_plus(
+    forward: Forward, score: Float[Tensor, " B"], *, with_pixels: bool = False
+) -> Float[Tensor, "B N"]:
     """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x of the tokens x that enter each block l.
-    Signed. Of a pass within `LibraGradients`, each block's sum over the tokens is the logit but for later biases."""
+    Signed. Of a pass within `LibraGradients`, each block's sum over the tokens is the logit but for later biases.
+    `with_pixels` adds the image as one more layer, in its difference to its mean colour."""
     inputs = [layer.block_input for layer in forward.record.layers if layer.block_input is not None]
     gradients = torch.autograd.grad(score.sum(), inputs, retain_graph=True)
     products = [
         (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)
         for tokens, gradient in zip(inputs, gradients, strict=True)
     ]
+    if with_pixels:
+        products.append(compute_input_x_gradient(forward, score, from_mean=True))
     return torch.stack(products).sum(dim=0)
 
 

@@ -193,6 +193,13 @@ _ALL = (
     _of_logit("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
     _of_logit("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
     _of_logit("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
+    _of_logit(
+        "libra-fullgrad-pixels",
+        "Libra FullGrad+ with pixels",
+        partial(gradients.compute_fullgrad_plus, with_pixels=True),
+        signed=True,
+        libra=True,
+    ),
     _of_logit("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
     _of_logit(
         "libra-input-x-gradient",
