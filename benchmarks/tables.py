@@ -13,6 +13,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import faithfulness
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -161,6 +163,12 @@ def build_ablation(ablations: Results) -> str:
     return "\n".join(lines)
 
 
+def build_faithfulness(results: Results) -> str:
+    """The tables over models of each machine; where there are none yet, that of an earlier model."""
+    tables = [faithfulness.build_tables(result["models"]) for result in results.values()]
+    return "\n\n".join(tables) or (RESULTS / "faithfulness-cifar10-cpu.md").read_text().strip()
+
+
 def draw_curves(results: Results, path: Path) -> None:
     """Validation accuracy against minutes since process start: ours by seed, and the baseline's."""
     import matplotlib
@@ -202,7 +210,7 @@ def build_tables() -> dict[str, str]:
         "summary": build_summary(recipes),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
-        "faithfulness": (RESULTS / "faithfulness-cifar10-cpu.md").read_text().strip(),
+        "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
     }
 
 

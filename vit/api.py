@@ -18,9 +18,10 @@ from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.evaluated_images import load_images, map_labels
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
-from vit.explanation.explain import explain_items, fit_settings
+from vit.explanation.explain import choose_batch_size, explain_items, fit_settings
 from vit.explanation.explanations import Explanations
 from vit.explanation.faithfulness.benchmark import Benchmark
+from vit.explanation.faithfulness.best_method import replace_best, write_best_method
 from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
 from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.items import find_items
@@ -172,16 +173,16 @@ def explain(
     """Compute attention maps: `.maps` holds a tensor for each method, [images, rows, columns].
 
     `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them; by default `count` images of the
-    model's own test split. `target`: "auto" (the predicted class), a class's name or index, "all" or "top3".
-    `sanity_checks` are made by default of up to 64 images. With `output` every batch is written there as soon as it is
-    explained, in the `formats` png, npz, html and tensorboard; `resume` continues such an export, and only the images
-    that it lacks are in the result.
+    model's own test split. `methods`: names; "best" is the one that `measure_faithfulness` found. `target`: "auto" (the
+    predicted class), a class's name or index, "all" or "top3". `sanity_checks` are made by default of up to 64 images.
+    With `output` every batch is written there as soon as it is explained, in the `formats` png, npz, html and
+    tensorboard; `resume` continues such an export, and only the images that it lacks are in the result.
 
     Raises ValueError for an unknown method, option or class, and where no image can be read.
     """
     bundle = _load(model, device, random_weights=random_weights)
     given, trained_on = None if images is None else list(list_images(images)), bundle.config.get("data", {})
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    names = replace_best((methods,) if isinstance(methods, str) else tuple(methods), bundle)
     checks = (count if given is None else len(given)) <= 64 if sanity_checks is None else sanity_checks
     running: dict[str, Any] = {"sanity_checks": checks, "batch_size": batch_size or 0, "precision": precision}
     settings = Settings(methods=names, options=options or MapOptions(), target=target, scale=scale, **running)
@@ -213,29 +214,40 @@ def measure_faithfulness(
     split: str | None = None,
     methods: Literal["all"] | Sequence[str] = "all",
     count: int = 256,
-    batch_size: int = 32,
+    filled: int = 64,
+    batch_size: int | None = None,
     seed: int = 0,
     device: str = "auto",
     random_weights: bool = False,
+    on_start: Callable[[float], object] = lambda seconds: None,
 ) -> FaithfulnessResult:
     """Measure how faithful attention maps are to the model: `.summary` holds means with 95 % intervals, by metric.
 
     Measured are `count` images that the model predicts correctly, of the data that `vit.evaluate` would take; `seed`
-    chooses them and the random maps. Raises ValueError for an unknown method and fewer than 8 correct predictions.
+    chooses them and the random maps. Filling patches with the mean is measured on `filled` of them. `on_start` is
+    called with an estimate of the seconds it takes. Where all methods are measured, the best is kept beside the model
+    file, for `explain(methods="best")`.
+
+    Raises ValueError for an unknown method and fewer than 8 correct predictions.
     """
     find_methods(names := list(METHODS if methods == "all" else methods))
     bundle = _load(model, device, random_weights=random_weights)
     source = open_for_model(data, root=root, trained_on=bundle.config.get("data", {})).split(split)
     labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
+    batch_size = batch_size or choose_batch_size(bundle.preprocess.image_size)
     images, classes, ids = select_correct_images(bundle, source, labels, count=count, batch_size=batch_size, seed=seed)
-    with show_progress("faithfulness", None) as advance:
-        benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, seed=seed)
-        benchmark.on_progress = lambda what: advance(1, what)
+    benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, filled=filled, seed=seed)
+    work, seconds = benchmark.plan
+    on_start(seconds)
+    with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()
     device = describe_device(next(bundle.model.parameters()).device)
     inputs = {"model": bundle.name, "model_sha256": bundle.sha256, "data": source.name, "split": source.split}
-    measured = {"num_images": len(ids), "seed": seed, "device": device, "versions": collect_versions()}
-    return FaithfulnessResult(measurement, {**inputs, **measured}, ids)
+    measured = {"num_images": len(ids), "seed": seed, "device": device, "precision": benchmark.precision}
+    result = FaithfulnessResult(measurement, {**inputs, **measured, "versions": collect_versions()}, ids)
+    if set(names) == set(METHODS) and not random_weights:
+        measurement.notes.append(write_best_method(bundle, result))
+    return result
 
 
 def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from vit.cli.common import Device, Model, Output, Overwrite, Precision, RandomWeights
+from vit.cli.common import Batch, Device, Model, Output, Overwrite, Precision, RandomWeights
 
+_METHOD = "one or more of the methods, separated by commas; best: the one that vit faithfulness found"
 _CLASS = "auto (the predicted one), a name, an index, all or top3"
 _CHECKS = "sanity checks of every map; default: up to 64 images"
-Batch = Annotated[int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")]
 Images = Annotated[list[str] | None, typer.Argument(help="files or folders; without, images of the model's test split")]
 
 
@@ -20,7 +20,7 @@ def attention(
     images: Images = None,
     *,
     output: Output,
-    method: Annotated[str, typer.Option(help="one or more of the methods, separated by commas")] = "rollout",
+    method: Annotated[str, typer.Option(help=_METHOD)] = "rollout",
     target: Annotated[str, typer.Option("--class", help=_CLASS)] = "auto",
     formats: Annotated[
         str, typer.Option("--format", help="png, npz, html, tensorboard; separated by commas")
@@ -55,6 +55,7 @@ def attention(
     """
     from vit import api
     from vit.data.inputs import list_images
+    from vit.explanation.faithfulness.best_method import describe_best_method
     from vit.explanation.methods.table import MapOptions
 
     paths = sorted({str(path) for path in list_images(images)}) if images else None
@@ -67,8 +68,10 @@ def attention(
     running: dict[str, Any] = {"device": device, "precision": precision, "random_weights": random_weights}
     export: dict[str, Any] = {"output": output, "formats": wanted, "resume": resume, "overwrite": overwrite}
     checks = trust if checks is None else checks
-    api.explain(model, paths, **maps, **running, **export, sanity_checks=checks, batch_size=batch_size)
+    found = api.explain(model, paths, **maps, **running, **export, sanity_checks=checks, batch_size=batch_size)
     _show(output, formats=wanted)
+    if best := describe_best_method(found.bundle):
+        typer.echo(best)
 
 
 def _read_index(text: str, *, option: str, words: dict[str, int | None]) -> int | None:

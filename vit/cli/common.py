@@ -17,6 +17,7 @@ Data = Annotated[str | None, typer.Option(help="a data set, folder or shards; de
 Root = Annotated[Path | None, typer.Option(help="where that data set is")]
 Split = Annotated[str | None, typer.Option(help="train, validation, test or all; default: test, or all if it has none")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Batch = Annotated[int | None, typer.Option(min=1, help="images at a time; default 64 up to 64 pixels a side, else 16")]
 Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16")]
 RandomWeights = Annotated[bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")]
 

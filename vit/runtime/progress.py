@@ -8,7 +8,7 @@ from typing import Protocol
 class Advance(Protocol):
     """Moves the bar by `count` items and, where `title` is given, changes what stands before it."""
 
-    def __call__(self, count: int, title: str | None = None) -> None: ...
+    def __call__(self, count: float, title: str | None = None) -> None: ...
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def show_progress(title: str, total: int | None, *, shown: bool = True) -> Itera
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task(title, total=total)
 
-        def advance(count: int, title: str | None = None) -> None:
+        def advance(count: float, title: str | None = None) -> None:
             bar.update(task, advance=count, description=title)
 
         yield advance

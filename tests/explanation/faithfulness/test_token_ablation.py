@@ -12,6 +12,7 @@ from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
     area_under,
+    build_classifier,
     build_predictor,
     deletion_curve,
     leave_one_out,
@@ -54,6 +55,43 @@ def test_rotary_models_are_refused_and_painted_over_instead(build: Build) -> Non
     mean = build_predictor(model, images, classes, grid=(4, 4), fill="mean")
     kept = torch.arange(8).expand(2, -1)
     assert torch.equal(auto(kept), mean(kept))
+
+
+@pytest.mark.parametrize("family", ["ours", "ours-avg", "ours-registers-norms", "timm", "torchvision", "hugging-face"])
+def test_images_embedded_once_give_the_logits_of_whole_forward_passes(build: Build, family: str) -> None:
+    """Several removals of each image, more rows than a batch takes, beside one forward pass of each with
+    `keep_tokens`."""
+    model, images = build(family)
+    rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
+    work: list[float] = []
+    grid, running = (rows, columns), {"batch_size": 1, "on_forward": work.append}
+    classify = build_classifier(model, images, grid=grid, fill="drop", **running)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
+    found = classify(kept)
+    for removal in range(3):
+        with torch.no_grad(), keep_tokens(model, kept[2 * removal : 2 * removal + 2]):
+            output = model(images)
+        expected = getattr(output, "logits", output)
+        assert (found[2 * removal : 2 * removal + 2] - expected).abs().max() < 1e-5
+    assert (found[:2] - found[2:4]).abs().max() > 1e-3
+    prefix = capture_prefix(model)
+    assert sum(work) == pytest.approx(6 * (7 + prefix) / (rows * columns + prefix))
+
+
+def capture_prefix(model: nn.Module) -> int:
+    return getattr(model, "num_prefix_tokens", 1)
+
+
+def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
+    model, images = ours(stem="conv_pool", global_pool="avg")
+    seen: list[int] = []
+    handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    classify = build_classifier(model, images, grid=(4, 6))
+    for kept in range(1, 24):
+        classify(torch.arange(kept).expand(10, -1))
+    handle.remove()
+    assert sum(seen) == len(images)
 
 
 @pytest.mark.parametrize("fill", ["mean", "blur"])

@@ -1,6 +1,6 @@
-"""Leave tokens of a vision transformer out of a forward pass, without a change to the model."""
+"""Leave tokens out of a forward pass of a vision transformer, or give it others, without a change to the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,22 @@ def keep_tokens(model: nn.Module, kept: Int[Tensor, "B kept"]) -> Iterator[None]
         raise ValueError(f"{name} has rotary positions, so its tokens cannot be left out; use fill='mean'")
     num_prefix = count_prefix_tokens(model)
 
-    def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tokens = args[0]
+    def select(tokens: Tensor) -> Tensor:
         index = (kept + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
-        return (torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1), *args[1:])
+        return torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1)
 
-    handle = find_attention_layers(model)[0].block.register_forward_pre_hook(select)
+    with change_tokens(model, select):
+        yield
+
+
+@contextmanager
+def change_tokens(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """What `change` makes of the tokens [B, N, D] before the first block, prefix tokens included, enters it instead."""
+
+    def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (change(args[0]), *args[1:])
+
+    handle = find_attention_layers(model)[0].block.register_forward_pre_hook(replace)
     try:
         yield
     finally:

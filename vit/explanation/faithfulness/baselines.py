@@ -24,8 +24,9 @@ def centre_maps(batch: int, grid: Grid) -> PatchMaps:
 def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[PatchMaps]]:
     """Each baseline's maps of a batch: `RANDOM_MAPS` random ones, one of the others."""
     generator = torch.Generator().manual_seed(seed)
-    noise = [random_maps(len(images), grid, generator=generator) for _ in range(RANDOM_MAPS)]
-    return {"centre": [centre_maps(len(images), grid)], "edges": [edge_maps(images, grid)], "random": noise}
+    noise = [random_maps(len(images), grid, generator=generator).to(images.device) for _ in range(RANDOM_MAPS)]
+    centre = centre_maps(len(images), grid).to(images.device)
+    return {"centre": [centre], "edges": [edge_maps(images, grid)], "random": noise}
 
 
 def edge_maps(images: Images, grid: Grid) -> PatchMaps:

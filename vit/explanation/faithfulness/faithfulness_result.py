@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.explanation.faithfulness.benchmark import BASELINES, FRACTIONS_OF_BLOCKS, LEAVE_ONE_OUT, Measurement
-from vit.explanation.faithfulness.map_metrics import REMOVED, estimate, to_markdown, win_rate
+from vit.explanation.faithfulness.map_metrics import REMOVED, estimate, estimate_ratio, find_best, to_markdown, win_rate
 from vit.explanation.methods.table import METHODS
 from vit.runtime.files import write_arrays, write_atomically, write_text
 from vit.runtime.output_dir import prepare_output
@@ -29,6 +29,12 @@ class Metric:
 
 
 METRICS = {
+    "srg": Metric(True, "SRG"),
+    "srg_mean": Metric(True, "SRG, mean fill"),
+    "srg_logit": Metric(True, "SRG of the logit"),
+    "srg_logit_mean": Metric(True, "SRG of the logit, mean fill"),
+    "srg_blur": Metric(True),
+    "srg_logit_blur": Metric(True),
     "deletion": Metric(False, "deletion"),
     "insertion": Metric(True, "insertion"),
     "saco": Metric(True, "SaCo"),
@@ -57,16 +63,25 @@ class FaithfulnessResult:
         return summarise(self.measurement)
 
     @property
+    def names(self) -> list[str]:
+        """Methods and baselines, the highest symmetric relevance gain with tokens dropped first."""
+        gains = self.summary["metrics"]["srg"]["methods"]
+        return sorted(gains, key=lambda name: -gains[name]["mean"])
+
+    @property
     def table(self) -> str:
-        """Methods and baselines in markdown, the best deletion first."""
+        """Methods and baselines in markdown; bold are gains that may be the best."""
         metrics, milliseconds = self.summary["metrics"], self.summary["milliseconds_per_image"]
         columns = {name: kind.column for name, kind in METRICS.items() if kind.heading and name in metrics}
-        deletion = metrics["deletion"]["methods"]
         rows = []
-        for name in sorted(deletion, key=lambda name: deletion[name]["mean"]):
-            found = [metrics[column]["methods"].get(name) for column in columns]
-            cells = [f"{of['mean']:.3f} ({of['low']:.3f}–{of['high']:.3f})" if of else "" for of in found]
-            wins = [deletion[name]["wins"].get(baseline) for baseline in ("random", "centre")]
+        for name in self.names:
+            cells = []
+            for metric in columns:
+                cell = format_estimate(found) if (found := metrics[metric]["methods"].get(name)) else ""
+                if ratio := (found or {}).get("of_leave_one_out"):
+                    cell += f", {100 * ratio['mean']:.0f} %"
+                cells.append(f"**{cell}**" if name in metrics[metric].get("best", ()) else cell)
+            wins = [metrics["deletion"]["methods"][name]["wins"].get(baseline) for baseline in ("random", "centre")]
             cells += ["" if fraction is None else f"{100 * fraction:.0f} %" for fraction in wins]
             kind = "baseline" if name in BASELINES else "yes" if METHODS[name].class_specific else "no"
             rows.append([name, kind, *cells, f"{milliseconds[name]:.1f}" if name in milliseconds else ""])
@@ -87,7 +102,7 @@ class FaithfulnessResult:
 
 def summarise(measurement: Measurement) -> dict[str, Any]:
     """Means with 95 % intervals, win rates against the baselines, and whether the metrics tell leave-one-out occlusion
-    from a random map."""
+    from a random map; for symmetric relevance gains, the methods that may be the best."""
     metrics: dict[str, Any] = {}
     for metric, kind in METRICS.items():
         if values := measurement.values.get(metric):
@@ -98,14 +113,27 @@ def summarise(measurement: Measurement) -> dict[str, Any]:
                 of_method["wins"] = {other: rate for other, rate in wins.items() if other != name}
             count = len(next(iter(values.values())))
             metrics[metric] = {"better": "higher" if up else "lower", "images": count, "methods": methods}
+            if metric.startswith("srg"):
+                metrics[metric]["best"] = find_best({n: v for n, v in values.items() if n not in BASELINES})
+                for name, of_method in methods.items():
+                    ratio = estimate_ratio(values[name], values[LEAVE_ONE_OUT])
+                    of_method["of_leave_one_out"] = ratio and asdict(ratio)
     blocks = list(FRACTIONS_OF_BLOCKS)
     return {
         "metrics": metrics,
+        "best_method": choose_best(metrics),
         "checks": check_metrics(metrics),
         "milliseconds_per_image": measurement.milliseconds,
         "cascading_randomisation": {"fraction_of_blocks": blocks, "correlation": measurement.cascade},
         "notes": measurement.notes,
     }
+
+
+def choose_best(metrics: Mapping[str, Any]) -> str:
+    """One of the methods that may be the best with tokens dropped: one that may also be with patches filled with the
+    mean, where there is one; of these the one with the highest symmetric relevance gain with tokens dropped."""
+    best: list[str] = metrics["srg"]["best"]
+    return next((name for name in best if name in metrics["srg_mean"]["best"]), best[0])
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
@@ -122,17 +150,22 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, bool]:
     return checks
 
 
+def format_estimate(found: Mapping[str, Any]) -> str:
+    """A mean with its interval."""
+    return f"{found['mean']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
+
+
 def draw_plot(path: Path, measurement: Measurement, summary: Mapping[str, Any]) -> None:
-    """Left to right: each method's deletion, insertion and SaCo with its interval; the mean deletion curves."""
+    """Left to right: each method's symmetric relevance gains and SaCo with intervals; the mean deletion curves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics = summary["metrics"]
-    deletion = metrics["deletion"]["methods"]
-    names = sorted(deletion, key=lambda name: -deletion[name]["mean"])
+    gains = metrics["srg"]["methods"]
+    names = sorted(gains, key=lambda name: gains[name]["mean"])
     figure = Figure(figsize=(15, 1.5 + 0.32 * len(names)), layout="constrained")
     panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.4])
-    for panel, metric in zip(panels, ("deletion", "insertion", "saco"), strict=False):
+    for panel, metric in zip(panels, ("srg", "srg_mean", "saco"), strict=False):
         for row, name in enumerate(names):
             found = metrics[metric]["methods"][name]
             colour = "#777777" if name in BASELINES else "#0b62c4"

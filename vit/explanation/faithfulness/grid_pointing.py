@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.map_metrics import compute_pointing
-from vit.model.logits import compute_logits
+from vit.explanation.faithfulness.token_ablation import Classify
 
 
 def build_mosaics(
@@ -42,19 +41,17 @@ def point(of_quarters: Sequence[Float[Tensor, "m r c"]]) -> Float[Tensor, " m"]:
     return torch.stack(fractions).mean(dim=0)
 
 
-@torch.no_grad()
 def leave_blocks_out(
-    model: nn.Module, mosaics: Float[Tensor, "m 3 H W"], targets: Int[Tensor, "m 4"], *, grid: tuple[int, int]
+    classify: Classify, targets: Int[Tensor, "m 4"], *, grid: tuple[int, int]
 ) -> Float[Tensor, "m 4 r c"]:
     """For each quarter's class, the drop of its logit when a block of 2×2 patches is left out."""
-    patches = torch.arange(grid[0] * grid[1]).reshape(grid)
-    whole = compute_logits(model, mosaics).gather(1, targets)
-    drops = torch.zeros(len(targets), 4, patches.numel())
+    patches = torch.arange(grid[0] * grid[1], device=targets.device).reshape(grid)
+    whole = classify(patches.flatten().expand(len(targets), -1)).gather(1, targets)
+    drops = whole.new_zeros(len(targets), 4, patches.numel())
     for row in range(0, grid[0], 2):
         for column in range(0, grid[1], 2):
             block = patches[row : row + 2, column : column + 2].flatten()
             kept = patches[~torch.isin(patches, block)]
-            with keep_tokens(model, kept.expand(len(targets), -1)):
-                without = compute_logits(model, mosaics).gather(1, targets)
+            without = classify(kept.expand(len(targets), -1)).gather(1, targets)
             drops[:, :, block] = (whole - without)[:, :, None]
     return torch.unflatten(drops, 2, grid)

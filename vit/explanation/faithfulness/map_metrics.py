@@ -69,13 +69,35 @@ class Estimate:
 
 def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Estimate]:
     """The mean of each method with a percentile bootstrap interval. The resamples of images are shared."""
-    count = len(next(iter(values.values())))
-    resamples = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    estimates = {}
-    for name, of_images in values.items():
-        low, high = np.quantile(of_images[resamples].mean(axis=1), [0.025, 0.975])
-        estimates[name] = Estimate(float(of_images.mean()), float(low), float(high))
-    return estimates
+    table = np.stack([of_images.astype(np.float64) for of_images in values.values()], axis=1)  # [n, methods]
+    low, high = np.quantile(_draw_resamples(len(table), seed) @ table, [0.025, 0.975], axis=0)
+    rows = zip(table.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True)
+    return {name: Estimate(*row) for name, row in zip(values, rows, strict=True)}
+
+
+def estimate_ratio(values: PerImage, reference: PerImage, *, seed: int = 0) -> Estimate | None:
+    """The ratio of two means with its paired interval; None where the reference's may be 0 or less."""
+    both = np.stack([values, reference], axis=1).astype(np.float64)
+    means = _draw_resamples(len(both), seed) @ both
+    if np.quantile(means[:, 1], 0.025) <= 0:
+        return None
+    low, high = np.quantile(means[:, 0] / means[:, 1].clip(1e-30), [0.025, 0.975])
+    return Estimate(float(both[:, 0].mean() / both[:, 1].mean()), float(low), float(high))
+
+
+def find_best(values: Mapping[str, PerImage], *, seed: int = 0) -> list[str]:
+    """The methods that may be the best, highest mean first: the 95 % interval of the paired difference to the one with
+    the highest mean includes 0. Not corrected for the number of methods."""
+    ordered = sorted(values, key=lambda name: -values[name].mean())
+    gaps = estimate({name: values[name] - values[ordered[0]] for name in ordered}, seed=seed)
+    return [name for name in ordered if gaps[name].high >= 0]
+
+
+def _draw_resamples(count: int, seed: int) -> Float[np.ndarray, "resamples n"]:
+    """How often each image is in each bootstrap resample, divided by the number of images."""
+    drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    places = (drawn + count * np.arange(RESAMPLES)[:, None]).ravel()
+    return np.bincount(places, minlength=RESAMPLES * count).reshape(RESAMPLES, count) / count
 
 
 def win_rate(method: PerImage, baseline: PerImage, *, higher_is_better: bool) -> float:

@@ -1,0 +1,173 @@
+"""A pretend accelerator: the device "npu", whose tensors each hold a CPU tensor.
+
+It runs real values through the code that a GPU would run, on a machine without one, and is as strict as a GPU: an
+operation that mixes a host tensor (of more than zero dimensions) with a device tensor raises, and so does `.numpy()` of
+a device tensor. Every transfer and every wait is counted with the line of ours that caused it (`TRANSFERS`).
+
+    with pretend_device():
+        model.to("npu")
+        ...
+
+It can't show kernels that exist on one kind of device only, CUDA's own numerics, streams and overlap, or memory.
+`torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes its place meanwhile. torch's
+experimental `torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes the
+device known to autograd; a TorchDispatchMode does the rest.
+"""
+
+import collections
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+TRANSFERS: collections.Counter[str] = collections.Counter()
+_WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+
+
+class _Backend:
+    """What torch asks of a device's module."""
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    manual_seed_all = synchronize = set_rng_state = staticmethod(lambda *_: None)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+
+_setup_privateuseone_for_python_backend("npu", backend_module=_Backend())
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on the pretend device; `host` holds its values."""
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> "DeviceTensor":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device="npu:0",
+        )
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+
+    def __repr__(self) -> str:
+        return f"npu{list(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(op, args, kwargs or {})
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, DeviceTensor)
+
+
+def _host(value: Any) -> Any:
+    return value.host if _on_device(value) else value
+
+
+def _is_npu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "npu"
+
+
+def _count(what: str) -> None:
+    ours = [frame for frame in traceback.extract_stack() if "/vit/" in frame.filename]
+    place = f"{ours[-1].filename.split('/vit/')[-1]}:{ours[-1].lineno}" if ours else "?"
+    TRANSFERS[f"{what} {place}"] += 1
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    name = str(op).removeprefix("aten.")
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    uses_device = any(map(_on_device, tensors))
+    host_kwargs = {
+        k: torch.device("cpu") if isinstance(v, torch.device) else tree_map(_host, v) for k, v in kwargs.items()
+    }
+    if name.startswith("_to_copy"):
+        source, to_device = args[0], _is_npu(kwargs.get("device") or args[0].device)
+        if _on_device(source) != to_device:
+            _count("host→device" if to_device else "device→host")
+        for key in ("non_blocking", "pin_memory"):
+            host_kwargs.pop(key, None)
+        copy = op(_host(source), **host_kwargs)
+        return DeviceTensor(copy) if to_device else copy
+    if name == "copy_.default":
+        target, source = args[:2]
+        if _on_device(source) != _on_device(target):
+            _count("host→device" if _on_device(target) else "device→host")
+        _host(target).copy_(_host(source))
+        return target
+    if uses_device and name.partition(".")[0] in _WAITS:
+        _count(f"wait ({name.partition('.')[0]})")
+    for tensor in tensors:
+        if uses_device and not _on_device(tensor) and tensor.dim() > 0:
+            if "index" in name and tensor.dtype in (torch.int64, torch.bool):  # CUDA takes these, by a copy
+                _count("host→device (index)")
+            else:
+                raise RuntimeError(f"{name}: a host tensor {list(tensor.shape)} among device tensors")
+    result = op(*tree_map(_host, args), **host_kwargs)
+    if name == "_local_scalar_dense.default" or not (uses_device or _is_npu(kwargs.get("device"))):
+        return result
+    wrapped = tree_map(lambda value: DeviceTensor(value) if isinstance(value, torch.Tensor) else value, result)
+    if any(r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns):  # in place, out=
+        return return_and_correct_aliasing(op, args, kwargs, wrapped)
+    return wrapped
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_npu(kwargs.get("device")) or any(map(_on_device, tree_flatten((args, kwargs))[0])):
+            return _run(op, args, kwargs)
+        return op(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """What never reaches the dispatcher."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.as_tensor) and _is_npu(kwargs.get("device")):
+            device = kwargs.pop("device")
+            return function(*args, **kwargs).to(device)
+        if function is torch.Tensor.new_tensor and _on_device(args[0]):
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to("npu")
+        if function is torch.Tensor.tolist and _on_device(args[0]):
+            _count("wait (tolist)")
+            return args[0].host.tolist()
+        if function is torch.Tensor.numpy and _on_device(args[0]):
+            raise TypeError("can't convert a device tensor to numpy; copy it to the host first")
+        return function(*args, **kwargs)
+
+
+_data_ptr = torch.UntypedStorage.data_ptr
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    try:
+        return _data_ptr(storage)
+    except RuntimeError:  # a wrapper tensor's storage holds no memory; any name that is its own will do
+        return int(storage._cdata)
+
+
+@contextmanager
+def pretend_device() -> Iterator[collections.Counter[str]]:
+    """Make "npu" work for as long as this lasts; gives the counter of transfers and waits."""
+    TRANSFERS.clear()
+    with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
+        patch.setattr(torch.UntypedStorage, "data_ptr", _address)
+        patch.setattr(torch, "inference_mode", torch.no_grad)
+        yield TRANSFERS
