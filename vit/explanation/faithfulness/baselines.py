@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.readout import Grid, Images, PatchMaps
 
-RANDOM_MAPS = 5  # of each image; their metrics are averaged
+RANDOM_MAPS = 3  # of each image; their metrics are averaged
 
 
 def random_maps(batch: int, grid: Grid, *, generator: torch.Generator) -> PatchMaps:

@@ -70,9 +70,7 @@ def build_classifier(
                     return model.forward_head(model.norm(chosen).float())
             with change_tokens(model, lambda embedded_again: chosen):
                 return compute_logits(model, images[of])
-        mask = torch.zeros(len(of), patches, device=images.device).scatter_(1, kept, 1.0)
-        mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
-        return compute_logits(model, images[of] * mask + paint[of] * (1 - mask))
+        return compute_logits(model, _paint_over(images[of], paint[of], kept, grid))
 
     @torch.no_grad()
     def classify(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
@@ -124,6 +122,12 @@ def area_under(curve: Float[Tensor, "B steps"], *, fractions: Sequence[float] = 
     """Trapezoidal area, divided by the range of the fractions: a mean probability."""
     points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
+
+
+def _paint_over(images: Images, paint: Tensor, kept: Int[Tensor, "B kept"], grid: Grid) -> Images:
+    mask = torch.zeros(len(images), grid[0] * grid[1], device=images.device).scatter_(1, kept, 1.0)
+    mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
+    return images * mask + paint * (1 - mask)
 
 
 def _blur(images: Images, *, sigma: float) -> Images:
