@@ -35,7 +35,7 @@ def measure(model: str, *, images: int, filled: int) -> tuple[str, dict[str, Any
     seconds = time.perf_counter() - started
     print(result.table, *result.measurement.notes, f"{seconds:.0f} s\n", sep="\n", flush=True)
     name = Path(path).parent.name if Path(path).is_file() else Path(path).name
-    return name, {"seconds": round(seconds, 1), **result.conditions, **result.summary}
+    return name, {**result.conditions, **result.summary, "model": name, "seconds": round(seconds, 1)}
 
 
 def build_tables(models: dict[str, Any]) -> str:

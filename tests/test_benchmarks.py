@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import faithfulness
 import pytest
 from ablation import CHANGES, RECIPE, list_steps
 from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
@@ -74,6 +75,22 @@ def test_the_ablation_tells_its_steps_from_the_alternatives() -> None:
         "| + y | 60.0 % | 110 | 2 |",
         "| instead: x | 40.0 % | 90 | 1 |",
     ]
+
+
+def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
+    def make_model(*names: str, best: str) -> dict[str, Any]:
+        gain = {"mean": 0.5, "low": 0.25, "high": 0.75, "of_leave_one_out": {"mean": 0.8, "low": 0.5, "high": 1.0}}
+        methods = {name: gain for name in names} | {"random": {**gain, "of_leave_one_out": None}}
+        return {"metrics": {metric: {"methods": methods, "best": [best]} for metric in faithfulness.GAINS}}
+
+    models = {"digits": make_model("gae", "cdam", best="gae"), "cifar10": make_model("gae", best="gae")}
+    tables = faithfulness.build_tables(models).split("\n\n")
+    assert len(tables) == 4
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables[1].splitlines()]
+    assert rows[0] == ["probability, patches filled with the mean", "digits", "cifar10"]
+    assert rows[2] == ["gae", *["**0.500 (0.250–0.750), 80 %**"] * 2]
+    assert rows[3] == ["cdam", "0.500 (0.250–0.750), 80 %", "–"]
+    assert rows[4] == ["random", *["0.500 (0.250–0.750)"] * 2]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
