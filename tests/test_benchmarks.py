@@ -80,7 +80,7 @@ def test_the_ablation_tells_its_steps_from_the_alternatives() -> None:
 def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
     def make_model(*names: str, best: str) -> dict[str, Any]:
         gain = {"mean": 0.5, "low": 0.25, "high": 0.75, "of_leave_one_out": {"mean": 0.8, "low": 0.5, "high": 1.0}}
-        methods = {name: gain for name in names} | {"random": {**gain, "of_leave_one_out": None}}
+        methods = dict.fromkeys(names, gain) | {"random": {**gain, "of_leave_one_out": None}}
         return {"metrics": {metric: {"methods": methods, "best": [best]} for metric in faithfulness.GAINS}}
 
     models = {"digits": make_model("gae", "cdam", best="gae"), "cifar10": make_model("gae", best="gae")}
