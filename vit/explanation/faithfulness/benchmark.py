@@ -123,6 +123,9 @@ class Benchmark:
         maps = torch.stack([of_one for several in every.values() for of_one in several])  # [M, n, rows, columns]
         reference = self.maps[LEAVE_ONE_OUT].repeat(len(names), 1, 1)
         self._keep("leave_one_out_correlation", names, rank_correlation(maps.flatten(0, 1), reference))
+        if not can_drop_tokens(self.model):
+            name = type(self.model).__name__
+            self.result.notes.append(f"{name} needs all of its tokens: for dropped ones, patches have the mean fill")
         self._measure_curves(names, maps, fill="auto")
         names = list(every)  # one random map from here on
         maps = torch.stack([several[0] for several in every.values()])
