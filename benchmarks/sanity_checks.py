@@ -19,7 +19,6 @@ import planted_evidence
 import torch
 from conditions import describe_conditions, write_result
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
 
 from vit.bundle import load_model
 from vit.data.open import open_for_model
@@ -42,7 +41,8 @@ from vit.explanation.methods.table import METHODS, Maps, compute_maps
 NAMES = [name for name in METHODS if name != "raw"]
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SEEDS, OTHERS = 5, 8  # of randomised weights; images that each map is checked on beside its own
-BATCH = 32
+BATCH, FEWEST = 32, 5  # images at a time; maps whose mean quality is compared
+ALARMS, BASELINES = ("other images", "images of other classes", "mirrored"), ("smooth noise", "centred Gaussian")
 
 
 class Measured:
@@ -126,9 +126,10 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
         "evidence": evidence.name,
         "mean": {what: float(values.mean()) for what, values in quality.items()},
         "false_alarms": {
-            "other images": count_supported(elsewhere, evidence),
-            "images of other classes": count_supported(elsewhere, evidence, other_class),
-            "mirrored": count_supported(mirrored, evidence),
+            kind: count_supported(several, evidence, chosen)
+            for kind, several, chosen in zip(
+                ALARMS, (elsewhere, elsewhere, mirrored), (None, other_class, None), strict=True
+            )
         },
         "verdicts": {
             verdict: summarise(torch.tensor([check.verdict == verdict for check in checks]), quality)
@@ -141,10 +142,13 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
     }
 
 
-def count_supported(several: Sequence[Tensor], evidence: Evidence, chosen: Sequence[Tensor] | None = None) -> float:
-    """The fraction of maps that are supported, of those `chosen`."""
+def count_supported(
+    several: Sequence[Tensor], evidence: Evidence, chosen: Sequence[Tensor] | None = None
+) -> float | None:
+    """The fraction of maps that are supported, of those `chosen`; None where there are none."""
     supported = torch.tensor([[check.verdict == "supported" for check in compare(maps, evidence)] for maps in several])
-    return float((supported if chosen is None else supported[torch.stack(list(chosen))]).float().mean())
+    supported = supported if chosen is None else supported[torch.stack(list(chosen))]
+    return float(supported.float().mean()) if supported.numel() else None
 
 
 def summarise(chosen: Tensor, quality: dict[str, Tensor]) -> dict[str, float | None]:
@@ -188,8 +192,8 @@ def measure_model(name: str, count: int) -> dict[str, Any]:
     measured.randomised = [measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(SEEDS)]
     rows, columns = measured.grid
     generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(len(measured.images), 1, max(rows // 3, 2), max(columns // 3, 2), generator=generator)
-    noise = interpolate(coarse, size=(rows, columns), mode="bicubic")[:, 0]
+    noise = torch.randn(len(measured.images), rows + 2, columns + 2, generator=generator)
+    noise = nn.functional.avg_pool2d(noise, 3, stride=1)
     evidence = measured.evidence[False]
     drops = evidence.drops.reshape(-1, rows, columns)
     return {
@@ -198,33 +202,68 @@ def measure_model(name: str, count: int) -> dict[str, Any]:
         "evidence": evidence.name,
         "evidence_correlation": float(rank_correlation(drops, measured.leave_one_out).mean()),
         "false_alarms": {
-            "smooth noise": count_supported([noise], evidence),
-            "centred Gaussian": count_supported([centre_maps(len(noise), measured.grid)], evidence),
+            kind: count_supported([maps], evidence)
+            for kind, maps in zip(BASELINES, (noise, centre_maps(len(noise), measured.grid)), strict=True)
         },
         "methods": {method: check_method(measured, method) for method in measured.maps},
     }
 
 
-def show(result: dict[str, Any]) -> str:
-    """The table of one model."""
+def show_false_alarms(models: dict[str, Any]) -> str:
+    """How often each model's maps are supported where they don't belong: the mean and the highest of its methods."""
 
-    def describe(verdict: dict[str, Any]) -> str:
-        percent = f"{100 * verdict['fraction']:.0f} %"
-        return percent if verdict["gain"] is None else f"{percent}: {verdict['gain']:.2f}"
+    def describe(rates: list[float | None]) -> str:
+        known = [rate for rate in rates if rate is not None]
+        return f"{100 * sum(known) / len(known):.1f} % ({100 * max(known):.1f} %)" if known else "–"
 
     rows = []
-    for name, method in result["methods"].items():
-        alarms = [f"{100 * value:.1f} %" for value in method["false_alarms"].values()]
-        rows.append([name, *alarms, *(describe(method["verdicts"][verdict]) for verdict in VERDICTS[:3])])
-    headings = [
-        "method",
-        "of other images",
-        "other classes",
-        "mirrored",
-        *(f"{verdict}: gain" for verdict in VERDICTS[:3]),
-    ]
-    baselines = ", ".join(f"{name} {100 * value:.1f} %" for name, value in result["false_alarms"].items())
-    return f"{to_markdown(headings, rows)}\nsupported: {baselines}"
+    for name, model in models.items():
+        kinds = [[method["false_alarms"][kind] for method in model["methods"].values()] for kind in ALARMS]
+        baselines = [f"{100 * model['false_alarms'][kind]:.1f} %" for kind in BASELINES]
+        correlation = f"{model['evidence_correlation']:.2f}"
+        rows.append([name, str(model["images"]), model["evidence"], correlation, *map(describe, kinds), *baselines])
+    return to_markdown(["model", "images", "evidence", "ρ leave-one-out", *ALARMS, *BASELINES], rows)
+
+
+def show_verdicts(models: dict[str, Any]) -> str:
+    """Of each method: the fraction of its maps with each verdict, and their gain."""
+
+    def describe(method: dict[str, Any]) -> str:
+        found = [method["verdicts"][verdict] for verdict in VERDICTS[:3]]
+        gains = " / ".join("–" if each["gain"] is None else f"{each['gain']:.2f}" for each in found)
+        fractions = " / ".join(f"{100 * each['fraction']:.0f}" for each in found)
+        return f"{fractions} %: {gains}"
+
+    methods = next(iter(models.values()))["methods"]
+    rows = [[name, *(describe(model["methods"][name]) for model in models.values())] for name in methods]
+    return to_markdown(["method", *models], rows)
+
+
+def show_predictions(models: dict[str, Any]) -> str:
+    """What a check says of quality: the mean over methods of the difference between maps that fail and the others."""
+    rows = []
+    for name, model in models.items():
+        groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {"unsupported, or else supported": []}
+        for method in model["methods"].values():
+            groups["unsupported, or else supported"].append(
+                (method["verdicts"]["unsupported"], method["verdicts"]["supported"])
+            )
+            for check, found in method["checks not made"].items():
+                groups.setdefault(check, []).append((found["warned"], found["not warned"]))
+        for check, pairs in groups.items():
+            both = [pair for pair in pairs if all(each["fraction"] * model["images"] >= FEWEST for each in pair)]
+            cells = []
+            for what in ("leave_one_out_correlation", "gain", "on_glyph"):
+                differences = [failed[what] - passed[what] for failed, passed in both if what in failed]
+                cells.append(f"{sum(differences) / len(differences):+.2f}" if differences else "–")
+            fails = f"{100 * sum(failed['fraction'] for failed, _ in pairs) / len(pairs):.0f} %"
+            rows.append([name, check, fails, f"{len(both)} of {len(pairs)}", *cells])
+    return to_markdown(["model", "check", "fails", "methods", "ρ leave-one-out", "gain", "on the glyph"], rows)
+
+
+def show(models: dict[str, Any]) -> str:
+    """The tables of docs/benchmarks.md."""
+    return "\n\n".join([show_false_alarms(models), show_verdicts(models), show_predictions(models)])
 
 
 def main() -> None:
@@ -237,9 +276,10 @@ def main() -> None:
     machine, results = describe_conditions("cpu"), {}
     for model in options.models:
         results[Path(model).name] = measure_model(model, options.images)
-        print(f"\n{Path(model).name}\n{show(results[Path(model).name])}", flush=True)
+    print(show(results))
     if options.output:
-        write_result(options.output, "sanity-checks", {"machine": machine, "models": results})
+        path = write_result(options.output, "sanity-checks", {"machine": machine, "models": results})
+        path.with_suffix(".md").write_text(show(results) + "\n")
 
 
 if __name__ == "__main__":

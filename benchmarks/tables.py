@@ -211,6 +211,7 @@ def build_tables() -> dict[str, str]:
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
+        "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 
 
