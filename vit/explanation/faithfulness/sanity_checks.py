@@ -60,15 +60,16 @@ class Evidence:
 def check_maps(forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps]) -> list[list[list[SanityCheck]]]:
     """By method, image and class. `forward` keeps its graph; maps that don't depend on the class are checked for the
     predicted one."""
-    found: dict[tuple[int, bool], Evidence] = {}
+    predicted = forward.logits.argmax(dim=1)
+    found: dict[tuple[tuple[int, ...], bool], Evidence] = {}
     checks = []
     for of_method in maps:
         by_class = []
         for column, values in enumerate(of_method.values.unbind(dim=1)):
             circular = "removal" in of_method.method.name
-            key = (column if of_method.method.class_specific else -1, circular)
+            classes = targets[:, column] if of_method.method.class_specific else predicted
+            key = (tuple(classes.tolist()), circular)
             if key not in found:
-                classes = targets[:, column] if key[0] >= 0 else forward.logits.argmax(dim=1)
                 found[key] = find_evidence(forward, classes, circular=circular)
             by_class.append(compare(values, found[key]))
         checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
