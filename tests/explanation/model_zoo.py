@@ -19,6 +19,8 @@ SIZE = (32, 48)
 DEPTH, HEADS = 3, 3
 _HUGGING_FACE = {"hidden_size": 24, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "image_size": 64}
 _HUGGING_FACE |= {"intermediate_size": 48, "patch_size": 16, "num_labels": NUM_CLASSES}
+_SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
+_DINOV3 = {"hidden_size": 24, "num_register_tokens": 4}
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,61 @@ MODELS: dict[str, TinyModel] = {
     "timm-distilled": _timm("VisionTransformerDistilled", "deit_tiny_distilled_patch16_224"),
     "timm-eva": _timm("Eva (EVA-02)", "eva02_tiny_patch14_224", img_size=56),
     "timm-rotary": _timm("Eva (DINOv3)", "vit_small_patch16_dinov3", img_size=64),
+    "timm-rotary-mixed": _timm("Eva (RoPE-ViT, mixed)", "vit_small_patch16_rope_mixed_224", img_size=64),
+    "timm-rotary-positions": _timm("Eva (RoPE-ViT, with positions)", "vit_small_patch16_rope_ape_224", img_size=64),
+    "timm-perception-encoder": _timm("Eva (Perception Encoder)", "vit_pe_core_tiny_patch16_384", img_size=64),
+    "timm-beit": _timm("Beit", "beit_base_patch16_224", img_size=64),
+    "timm-beit-shared": _timm("Beit, shared position bias", "beit_base_patch16_224", img_size=64, **_SHARED_BIAS),
     "torchvision": TinyModel(build_torchvision, (64, 64), "torchvision", "VisionTransformer"),
     "hugging-face": _hugging_face("ViTForImageClassification", build_hugging_face),
+    "hugging-face-deit": _hugging_face("DeiTForImageClassification", partial(build_hugging_face, "DeiT")),
+    "hugging-face-deit-distilled": _hugging_face(
+        "DeiTForImageClassificationWithTeacher",
+        partial(build_hugging_face, "DeiT", "ForImageClassificationWithTeacher"),
+    ),
+    "hugging-face-msn": _hugging_face("ViTMSNForImageClassification", partial(build_hugging_face, "ViTMSN")),
+    "hugging-face-ijepa": _hugging_face("IJepaForImageClassification", partial(build_hugging_face, "IJepa")),
+    "hugging-face-dinov2": _hugging_face("Dinov2ForImageClassification", partial(build_hugging_face, "Dinov2")),
+    "hugging-face-dinov2-registers": _hugging_face(
+        "Dinov2WithRegistersForImageClassification", partial(build_hugging_face, "Dinov2WithRegisters")
+    ),
+    "hugging-face-dinov3": _hugging_face(
+        "DINOv3ViTModel with a linear classifier", lambda: WithHead(build_hugging_face("DINOv3ViT", "Model", **_DINOV3))
+    ),
+    "hugging-face-beit": _hugging_face(
+        "BeitForImageClassification",
+        partial(build_hugging_face, "Beit", use_relative_position_bias=True, use_mean_pooling=True),
+    ),
+    "hugging-face-beit-shared": _hugging_face(
+        "BeitForImageClassification, shared position bias",
+        partial(build_hugging_face, "Beit", use_shared_relative_position_bias=True, use_mean_pooling=False),
+    ),
+    "hugging-face-clip": _hugging_face("CLIPForImageClassification", partial(build_hugging_face_tower, "CLIP")),
+    "hugging-face-clip-tower": _hugging_face(
+        "CLIPVisionModel with a linear classifier", lambda: WithHead(build_hugging_face("CLIPVision", "Model"))
+    ),
+    "hugging-face-metaclip2": _hugging_face(
+        "MetaClip2ForImageClassification", partial(build_hugging_face_tower, "MetaClip2")
+    ),
+    "hugging-face-siglip": _hugging_face("SiglipForImageClassification", partial(build_hugging_face_tower, "Siglip")),
+    "hugging-face-siglip-tower": _hugging_face(
+        "SiglipVisionModel (attention pooling) with a linear classifier",
+        lambda: WithHead(build_hugging_face("SiglipVision", "Model")),
+    ),
+    "wrapped": TinyModel(
+        lambda: nn.Sequential(nn.Identity(), build_timm(global_pool="avg", class_token=False)),
+        (64, 96),
+        "any",
+        "nn.Sequential around one of the above",
+    ),
 }
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
-    """A model of the list in evaluation mode, and two images for it."""
-    return prepare(MODELS[name].build(), MODELS[name].size)
+    """A model of the list in evaluation mode, and two images for it. Always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return prepare(MODELS[name].build(), MODELS[name].size)
 
 
 def prepare(model: nn.Module, size: tuple[int, int]) -> tuple[nn.Module, Tensor]:

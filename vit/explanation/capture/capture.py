@@ -13,6 +13,7 @@ a gate …), it raises instead of returning something plausible.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,6 +45,11 @@ class AttentionRecord:
             count = f"{len(missing)} of {len(self._layers)} attention layers were not captured"
             raise RuntimeError(f"{count}: the forward pass bypassed {', '.join(missing)}")
         return self._layers
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that the layers are part of."""
+        return [layer.block for layer in self._layers]
 
     @property
     def attentions(self) -> list[Float[Tensor, "B H Nq N"]]:
@@ -78,12 +84,16 @@ def capture_attention(
     Raises ValueError for a model whose attention is not understood (hierarchical models, unknown layers).
     """
     layers, handles = find_attention_layers(model), list[RemovableHandle]()
+    # timm's: it would run the blocks again in the backward pass, with what they computed first in no graph
+    checkpointed: list[Any] = [m for m in model.modules() if gradients and getattr(m, "grad_checkpointing", False)]
 
     def forget(module: nn.Module, args: object) -> None:
         for layer in layers:  # a pass that bypasses a layer must not leave the one before it in its place
             layer.captured = False
 
     try:
+        for module in checkpointed:
+            module.grad_checkpointing = False
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
             handles += layer.attach(gradients=gradients, token_limit=query_key_limit // (2 * len(layers)))
@@ -91,6 +101,8 @@ def capture_attention(
     finally:
         for handle in handles:
             handle.remove()
+        for module in checkpointed:
+            module.grad_checkpointing = True
 
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:

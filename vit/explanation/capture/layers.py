@@ -3,6 +3,7 @@
 Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 """
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,11 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 EVERY_IMAGE = slice(None)
-SUPPORTED = "this project's models, timm's VisionTransformer and Eva, torchvision's and Hugging Face's ViT"
+SUPPORTED = (
+    "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's VisionTransformer and Hugging Face's "
+    "ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
+)
+_MASKS = ("attention_mask", "attn_mask", "shared_rel_pos_bias")  # options of an attention module
 _VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would form the N×N matrix
 
 
@@ -23,14 +28,13 @@ class AttentionLayer:
     This class reads modules with timm's names (and `norm` before `proj`); subclasses read the other families.
     """
 
-    # names in the module: number of heads, scale, and the submodules that give queries and keys
-    names: tuple[str, str, tuple[str, ...]] = ("num_heads", "scale", ("q_norm", "k_norm"))
-    projections: tuple[str, ...] = ("qkv", "proj")
+    projections: tuple[str, ...] = ("q_norm", "k_norm")  # submodules that give queries and keys
+    others: tuple[str, ...] = ("num_heads", "scale", "qkv", "proj")  # what else the module is known by
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
         self.name, self.block = name, block
         self.module: Any = module
-        self.num_heads = int(getattr(module, self.names[0]))
+        self.num_heads = int(_first_of(module, "num_heads", "num_attention_heads"))
         self.captured = False
         self.batch, self.num_tokens = 0, 0
         # [B, H, N, K], as the module's own code made them; None where they are projected from the tokens again
@@ -47,13 +51,14 @@ class AttentionLayer:
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
         """Is `module`, a child of `block`, of this family?"""
-        names = (*cls.names[:2], *cls.names[2], *cls.projections)
         # branches in parallel (timm's ParallelThingsBlock) are Sequential: their attentions don't multiply
-        return not isinstance(block, nn.Sequential) and all(hasattr(module, name) for name in names)
+        return not isinstance(block, nn.Sequential) and all(
+            hasattr(module, name) for name in (*cls.projections, *cls.others)
+        )
 
     @property
     def scale(self) -> float:
-        return float(getattr(self.module, self.names[1]))
+        return float(_first_of(self.module, "scale", "scaling"))
 
     def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
         """What attention multiplies, [b, H, N, K] each, before scaling."""
@@ -70,10 +75,30 @@ class AttentionLayer:
         query, key = self.query_and_key(images)
         return at_least_float32(query) * self.scale, at_least_float32(key)
 
+    def bias(self) -> Float[Tensor, "#B #H #Nq N"] | None:
+        """What is added to the scores before the softmax: a mask or a position bias."""
+        masks = [self.options[name] for name in _MASKS if self.options.get(name) is not None]
+        if not masks:
+            return None
+        mask: Tensor = masks[0].detach()
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        return (
+            torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+            if mask.dtype == torch.bool
+            else mask
+        )
+
+    def scores(self, query: Tensor, key: Tensor, images: slice, rows: slice = slice(None)) -> Float[Tensor, "B H _ N"]:
+        """What attention is the softmax of, for some rows, from what `scaled_query_and_key` gives for `images`."""
+        scores, bias = query[:, :, rows] @ key.transpose(-2, -1), self.bias()
+        if bias is None:
+            return scores
+        bias = bias if len(bias) == 1 else bias[images]
+        return scores + (bias if bias.shape[2] == 1 else bias[:, :, rows]).to(scores.dtype)
+
     def attention(self, images: slice = EVERY_IMAGE) -> Float[Tensor, "B H Nq N"]:
         """The weights after the softmax: rows are queries and sum to one."""
-        query, key = self.scaled_query_and_key(images)
-        return (query @ key.transpose(-2, -1)).softmax(dim=-1)
+        return self.scores(*self.scaled_query_and_key(images), images).softmax(dim=-1)
 
     def attention_gradient(
         self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
@@ -90,7 +115,11 @@ class AttentionLayer:
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # (query, key, value) where a layer is called so: the last is what is attended to
-            tokens = args[2] if len(args) == 3 else args[0]
+            tokens = options["hidden_states"] if not args else args[2] if len(args) == 3 else args[0]
+            if tokens.ndim != 3:
+                raise ValueError(
+                    f"{self.name} ({type(module).__name__}) attends within windows, not between all patches"
+                )
             self.tokens, self.options, self.captured = tokens, options, False
             self.query = self.key = None
             self.batch, self.num_tokens = tokens.shape[:2]
@@ -103,10 +132,10 @@ class AttentionLayer:
 
         def on_block(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
             self.block_input = args[0] if args else options["hidden_states"]
-            self.block_tokens = _first(result)
+            self.block_tokens = first_output(result)
 
         handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True), self._attach_heads()]
-        for kind, name in zip(("query", "key"), self.names[2], strict=False):
+        for kind, name in zip(("query", "key"), self.projections, strict=False):
             handles.append(getattr(self.module, name).register_forward_hook(partial(on_projection, kind)))
         if gradients:
             handles.append(self.block.register_forward_hook(on_block, with_kwargs=True))
@@ -114,7 +143,7 @@ class AttentionLayer:
 
     def _attach_heads(self) -> RemovableHandle:
         """Hook the submodule that O goes into."""
-        receiver = next(getattr(self.module, name) for name in ("norm", "o_proj", "proj") if hasattr(self.module, name))
+        receiver = _first_of(self.module, "norm", "o_proj", "out_proj", "proj")
         return cast("RemovableHandle", receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0])))
 
     def _keep(self, heads: Tensor) -> None:
@@ -138,19 +167,26 @@ class AttentionLayer:
 
     @torch.no_grad()
     def _verify(self, heads: Tensor) -> None:
-        assert self.tokens is not None
-        query, key = self.scaled_query_and_key(slice(1))
-        attention = (query[:, :, :_VERIFIED_QUERIES] @ key.transpose(-2, -1)).softmax(dim=-1)
-        expected = attention @ at_least_float32(self._split(self._project(self.tokens[:1], 2)))
-        expected = self._project_heads(expected.transpose(1, 2).flatten(2))  # [1, rows, H·K]
         actual = at_least_float32(heads[:1, :_VERIFIED_QUERIES])
         tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
-        if expected.shape != actual.shape or (expected - actual).abs().max() > tolerance * actual.abs().max():
+        try:
+            error = (self._expect_heads() - actual).abs().max()
+        except RuntimeError:  # other shapes
+            error = torch.tensor(math.inf)
+        if error > tolerance * actual.abs().max():
             raise ValueError(
                 f"{self.name} ({type(self.module).__name__}) computes something else than softmax(q kᵀ)·v, perhaps "
                 f"with a mask or a position bias, so its attention cannot be recomputed; known: {SUPPORTED}"
             )
         self._verified = True
+
+    def _expect_heads(self) -> Tensor:
+        """What `heads` should be for the first queries of the first image."""
+        assert self.tokens is not None
+        one, rows = slice(1), slice(_VERIFIED_QUERIES)
+        attention = self.scores(*self.scaled_query_and_key(one), one, rows).softmax(dim=-1)
+        heads = attention @ at_least_float32(self._split(self._project(self.tokens[one], 2)))
+        return self._project_heads(heads.transpose(1, 2).flatten(2))  # [1, rows, H·K]
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         """What `heads` keeps, from A·V."""
@@ -170,32 +206,43 @@ class RotaryLayer(AttentionLayer):
     def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
         query, key = super().query_and_key(images)
         rope = self.options.get("rope")
-        return (query, key) if rope is None else (self._rotate(query, rope), self._rotate(key, rope))
+        if rope is None:
+            return query, key
+        (sine, cosine), half = rope.to(query.dtype).chunk(2, dim=-1), self.module.rotate_half
+        return _rotate(query, cosine, sine, halves=half), _rotate(key, cosine, sine, halves=half)
 
-    def _rotate(self, tensor: Tensor, rope: Tensor) -> Tensor:
-        """Rotary position embedding (Su et al. 2021, eq. 34) of patches; prefix tokens have no position."""
-        prefix, patches = tensor.tensor_split([self.module.num_prefix_tokens], dim=2)
-        sine, cosine = rope.to(tensor.dtype).chunk(2, dim=-1)
-        if self.module.rotate_half:
-            first, second = patches.chunk(2, dim=-1)
-            turned = torch.cat([-second, first], dim=-1)
-        else:
-            turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
-        return torch.cat([prefix, patches * cosine + turned * sine], dim=2)
+
+class BeitLayer(AttentionLayer):
+    """timm's BEiT: a bias for each distance between patches; queries and keys are not modules' outputs."""
+
+    projections = ()
+    others = ("num_heads", "scale", "qkv", "proj", "relative_position_bias_table")
+
+    def bias(self) -> Float[Tensor, "#B #H #Nq N"] | None:
+        shared = super().bias()  # by all layers
+        if self.module.window_size is None:
+            return shared
+        own: Tensor = self.module._get_rel_pos_bias().detach()
+        return own if shared is None else own + shared
 
 
 class HuggingFaceLayer(AttentionLayer):
-    """Hugging Face's ViT: separate projections."""
+    """Hugging Face's vision transformers: separate projections; DINOv3's patches are rotated after them."""
 
-    names = ("num_attention_heads", "scaling", ("q_proj", "k_proj"))
-    projections = ("v_proj", "o_proj")
+    projections = ("q_proj", "k_proj")
+    others = ("v_proj", "config")
+
+    def query_and_key(self, images: slice) -> tuple[Tensor, Tensor]:
+        query, key = super().query_and_key(images)
+        rotation = self.options.get("position_embeddings")
+        return (query, key) if rotation is None else (_rotate(query, *rotation), _rotate(key, *rotation))
 
 
 class TorchvisionLayer(AttentionLayer):
     """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run: queries and keys are
     projected again from its input. Its result is kept instead of O: being linear, ∂f/∂O is ∂f/∂result · W."""
 
-    names = ("num_heads", "", ())
+    projections = ()
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
@@ -211,7 +258,7 @@ class TorchvisionLayer(AttentionLayer):
         return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
 
     def _attach_heads(self) -> RemovableHandle:
-        hook = self.module.register_forward_hook(lambda module, args, result: self._keep(_first(result)))
+        hook = self.module.register_forward_hook(lambda module, args, result: self._keep(first_output(result)))
         return cast("RemovableHandle", hook)
 
     def _project_heads(self, heads: Tensor) -> Tensor:
@@ -224,7 +271,7 @@ class TorchvisionLayer(AttentionLayer):
         return F.linear(tokens, self.module.in_proj_weight[rows], None if bias is None else bias[rows])
 
 
-LAYER_KINDS = (RotaryLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
+LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -232,5 +279,22 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _first(result: Any) -> Tensor:
+def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: bool = True) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, eq. 34) of patches, paired by halves of a head or by neighbours;
+    prefix tokens have no position."""
+    prefix, patches = tensor.tensor_split([tensor.shape[2] - sine.shape[-2]], dim=2)
+    if halves:
+        first, second = patches.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    else:
+        turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
+    return torch.cat([prefix, patches * cosine + turned * sine], dim=2)
+
+
+def _first_of(module: Any, *names: str) -> Any:
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def first_output(result: Any) -> Tensor:
+    """What a module returns, or the first of several."""
     return cast("Tensor", result[0] if isinstance(result, tuple) else result)

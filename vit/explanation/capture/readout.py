@@ -1,29 +1,28 @@
-"""How a model reads its tokens: which of them the class decision is made from, and where they lie on the image.
+"""One recorded forward pass of a batch, and how its tokens are to be read: a map is uᵀM, where the readout u says how
+much each output token counts in the pooled feature, and M which input tokens it came from."""
 
-A map is uᵀM: the readout vector u says how much each output token counts in the pooled feature, M which input tokens it
-came from. Reading mean-pooled models at the class token (or at token 0 where there is none) is a common mistake.
-"""
-
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from vit.explanation.capture.capture import AttentionRecord, capture_attention
-from vit.explanation.capture.layers import SUPPORTED
+from vit.explanation.capture.pooling import (
+    capture_attention_pooling,
+    capture_last_tokens,
+    compute_readout,
+    tells_pooling,
+)
+from vit.explanation.capture.tokens import Grid as Grid
+from vit.explanation.capture.tokens import check_places, count_prefix_tokens, find_grid, replace_blocks
 from vit.model.logits import compute_logits
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them
 PatchMaps = Float[Tensor, "B rows columns"]
-Grid = tuple[int, int]  # (rows, columns) of patches
 
 
 @dataclass
@@ -37,35 +36,56 @@ class Forward:
     readout: Float[Tensor, "B N"]  # rows sum to one
     num_prefix_tokens: int
     grid: Grid
-    tokens: Float[Tensor, "B N D"] | None  # before pooling, where the model shows them
-    pooling: dict[str, Tensor]  # what an attention pooling computed, see `_capture_pooling`
+    tokens: Float[Tensor, "B N D"]  # what is pooled: after the last norm, in the graph with gradients
+    pooling: dict[str, Tensor]  # what an attention pooling computed, see `capture_attention_pooling`
 
 
+@torch.inference_mode(False)  # there is no graph in it, and a graph is what gradients and readouts come from
 def run_forward(model: nn.Module, images: Images, *, gradients: bool = False, grid: Grid | None = None) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
     the autograd graph is kept from the images on, without the parameters. `grid` is that of all patches where some are
-    left out (`keep_tokens`)."""
+    left out (`keep_tokens`). Raises ValueError for a model whose attention or readout is not understood."""
+    if next(model.parameters()).is_inference():
+        name = type(model).__name__
+        raise ValueError(f"{name}'s weights were made within torch.inference_mode; load it outside, to differentiate")
     if gradients:
         images = images.detach().clone().requires_grad_()
-    with (
-        _evaluation_mode(model),
-        torch.set_grad_enabled(gradients),
-        capture_attention(model, gradients=gradients) as record,
-        _capture_pooling(model) as pooling,
-    ):
-        tokens, logits = _run(model, images)
-        num_tokens, num_prefix = record.layers[0].num_tokens, count_prefix_tokens(model)
-        readout = _compute_readout(model, logits.new_zeros(len(images), num_tokens), tokens, pooling)
-    grid = grid or find_grid(model, (images.shape[-2], images.shape[-1]), num_tokens - num_prefix)
-    return Forward(model, images, logits, record, readout, num_prefix, grid, tokens, pooling)
+    pooling: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_evaluation_mode(model))
+        enter(torch.set_grad_enabled(gradients))
+        record = enter(capture_attention(model, gradients=gradients))
+        if tells_pooling(model):
+            pooling, net = enter(capture_attention_pooling(model)), cast("Any", model)
+            tokens = net.forward_features(images)
+            logits = net.forward_head(tokens)
+            num_prefix, found = _find_places(model, images, record, grid)
+            readout = compute_readout(model, tokens, pooling, num_prefix_tokens=num_prefix)
+        else:
+            last = enter(capture_last_tokens(model, record.blocks))
+            logits = compute_logits(model, images)
+            num_prefix, found = _find_places(model, images, record, grid)
+            readout, tokens = last.measure_readout(logits)
+            logits, tokens = (logits, tokens) if gradients else (logits.detach(), tokens.detach())
+    if not tells_pooling(model) and grid is None:
+        with _evaluation_mode(model):
+            check_places(model, images[:1], num_prefix=num_prefix, grid=found)
+    return Forward(model, images, logits, record, readout, num_prefix, found, tokens, pooling)
 
 
-def _run(model: Any, images: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The tokens before pooling, where the model shows them, and the logits."""
-    if hasattr(model, "forward_features") and hasattr(model, "forward_head"):
-        tokens = model.forward_features(images)
-        return tokens, model.forward_head(tokens)
-    return None, compute_logits(model, images)
+def _find_places(
+    model: nn.Module, images: Images, record: AttentionRecord, grid: Grid | None
+) -> tuple[int, Grid]:
+    """The number of prefix tokens, and the grid of the patches."""
+    first, shapes = record.layers[0], {(layer.batch, layer.num_tokens) for layer in record.layers}
+    if len(shapes) > 1 or first.batch != len(images):
+        raise ValueError(
+            f"{type(model).__name__} attends within windows, in branches or between fewer and fewer patches, so no "
+            "attention between all of its input patches exists to be explained"
+        )
+    prefix, size = count_prefix_tokens(model), (images.shape[-2], images.shape[-1])
+    return prefix, grid or find_grid(model, size, first.num_tokens - prefix)
 
 
 @contextmanager
@@ -83,36 +103,16 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(requires_grad)
 
 
-def classify_token(model: Any, token: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-    """The logits if every token before the final norm were `token`: the classifier without its pooling."""
-    if hasattr(model, "forward_head") and hasattr(model, "norm"):
-        alike = token[:, None].expand(-1, count_prefix_tokens(model) + 1, -1)
-        logits: Tensor = model.forward_head(model.norm(alike))
-    elif hasattr(model, "heads"):  # torchvision
-        logits = model.heads(model.encoder.ln(token))
-    elif hasattr(model, "vit") and hasattr(model, "classifier"):  # Hugging Face
-        logits = model.classifier(model.vit.layernorm(token))
-    else:
-        raise ValueError(f"{type(model).__name__} has no classifier that LeGrad knows; known: {SUPPORTED}")
-    return logits
-
-
-def count_prefix_tokens(model: nn.Module) -> int:
-    """Tokens in front of the patches: class, distillation, registers."""
-    prefix = getattr(model, "num_prefix_tokens", None)
-    return prefix if isinstance(prefix, int) else 1  # torchvision's and Hugging Face's ViT: the class token
-
-
-def find_grid(model: nn.Module, size: tuple[int, int], num_patches: int) -> tuple[int, int]:
-    """(rows, columns) of patches on an input of `size` (height, width)."""
-    height, width = size
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if isinstance(patch, tuple) and (height // patch[0]) * (width // patch[1]) == num_patches:
-        return height // patch[0], width // patch[1]
-    rows = max(round(math.sqrt(num_patches * height / width)), 1)  # square patches
-    if rows * (num_patches // rows) != num_patches:
-        raise ValueError(f"{num_patches} patches do not tile an input of {height}×{width} pixels")
-    return rows, num_patches // rows
+def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tensor, "K C"]:
+    """The logits if every token that leaves the encoder were `token`, for each of K: the classifier without its
+    pooling. The model runs on one image with `token` in the place of what its blocks give."""
+    alike = token[:, None].expand(-1, forward.num_prefix_tokens + 1, -1)
+    with _evaluation_mode(forward.model), replace_blocks(forward.record.blocks, lambda *args, **options: alike):
+        try:
+            return compute_logits(forward.model, forward.images[:1].detach())
+        except RuntimeError as error:  # a shape
+            name = type(forward.model).__name__
+            raise ValueError(f"{name} can't classify a single patch, which LeGrad asks for: {error}") from error
 
 
 def split_prefix(
@@ -131,59 +131,3 @@ def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor,
     distribution = mass / mass.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
     entropy: Tensor = torch.special.entr(distribution).sum(dim=-1)
     return entropy
-
-
-@torch.no_grad()
-def _compute_readout(
-    model: Any, readout: Float[Tensor, "B N"], tokens: Tensor | None, pooling: dict[str, Tensor]
-) -> Float[Tensor, "B N"]:
-    """Fill the zeros of `readout` with how much each token counts in the pooled feature."""
-    num_tokens, num_prefix = readout.shape[1], count_prefix_tokens(model)
-    pool = getattr(model, "global_pool", "token")  # torchvision's and Hugging Face's ViT read the class token
-    first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
-    if pool == "token":
-        distilled = getattr(model, "head_dist", None) is not None
-        readout[:, : 1 + distilled] = 1 / (1 + distilled)
-    elif pool == "avg":
-        readout[:, first:] = 1 / (num_tokens - first)
-    elif pool in ("max", "avgmax"):
-        assert tokens is not None
-        winners = F.one_hot(tokens[:, first:].argmax(dim=1), num_tokens - first).float()  # [B, D, N]: of each channel
-        maxima = winners.mean(dim=1)
-        readout[:, first:] = maxima if pool == "max" else 0.5 / (num_tokens - first) + 0.5 * maxima
-    elif pool == "attention":
-        readout[:, num_prefix:] = model.compute_pool_weights(tokens)
-    elif pool == "map" and pooling:
-        query, key = pooling["q_norm"], pooling["k_norm"]
-        attention = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
-        readout[:, num_tokens - key.shape[-2] :] = attention.mean(dim=(1, 2))
-    else:
-        raise ValueError(f"unknown pooling {pool!r}; known: token, avg, max, avgmax, attention, map")
-    return readout
-
-
-@contextmanager
-def _capture_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What attention pooling computes: q_norm, k_norm, kv and heads (its result before the projection) of timm's
-    (`global_pool="map"`), and pooled, the pooled feature, of ours. Nothing for other models."""
-    captured: dict[str, Tensor] = {}
-
-    def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        captured[name] = output
-
-    def keep_input(name: str, module: nn.Module, args: Any) -> None:
-        captured[name] = args[0]
-
-    handles: list[RemovableHandle] = []
-    if hasattr(pool := getattr(model, "attn_pool", None), "latent"):
-        handles += [
-            getattr(pool, name).register_forward_hook(partial(keep_output, name)) for name in ("q_norm", "k_norm", "kv")
-        ]
-        handles.append(pool.proj.register_forward_pre_hook(partial(keep_input, "heads")))
-    elif getattr(model, "seq_pool", None) is not None:
-        handles.append(model.fc_norm.register_forward_pre_hook(partial(keep_input, "pooled")))
-    try:
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -66,7 +66,7 @@ def compute_legrad(forward: Forward, classes: Int[Tensor, " B"], *, start_layer:
     for layer in layers:
         assert layer.block_tokens is not None
         assert layer.heads is not None
-        logits = classify_token(forward.model, layer.block_tokens.mean(dim=1))
+        logits = classify_token(forward, layer.block_tokens.mean(dim=1))
         score = logits.gather(1, classes[:, None]).sum()
         (heads_gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
         gradient = partial(layer.attention_gradient, heads_gradient)

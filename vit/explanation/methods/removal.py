@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vit.explanation.capture.layers import AttentionLayer, at_least_float32
+from vit.explanation.capture.pooling import tells_pooling
 from vit.explanation.capture.readout import Forward, run_forward
 from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.methods.rollout import in_chunks
@@ -72,18 +73,24 @@ def _gate(attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq 
 
 def _of_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
     """Gates of the pooling. 0 where a class token is read, which is read whole, and of a maximum, which has no first
-    order."""
+    order. Raises ValueError for a pooling of another library that is no mean of tokens."""
     model, tokens, pooling = forward.model, forward.tokens, forward.pooling
     result = torch.zeros_like(at_least_float32(forward.readout))
-    if tokens is None:
-        return result
-    kind, first = getattr(model, "global_pool", "token"), forward.num_prefix_tokens
+    first = forward.num_prefix_tokens
+    kind = model.global_pool if tells_pooling(model) else "mean"
 
     def differentiate(tensor: Tensor) -> Tensor:
         return at_least_float32(torch.autograd.grad(score.sum(), tensor, retain_graph=True)[0])
 
     values = at_least_float32(tokens.detach())
-    if kind in ("avg", "avgmax"):
+    if kind == "mean":  # as it was measured, in part perhaps: a class token beside it is read whole
+        patches = forward.readout[:, first:]
+        if (patches - patches[:, :1]).abs().max() > 1e-3 * patches.abs().max():
+            raise ValueError(f"{type(model).__name__} pools by something else than a mean, so its gates are unknown")
+        start = 0 if torch.allclose(forward.readout[:, :first], patches[:, :1], rtol=1e-3, atol=0) else first
+        values = values[:, start:] - values[:, start:].mean(dim=1, keepdim=True)
+        result[:, start:] = (values * differentiate(tokens)[:, start:]).sum(dim=-1)
+    elif kind in ("avg", "avgmax"):
         start = 0 if getattr(model, "pool_include_prefix", False) else first
         values = values[:, start:]
         # the gradients of a mean's and of a maximum's tokens each sum to that of the pooled feature
@@ -96,8 +103,11 @@ def _of_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "
     elif kind == "map":
         query, key = at_least_float32(pooling["q_norm"].detach()), at_least_float32(pooling["k_norm"].detach())
         attention = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
-        value = at_least_float32(pooling["kv"].detach()).chunk(2, dim=-1)[1].unflatten(-1, (query.shape[1], -1))
-        gradient = differentiate(pooling["heads"]).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+        value = at_least_float32(pooling["kv"].detach()).chunk(2, dim=-1)[1]
+        value, gradient = (
+            torch.unflatten(tensor, -1, (query.shape[1], -1)) for tensor in (value, differentiate(pooling["heads"]))
+        )
+        gradient = gradient.transpose(1, 2)
         of_tokens = _gate(attention, gradient @ value.permute(0, 2, 3, 1))
         result[:, -of_tokens.shape[1] :] = of_tokens
     return result

@@ -147,7 +147,7 @@ def rollout_row(
             query, key = layer.scaled_query_and_key(images)
             for start in range(0, tokens, queries_at_once):
                 rows = slice(start, start + queries_at_once)
-                weights = query[:, :, rows] @ key.transpose(-2, -1)  # [b, H, rows, N]
+                weights = layer.scores(query, key, images, rows)  # [b, H, rows, N]
                 torch.softmax(weights, dim=-1, out=weights)  # fresh memory for each would cost as much again
                 result[images] += (row[images, None, None, rows] @ weights).sum(dim=1)[:, 0]
         return result / layer.num_heads

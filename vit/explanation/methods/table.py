@@ -59,6 +59,7 @@ class Maps:
         return not self.method.class_specific and self.values.shape[1] > 1
 
 
+@torch.inference_mode(False)
 def compute_maps(
     model: nn.Module,
     images: Images,
