@@ -21,6 +21,9 @@ _HUGGING_FACE = {"hidden_size": 24, "num_hidden_layers": DEPTH, "num_attention_h
 _HUGGING_FACE |= {"intermediate_size": 48, "patch_size": 16, "num_labels": NUM_CLASSES}
 _SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
 _DINOV3 = {"hidden_size": 24, "num_register_tokens": 4}
+_MEAN, _ALL_MEAN, _BOTH = "mean of the patches", "mean of all tokens", "class token and mean of the patches"
+_CLASSES, _ATTENTION, _MAXIMUM = "class and distillation token", "attention pooling", "maximum"
+READS = ("class token", _CLASSES, _MEAN, _ALL_MEAN, _BOTH, _ATTENTION, _MAXIMUM)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class TinyModel:
     size: tuple[int, int]  # height, width
     library: str
     title: str
+    reads: str = "class token"  # what its classifier reads: one of `READS`
 
 
 def build_ours(**arguments: object) -> nn.Module:
@@ -74,52 +78,59 @@ class WithHead(nn.Module):
         return self.classifier(self.backbone(pixel_values).pooler_output)
 
 
-def _ours(title: str, **arguments: object) -> TinyModel:
-    return TinyModel(partial(build_ours, **arguments), SIZE, "this project", title)
+def _ours(title: str, reads: str = "class token", **arguments: object) -> TinyModel:
+    return TinyModel(partial(build_ours, **arguments), SIZE, "this project", title, reads)
 
 
-def _timm(title: str, *name: str, **arguments: object) -> TinyModel:
+def _timm(title: str, reads: str, *name: str, **arguments: object) -> TinyModel:
     size = arguments.get("img_size", (64, 96))
     size = size if isinstance(size, tuple) else (size, size)
-    return TinyModel(partial(build_timm, *name, **arguments), size, "timm", title)
+    return TinyModel(partial(build_timm, *name, **arguments), size, "timm", title, reads)
 
 
-def _hugging_face(title: str, build: Callable[[], nn.Module]) -> TinyModel:
-    return TinyModel(build, (64, 64), "Hugging Face", title)
+def _hugging_face(title: str, build: Callable[[], nn.Module], reads: str = "class token") -> TinyModel:
+    return TinyModel(build, (64, 64), "Hugging Face", title, reads)
 
 
 MODELS: dict[str, TinyModel] = {
     "ours": _ours("VisionTransformer"),
-    "ours-avg": _ours('VisionTransformer, global_pool="avg"', global_pool="avg"),
-    "ours-attention": _ours('VisionTransformer, global_pool="attention"', global_pool="attention"),
-    "ours-max": _ours('VisionTransformer, global_pool="max"', global_pool="max"),
-    "ours-distilled": _ours("VisionTransformer, distilled", distilled=True),
+    "ours-avg": _ours('VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg"),
+    "ours-attention": _ours('VisionTransformer, global_pool="attention"', _ATTENTION, global_pool="attention"),
+    "ours-max": _ours('VisionTransformer, global_pool="max"', _MAXIMUM, global_pool="max"),
+    "ours-distilled": _ours("VisionTransformer, distilled", _CLASSES, distilled=True),
     "ours-registers-norms": _ours("VisionTransformer, registers", reg_tokens=4, qk_norm=True, attention_backend="auto"),
-    "timm": _timm("VisionTransformer"),
-    "timm-avg": _timm('VisionTransformer, global_pool="avg"', global_pool="avg", class_token=False),
-    "timm-map": _timm('VisionTransformer, global_pool="map"', global_pool="map", class_token=False),
-    "timm-registers": _timm("VisionTransformer, registers", global_pool="avg", reg_tokens=4),
-    "timm-qk-norm": _timm("VisionTransformer, qk_norm", qk_norm=True),
-    "timm-distilled": _timm("VisionTransformerDistilled", "deit_tiny_distilled_patch16_224"),
-    "timm-eva": _timm("Eva (EVA-02)", "eva02_tiny_patch14_224", img_size=56),
-    "timm-rotary": _timm("Eva (DINOv3)", "vit_small_patch16_dinov3", img_size=64),
-    "timm-rotary-mixed": _timm("Eva (RoPE-ViT, mixed)", "vit_small_patch16_rope_mixed_224", img_size=64),
-    "timm-rotary-positions": _timm("Eva (RoPE-ViT, with positions)", "vit_small_patch16_rope_ape_224", img_size=64),
-    "timm-perception-encoder": _timm("Eva (Perception Encoder)", "vit_pe_core_tiny_patch16_384", img_size=64),
-    "timm-beit": _timm("Beit", "beit_base_patch16_224", img_size=64),
-    "timm-beit-shared": _timm("Beit, shared position bias", "beit_base_patch16_224", img_size=64, **_SHARED_BIAS),
+    "timm": _timm("VisionTransformer", "class token"),
+    "timm-avg": _timm('VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg", class_token=False),
+    "timm-map": _timm('VisionTransformer, global_pool="map"', _ATTENTION, global_pool="map", class_token=False),
+    "timm-registers": _timm("VisionTransformer, registers", _MEAN, global_pool="avg", reg_tokens=4),
+    "timm-qk-norm": _timm("VisionTransformer, qk_norm", "class token", qk_norm=True),
+    "timm-distilled": _timm("VisionTransformerDistilled", _CLASSES, "deit_tiny_distilled_patch16_224"),
+    "timm-eva": _timm("Eva (EVA-02)", _MEAN, "eva02_tiny_patch14_224", img_size=56),
+    "timm-rotary": _timm("Eva (DINOv3)", _MEAN, "vit_small_patch16_dinov3", img_size=64),
+    "timm-rotary-mixed": _timm("Eva (RoPE-ViT)", "class token", "vit_small_patch16_rope_mixed_224", img_size=64),
+    "timm-rotary-positions": _timm(
+        "Eva (RoPE-ViT, position embedding)", "class token", "vit_small_patch16_rope_ape_224", img_size=64
+    ),
+    "timm-perception-encoder": _timm(
+        "Eva (Perception Encoder)", _ATTENTION, "vit_pe_core_tiny_patch16_384", img_size=64
+    ),
+    "timm-beit": _timm("Beit", _MEAN, "beit_base_patch16_224", img_size=64),
+    "timm-beit-shared": _timm(
+        "Beit, shared position bias", _MEAN, "beit_base_patch16_224", img_size=64, **_SHARED_BIAS
+    ),
     "torchvision": TinyModel(build_torchvision, (64, 64), "torchvision", "VisionTransformer"),
     "hugging-face": _hugging_face("ViTForImageClassification", build_hugging_face),
     "hugging-face-deit": _hugging_face("DeiTForImageClassification", partial(build_hugging_face, "DeiT")),
     "hugging-face-deit-distilled": _hugging_face(
         "DeiTForImageClassificationWithTeacher",
         partial(build_hugging_face, "DeiT", "ForImageClassificationWithTeacher"),
+        _CLASSES,
     ),
     "hugging-face-msn": _hugging_face("ViTMSNForImageClassification", partial(build_hugging_face, "ViTMSN")),
-    "hugging-face-ijepa": _hugging_face("IJepaForImageClassification", partial(build_hugging_face, "IJepa")),
-    "hugging-face-dinov2": _hugging_face("Dinov2ForImageClassification", partial(build_hugging_face, "Dinov2")),
+    "hugging-face-ijepa": _hugging_face("IJepaForImageClassification", partial(build_hugging_face, "IJepa"), _ALL_MEAN),
+    "hugging-face-dinov2": _hugging_face("Dinov2ForImageClassification", partial(build_hugging_face, "Dinov2"), _BOTH),
     "hugging-face-dinov2-registers": _hugging_face(
-        "Dinov2WithRegistersForImageClassification", partial(build_hugging_face, "Dinov2WithRegisters")
+        "Dinov2WithRegistersForImageClassification", partial(build_hugging_face, "Dinov2WithRegisters"), _BOTH
     ),
     "hugging-face-dinov3": _hugging_face(
         "DINOv3ViTModel with a linear classifier", lambda: WithHead(build_hugging_face("DINOv3ViT", "Model", **_DINOV3))
@@ -127,28 +138,33 @@ MODELS: dict[str, TinyModel] = {
     "hugging-face-beit": _hugging_face(
         "BeitForImageClassification",
         partial(build_hugging_face, "Beit", use_relative_position_bias=True, use_mean_pooling=True),
+        _MEAN,
     ),
     "hugging-face-beit-shared": _hugging_face(
-        "BeitForImageClassification, shared position bias",
+        "BeitForImageClassification, shared position bias, class token",
         partial(build_hugging_face, "Beit", use_shared_relative_position_bias=True, use_mean_pooling=False),
     ),
-    "hugging-face-clip": _hugging_face("CLIPForImageClassification", partial(build_hugging_face_tower, "CLIP")),
+    "hugging-face-clip": _hugging_face("CLIPForImageClassification", partial(build_hugging_face_tower, "CLIP"), _MEAN),
     "hugging-face-clip-tower": _hugging_face(
         "CLIPVisionModel with a linear classifier", lambda: WithHead(build_hugging_face("CLIPVision", "Model"))
     ),
     "hugging-face-metaclip2": _hugging_face(
-        "MetaClip2ForImageClassification", partial(build_hugging_face_tower, "MetaClip2")
+        "MetaClip2ForImageClassification", partial(build_hugging_face_tower, "MetaClip2"), _MEAN
     ),
-    "hugging-face-siglip": _hugging_face("SiglipForImageClassification", partial(build_hugging_face_tower, "Siglip")),
+    "hugging-face-siglip": _hugging_face(
+        "SiglipForImageClassification", partial(build_hugging_face_tower, "Siglip"), _ALL_MEAN
+    ),
     "hugging-face-siglip-tower": _hugging_face(
-        "SiglipVisionModel (attention pooling) with a linear classifier",
+        "SiglipVisionModel with a linear classifier",
         lambda: WithHead(build_hugging_face("SiglipVision", "Model")),
+        _ATTENTION,
     ),
     "wrapped": TinyModel(
         lambda: nn.Sequential(nn.Identity(), build_timm(global_pool="avg", class_token=False)),
         (64, 96),
         "any",
-        "nn.Sequential around one of the above",
+        "nn.Sequential with one of the above",
+        _MEAN,
     ),
 }
 

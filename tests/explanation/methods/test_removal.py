@@ -18,7 +18,8 @@ from vit.model.vision_transformer import VisionTransformer
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 CLASS, STEP = 3, 1e-4
-WITHOUT_GATES = ("ours-max",)  # a maximum has no first order
+# a maximum has no first order; how another library's attention pools is unknown
+WITHOUT_GATES = ("ours-max", "hugging-face-siglip-tower")
 
 
 class Gates(TorchFunctionMode):
@@ -49,17 +50,36 @@ class Gates(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def gated_score(model: Any, images: Tensor, gates: Tensor, *, num_prefix: int, probability: bool) -> Tensor:
+def find_last_tokens(model: nn.Module, images: Tensor, count: int) -> nn.Module:
+    """The last module that gives a feature for each of `count` tokens: what is pooled."""
+    given: list[nn.Module] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.shape[:-1] == (len(images), count):
+            given.append(module)
+
+    handles = [module.register_forward_hook(keep) for module in model.modules()]
+    compute_logits(model, images)
+    for handle in handles:
+        handle.remove()
+    return given[-1]
+
+
+def gated_score(name: str, model: Any, images: Tensor, gates: Tensor, *, num_prefix: int, probability: bool) -> Tensor:
     """The score with gates in every attention and in the mean of the pooling, which here is fed with scaled tokens."""
-    with torch.no_grad(), Gates(gates):
-        if getattr(model, "global_pool", "") == "avg":
-            first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
-            weight = gates[:, first:] / gates[:, first:].mean(dim=1, keepdim=True)
-            tokens = model.forward_features(images)
-            tokens = torch.cat([tokens[:, :first], tokens[:, first:] * weight[..., None]], dim=1)
-            logits = model.forward_head(tokens)
-        else:
+    first = 0 if "all" in MODELS[name].reads else num_prefix
+
+    def scale(module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
+        weight = gates[:, first:] / gates[:, first:].mean(dim=1, keepdim=True)
+        return torch.cat([tokens[:, :first], tokens[:, first:] * weight[..., None]], dim=1)
+
+    with torch.no_grad():
+        last = find_last_tokens(model, images, gates.shape[1])
+        handles = [last.register_forward_hook(scale)] if "mean" in MODELS[name].reads else []
+        with Gates(gates):
             logits = compute_logits(model, images)
+    for handle in handles:
+        handle.remove()
     return (logits.softmax(dim=1) if probability else logits)[:, CLASS]
 
 
@@ -81,7 +101,7 @@ def test_it_is_the_derivative_of_gates_in_the_model(name: str, probability: bool
             gates = torch.ones_like(found)
             gates[:, token] += step
             options = {"num_prefix": num_prefix, "probability": probability}
-            scores.append(gated_score(model, images, gates, **options))
+            scores.append(gated_score(name, model, images, gates, **options))
         expected = (scores[0] - scores[1]) / (2 * STEP)
         assert (found[:, token] - expected).abs().max() < 1e-6 * found.abs().max()
 
@@ -92,7 +112,7 @@ def test_gates_of_zero_are_the_model_without_the_tokens() -> None:
     kept = torch.tensor([[0, 3, 5, 20]]).expand(2, -1)
     gates = torch.full((2, patches), 1e-300, dtype=torch.float64).scatter_(1, kept, 1.0)
     model, images = model.double(), images.double()
-    found = gated_score(model, images, gates, num_prefix=0, probability=False)
+    found = gated_score("ours-avg", model, images, gates, num_prefix=0, probability=False)
     with torch.no_grad(), keep_tokens(model, kept):
         expected = model(images)[:, CLASS]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -164,3 +184,9 @@ def test_passes_give_the_mean_over_the_subsets_that_keep_a_patch() -> None:
             expected[patch].append(compute(part)[:, forward.num_prefix_tokens + column].detach())
     means = torch.stack([torch.stack(values).mean(dim=0) for values in expected.values()], dim=1)
     torch.testing.assert_close(found[:, forward.num_prefix_tokens :], means)
+
+
+def test_an_unknown_attention_pooling_is_refused() -> None:
+    model, images = build("hugging-face-siglip-tower")
+    with pytest.raises(ValueError, match="WithHead pools by something else than a mean"):
+        removal_gradient(model, images, probability=False)

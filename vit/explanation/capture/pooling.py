@@ -135,7 +135,8 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
         captured[name] = args[0]
 
     handles: list[RemovableHandle] = []
-    if hasattr(pool := getattr(model, "attn_pool", None), "latent"):
+    pool: Any = getattr(model, "attn_pool", None)
+    if hasattr(pool, "latent"):
         handles += [
             getattr(pool, name).register_forward_hook(partial(keep_output, name)) for name in ("q_norm", "k_norm", "kv")
         ]

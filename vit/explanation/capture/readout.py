@@ -74,9 +74,7 @@ def run_forward(model: nn.Module, images: Images, *, gradients: bool = False, gr
     return Forward(model, images, logits, record, readout, num_prefix, found, tokens, pooling)
 
 
-def _find_places(
-    model: nn.Module, images: Images, record: AttentionRecord, grid: Grid | None
-) -> tuple[int, Grid]:
+def _find_places(model: nn.Module, images: Images, record: AttentionRecord, grid: Grid | None) -> tuple[int, Grid]:
     """The number of prefix tokens, and the grid of the patches."""
     first, shapes = record.layers[0], {(layer.batch, layer.num_tokens) for layer in record.layers}
     if len(shapes) > 1 or first.batch != len(images):
@@ -105,8 +103,11 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tensor, "K C"]:
     """The logits if every token that leaves the encoder were `token`, for each of K: the classifier without its
-    pooling. The model runs on one image with `token` in the place of what its blocks give."""
-    alike = token[:, None].expand(-1, forward.num_prefix_tokens + 1, -1)
+    pooling. Where the model doesn't show it, one image runs with `token` in the place of what the blocks give."""
+    alike, net = token[:, None].expand(-1, forward.num_prefix_tokens + 1, -1), cast("Any", forward.model)
+    if tells_pooling(net):
+        logits: Tensor = net.forward_head(net.norm(alike))
+        return logits
     with _evaluation_mode(forward.model), replace_blocks(forward.record.blocks, lambda *args, **options: alike):
         try:
             return compute_logits(forward.model, forward.images[:1].detach())
