@@ -51,7 +51,7 @@ def attention(
     a gallery to open in a browser.
 
     Methods: rollout, raw, gae, gae-scale-free, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
-    libra-fullgrad, libra-fullgrad-pixels, libra-gae, libra-input-x-gradient, removal-gradient, removal-gradient-logit.
+    libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, removal-gradient-logit, libra-removal.
     """
     from vit import api
     from vit.data.inputs import list_images

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.capture import capture_attention
 from vit.explanation.capture.readout import run_forward
-from vit.explanation.methods.gradients import compute_fullgrad_plus
+from vit.explanation.methods.gradients import compute_fullgrad_plus, compute_input_x_gradient
 from vit.explanation.methods.libra import LibraGradients
+from vit.explanation.methods.table import compute_maps
 from vit.model.logits import compute_logits
 
 CLASS = 3
@@ -111,13 +112,14 @@ def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.
     with LibraGradients():
         result = norm(x)
     (gradient,) = torch.autograd.grad((result @ weights).sum(), x)
+    assert torch.equal(result, norm(x))
     bias = getattr(norm, "bias", None)
     expected = (result - (0 if bias is None else bias)) @ weights
     torch.testing.assert_close((x * gradient).sum(dim=-1), expected)
 
 
-def test_pixels_count_as_one_more_layer_of_fullgrad() -> None:
-    """The image's part is its difference to its mean colour times the gradient: 0 for a patch of that colour."""
+def test_painted_patches_have_no_input_times_gradient() -> None:
+    """From the mean colour: 0 for a patch of that colour, and (x - mean)·∂f/∂x summed over the others."""
     model, images = build("ours")
     model, images = model.double(), images.double()
     images[:, :, :8, :8] = images[:, :, 8:].mean(dim=(-2, -1), keepdim=True)
@@ -125,10 +127,19 @@ def test_pixels_count_as_one_more_layer_of_fullgrad() -> None:
     with LibraGradients():
         forward = run_forward(model, images, gradients=True)
     logit = forward.logits[:, CLASS]
-    added = compute_fullgrad_plus(forward, logit, with_pixels=True) - compute_fullgrad_plus(forward, logit)
+    found = compute_input_x_gradient(forward, logit, from_mean=True)
     (gradient,) = torch.autograd.grad(logit.sum(), forward.images)
     product = ((images - images.mean(dim=(-2, -1), keepdim=True)) * gradient).sum(dim=1)
     expected = product.unflatten(1, (4, 8)).unflatten(3, (6, 8)).sum(dim=(2, 4)).flatten(1)
-    torch.testing.assert_close(added[:, 1:], expected)
-    assert added[:, 0].abs().max() == 0
-    assert added[:, 1].abs().max() < 1e-12 * added.abs().max()
+    torch.testing.assert_close(found[:, 1:], expected)
+    assert found[:, 0].abs().max() == 0
+    assert found[:, 1].abs().max() < 1e-12 * found.abs().max()
+
+
+def test_the_combination_is_the_mean_of_standardised_maps() -> None:
+    model, images = build("ours-registers-norms")
+    parts = ["libra-fullgrad", "libra-input-x-gradient", "removal-gradient"]
+    _, _, (*maps, combined) = compute_maps(model, images, methods=[*parts, "libra-removal"])
+    values = torch.stack([of_method.values[:, 0].flatten(1) for of_method in maps])
+    expected = (values / values.std(dim=-1, keepdim=True)).mean(dim=0)
+    torch.testing.assert_close(combined.values[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)

@@ -99,20 +99,15 @@ def compute_input_x_gradient(
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
 
-def compute_fullgrad_plus(
-    forward: Forward, score: Float[Tensor, " B"], *, with_pixels: bool = False
-) -> Float[Tensor, "B N"]:
+def compute_fullgrad_plus(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
     """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x of the tokens x that enter each block l.
-    Signed. Of a pass within `LibraGradients`, each block's sum over the tokens is the logit but for later biases.
-    `with_pixels` adds the image as one more layer, in its difference to its mean colour."""
+    Signed. Of a pass within `LibraGradients`, each block's sum over the tokens is the logit but for later biases."""
     inputs = [layer.block_input for layer in forward.record.layers if layer.block_input is not None]
     gradients = torch.autograd.grad(score.sum(), inputs, retain_graph=True)
     products = [
         (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)
         for tokens, gradient in zip(inputs, gradients, strict=True)
     ]
-    if with_pixels:
-        products.append(compute_input_x_gradient(forward, score, from_mean=True))
     return torch.stack(products).sum(dim=0)
 
 

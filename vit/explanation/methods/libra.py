@@ -43,24 +43,21 @@ def _scale_input(func: Function, input: Tensor, *args: Any, **kwargs: Any) -> Te
     return _swap(result, input * gate.detach())
 
 
-def _normalise(
-    func: Function,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
+def _normalise(func: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Layer and RMS norm with the deviation as a constant."""
-    result: Tensor = func(input, normalized_shape, weight, *([bias] if func is F.layer_norm else []), eps=eps)
+    result: Tensor = func(*args, **kwargs)
     if not result.requires_grad:
         return result
-    dims = tuple(range(-len(normalized_shape), 0))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    centred = input - input.mean(dim=dims, keepdim=True) if func is F.layer_norm else input
+    is_layer_norm = func is F.layer_norm
+    names = ("input", "normalized_shape", "weight", *(["bias"] if is_layer_norm else []), "eps")
+    given: dict[str, Any] = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
+    tokens: Any = given["input"]
+    eps = (1e-5 if is_layer_norm else torch.finfo(tokens.dtype).eps) if given["eps"] is None else given["eps"]
+    dims = tuple(range(-len(given["normalized_shape"]), 0))
+    centred = tokens - tokens.mean(dim=dims, keepdim=True) if is_layer_norm else tokens
     linear = centred * (centred.detach().square().mean(dim=dims, keepdim=True) + eps).rsqrt()
-    linear = linear if weight is None else linear * weight
-    return _swap(result, linear if bias is None else linear + bias)
+    linear = linear if given["weight"] is None else linear * given["weight"]
+    return _swap(result, linear if given.get("bias") is None else linear + given["bias"])
 
 
 def _detach_result(func: Function, *args: Any, **kwargs: Any) -> Tensor:
@@ -73,25 +70,15 @@ def _attend(func: Function, query: Tensor, key: Tensor, *args: Any, **kwargs: An
     return result
 
 
-def _attend_projected(
-    func: Function,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    size: int,
-    num_heads: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _attend_projected(func: Function, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """`nn.MultiheadAttention` in one piece. Computed twice: other arguments would take another path to the result."""
-    result, weights = func(query, key, value, size, num_heads, weight, bias, *args, **kwargs)
+    result, weights = func(query, key, *args, **kwargs)
     if result.requires_grad:
+        value, size, num_heads, weight, bias, *others = args
         if bias is not None:  # of queries and keys a constant
             bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
-        parts = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
-        result = _swap(result, func(*parts, *args, **kwargs)[0])
+        projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
+        result = _swap(result, func(*projected, *others, **kwargs)[0])
     return result, weights
 
 

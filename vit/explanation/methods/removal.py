@@ -103,11 +103,8 @@ def _of_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "
     elif kind == "map":
         query, key = at_least_float32(pooling["q_norm"].detach()), at_least_float32(pooling["k_norm"].detach())
         attention = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(dim=-1)  # [B, H, latents, N]
-        value = at_least_float32(pooling["kv"].detach()).chunk(2, dim=-1)[1]
-        value, gradient = (
-            torch.unflatten(tensor, -1, (query.shape[1], -1)) for tensor in (value, differentiate(pooling["heads"]))
-        )
-        gradient = gradient.transpose(1, 2)
+        value = torch.unflatten(at_least_float32(pooling["kv"].detach()).chunk(2, dim=-1)[1], -1, (query.shape[1], -1))
+        gradient = torch.unflatten(differentiate(pooling["heads"]), -1, (query.shape[1], -1)).transpose(1, 2)
         of_tokens = _gate(attention, gradient @ value.permute(0, 2, 3, 1))
         result[:, -of_tokens.shape[1] :] = of_tokens
     return result

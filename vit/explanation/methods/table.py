@@ -180,6 +180,19 @@ def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     return gradients.compute_legrad(forward, classes, start_layer=options.start_layer)
 
 
+def _combine(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    """The mean of libra-fullgrad, libra-input-x-gradient and removal-gradient, each divided by its standard deviation
+    over the patches: where patches are left out, where they are painted over, and for one patch alone."""
+    plain = run_forward(forward.model, forward.images.detach(), gradients=True)
+    logit, first = _score(forward, classes), forward.num_prefix_tokens
+    maps = [gradients.compute_fullgrad_plus(forward, logit), _PIXELS(forward, logit)]
+    maps.append(_remove(plain, classes, options, probability=True))
+    patches = torch.stack([of_method.detach().float()[:, first:] for of_method in maps])
+    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
+    return torch.nn.functional.pad(combined, (first, 0))
+
+
+_PIXELS = partial(gradients.compute_input_x_gradient, from_mean=True)
 _GAE, _GAE_SCALE_FREE = gradients.compute_gae, partial(gradients.compute_gae, scale_free=True)
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
@@ -194,22 +207,10 @@ _ALL = (
     _of_logit("cdam", "class-discriminative attention map", gradients.compute_cdam, signed=True),
     _of_logit("input-x-gradient", "input times gradient", gradients.compute_input_x_gradient, signed=True),
     _of_logit("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
-    _of_logit(
-        "libra-fullgrad-pixels",
-        "Libra FullGrad+ with pixels",
-        partial(gradients.compute_fullgrad_plus, with_pixels=True),
-        signed=True,
-        libra=True,
-    ),
     _of_logit("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
-    _of_logit(
-        "libra-input-x-gradient",
-        "Libra input times gradient",
-        gradients.compute_input_x_gradient,
-        signed=True,
-        libra=True,
-    ),
+    _of_logit("libra-input-x-gradient", "Libra input times gradient", _PIXELS, signed=True, libra=True),
     Method("removal-gradient", "removal gradient", partial(_remove, probability=True), True, True),
     Method("removal-gradient-logit", "removal gradient of the logit", partial(_remove, probability=False), True, True),
+    Method("libra-removal", "Libra FullGrad+, pixels and removal gradient", _combine, True, True, libra=True),
 )
 METHODS = {method.name: method for method in _ALL}
