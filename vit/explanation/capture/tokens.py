@@ -1,5 +1,5 @@
-"""Where the tokens of a vision transformer lie on the image, and how to leave some of them out of a forward pass or give
-it others, without a change to the model."""
+"""Where the tokens of a vision transformer lie on the image, and how to leave some out of a forward pass or give it
+others, without a change to the model."""
 
 import math
 import re
