@@ -1,7 +1,6 @@
 """A model with all that is needed to use it, from one self-sufficient file, timm, or a module of another library."""
 
 import dataclasses
-import hashlib
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 
 from vit.data.images import Preprocess
 from vit.model.families import count_classes, find_class_names, find_preprocess
+from vit.model.metadata import build_outline
 from vit.model.model_file import MODEL_FILE as MODEL_FILE
-from vit.model.model_file import Hashes, ModelFile, read_model_file, write_model_file
+from vit.model.model_file import Hashes, ModelFile, hash_weights, read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import load_weights
+from vit.model.weights import check_fit, load_weights
 from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
@@ -53,11 +53,8 @@ class Bundle:
         metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
         if isinstance(model, VisionTransformer):
             metadata["architecture"] = model.architecture
-        digest = hashlib.sha256()  # of the weights
-        for name, tensor in sorted(model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return cls(model.eval(), preprocess, names, type(model).__name__, digest.hexdigest(), metadata=metadata)
+        digest = hash_weights(model.state_dict())
+        return cls(model.eval(), preprocess, names, type(model).__name__, digest, metadata=metadata)
 
     @property
     def temperature(self) -> float:
@@ -102,10 +99,12 @@ def load_bundle(source: str | Path, *, device: Device = "cpu", random_weights: b
     if not metadata:
         cure = f"weights of timm load with vit.load_timm({str(path)!r})"
         raise ValueError(f"{path} holds weights without our metadata; {cure}")
+    check_fit(build_outline(metadata["architecture"], origin=str(path)), content.weights, origin=str(path))
+    preprocess, names = Preprocess.from_dict(metadata["preprocess"]), tuple(metadata["class_names"])
+    _check_class_names(names, metadata["architecture"]["num_classes"])
     model = VisionTransformer(**metadata["architecture"]).eval()
     if not random_weights:
         load_weights(model, content.weights, origin=str(path))
-    preprocess, names = Preprocess.from_dict(metadata["preprocess"]), tuple(metadata["class_names"])
     recorded: dict[str, Any] = {"config": metadata["config"], "data": metadata["data"], "metadata": metadata}
     recorded["training_hashes"] = content.training_hashes
     return Bundle(model.to(device), preprocess, names, str(source), compute_sha256(path), **recorded)

@@ -14,7 +14,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.functional_validators import field_validator, model_validator
 
-from vit.runtime.arguments import Precision, as_pair
+from vit.runtime.arguments import Precision, as_pair, shorten
+from vit.runtime.documents import explain_error, parse_yaml
+from vit.runtime.files import read_text
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
@@ -33,7 +35,7 @@ RENAMED_KEYS = {
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 class DataConfig(_Section):
@@ -97,10 +99,10 @@ class ModelConfig(_Section):
     preset: str | None = None  # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     patch_size: Size = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
-    embed_dim: int = Field(192, gt=0)
-    depth: int = Field(12, gt=0)
+    embed_dim: int = Field(192, gt=0, le=65_536)
+    depth: int = Field(12, gt=0, le=1000)
     num_heads: int = Field(3, gt=0)
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=64)
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
     global_pool: Literal["token", "avg", "attention", "max"] = "token"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
@@ -198,10 +200,7 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str
     if isinstance(source, Path):
         if not source.is_file():
             raise FileNotFoundError(f"configuration {source} does not exist")
-        try:
-            found = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+        found = parse_yaml(read_text(source), origin=str(source)) or {}
         if not isinstance(found, dict):
             raise ValueError(f"{source} holds a {type(found).__name__}, not sections such as data: and train:")
         source = found
@@ -253,29 +252,27 @@ def dump_config(config: Config) -> str:
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {override!r} is not of the form key.path=value, such as train.epochs=20")
+        raise ValueError(f"override {shorten(override)!r} is not of the form key.path=value, such as train.epochs=20")
     *sections, last = RENAMED_KEYS.get(key, key).split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+            raise ValueError(f"override {shorten(override)!r}: {shorten(section)} is a value, not a section")
     try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        values[last] = parse_yaml(text, origin=key)
+    except ValueError:
         values[last] = text  # a name with a colon or a bracket in it
 
 
 def _explain(error: Any) -> str:
     """One pydantic error as a sentence that names the key."""
-    path = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
+    if error["type"] != "extra_forbidden":
+        return explain_error(error)
+    path = [str(part) for part in error["loc"]]
     key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        known = list(flatten_config(Config()) if "." in key else Config.model_fields)
-        # a right name in the wrong section is as common a slip as a misspelt one
-        near = [name for name in known if name.rpartition(".")[2] == path[-1]]
-        near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known sections: {', '.join(Config.model_fields)}"
-        return f"unknown key {key}; {hint}"
-    message = error["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    return f"{key}: {message}, not {error['input']!r}" if key else message
+    known = list(flatten_config(Config()) if "." in key else Config.model_fields)
+    # a right name in the wrong section is as common a slip as a misspelt one
+    near = [name for name in known if name.rpartition(".")[2] == path[-1]]
+    near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known sections: {', '.join(Config.model_fields)}"
+    return f"unknown key {shorten(key)}; {hint}"

@@ -94,11 +94,13 @@ def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, floa
     """Mean and standard deviation of the training images; ImageNet's where they were only scanned."""
     if images is None:
         return IMAGENET_MEAN, IMAGENET_STD
-    pixels = np.asarray(images[:: max(1, len(images) // _MEASURED_IMAGES)]).reshape(-1, 3)
     # exact sums of integers, so that the numbers don't depend on how numpy adds
-    histogram = [np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]
-    means = [float(h @ np.arange(256)) / len(pixels) / 255 for h in histogram]
-    squares = [float(h @ np.arange(256) ** 2) / len(pixels) / 255**2 for h in histogram]
+    histogram = np.zeros((3, 256), dtype=np.int64)
+    for image in images[:: max(1, len(images) // _MEASURED_IMAGES)]:  # one by one: numpy takes 8 bytes a pixel
+        histogram += [np.bincount(image[..., channel].ravel(), minlength=256) for channel in range(3)]
+    count = int(histogram[0].sum())
+    means = [float(h @ np.arange(256)) / count / 255 for h in histogram]
+    squares = [float(h @ np.arange(256) ** 2) / count / 255**2 for h in histogram]
     stds = [max((square - mean**2) ** 0.5, 1 / 255) for square, mean in zip(squares, means, strict=True)]
     return _rounded(means), _rounded(stds)
 

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vit.runtime.arguments import printable
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 Model = Annotated[str, typer.Argument(help="model.safetensors, a training directory or timm:NAME")]
@@ -22,14 +25,21 @@ Precision = Annotated[str, typer.Option(help="auto, float32 or bfloat16")]
 RandomWeights = Annotated[bool, typer.Option("--random-weights", help="the same model untrained: a sanity check")]
 
 
+def build_console(*, stderr: bool = False) -> "Console":
+    """A console that prints text as it is: names of files and classes may look like markup."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
 def build_facts_table(facts: Mapping[str, object]) -> "Table":
     """Names and values in two columns."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(f"[bold]{name}", escape(str(value)))
+        table.add_row(Text(printable(name), style="bold"), Text(printable(str(value))))
     return table

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vit.cli.common import Overwrite
+from vit.cli.common import Overwrite, build_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,20 +29,18 @@ def compare(
     Runs of one recipe with different seeds are shown as mean ± standard deviation. Everything is compared
     with the first.
     """
-    from rich.console import Console
-
     from vit import api
     from vit.runtime.output_dir import check_output
 
     if output is not None:
         check_output(output, overwrite=overwrite)
-    comparison, console = api.compare(evaluations), Console(highlight=False)
+    comparison, console = api.compare(evaluations), build_console()
     _show_groups(console, comparison.groups)
     for pair in comparison.pairs:
         _show_pair(console, pair, examples=examples)
     if output is not None:
         comparison.save(output, overwrite=overwrite)
-        console.print(f"written to {output}", markup=False)
+        console.print(f"written to {output}")
 
 
 def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
@@ -62,18 +60,14 @@ def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
 
 
 def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
-    from rich.markup import escape
-
     low, high = pair.interval
     verdict = "not significant (95 % interval holds 0)" if low <= 0 <= high else "significant (95 % interval without 0)"
     test = "" if pair.p_value is None else f", McNemar p = {pair.p_value:.2g}"
     top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test})"
-    console.print(
-        f"\n[bold]{escape(pair.b)}[/bold] against [bold]{escape(pair.a)}[/bold]: {top1}: difference {verdict}"
-    )
+    console.print(f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}")
     for change in pair.recall_changes[:examples]:
         text = f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}"
-        console.print(text, markup=False)
+        console.print(text)
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")
-        console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}", markup=False)
+        console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit.cli.common import Data, Device, Model, Output, Overwrite, Precision, Root, Split
+from vit.cli.common import Data, Device, Model, Output, Overwrite, Precision, Root, Split, build_console
 
 if TYPE_CHECKING:
     from vit.evaluation.schema import Evaluation
@@ -51,7 +51,6 @@ def evaluate(
 
 
 def _show(evaluation: "Evaluation", output: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})")
@@ -62,8 +61,8 @@ def _show(evaluation: "Evaluation", output: Path) -> None:
         table.add_row(name, f"{getattr(evaluation, name):.4f}", f"{low:.4f} … {high:.4f}")
     if evaluation.mean_corruption_error is not None:
         table.add_row("mean corruption error", f"{evaluation.mean_corruption_error:.4f}", "")
-    console = Console(highlight=False)
+    console = build_console()
     console.print(table)
     for sentence in evaluation.list_warnings():
-        console.print(sentence, style="yellow", markup=False)
-    console.print(f"open {output / 'report.html'} in a browser", markup=False)
+        console.print(sentence, style="yellow")
+    console.print(f"open {output / 'report.html'} in a browser")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit.cli.common import Batch, Data, Device, Model, Output, Overwrite, RandomWeights, Root, Split
+from vit.cli.common import Batch, Data, Device, Model, Output, Overwrite, RandomWeights, Root, Split, build_console
 
 if TYPE_CHECKING:
     from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
@@ -52,12 +52,11 @@ def _announce(seconds: float) -> None:
 
 def _show(result: "FaithfulnessResult", output: Path) -> None:
     """What fits into 80 characters a line; faithfulness.md has every column."""
-    from rich.console import Console
     from rich.table import Table
 
     from vit.explanation.faithfulness.faithfulness_result import format_estimate
 
-    console, summary = Console(highlight=False), result.summary
+    console, summary = build_console(), result.summary
     table = Table(title=f"Symmetric relevance gain on {len(result.ids)} images", box=None, pad_edge=False)
     columns = {"srg": "tokens dropped", "srg_mean": "filled with the mean"}
     for heading in ("map", *columns.values(), "ms"):
@@ -70,5 +69,5 @@ def _show(result: "FaithfulnessResult", output: Path) -> None:
     console.print(table)
     console.print("95 % intervals. *: perhaps the best; the interval of its difference to the highest includes 0")
     for note in result.measurement.notes:
-        console.print(note, markup=False)
-    console.print(f"every metric: {output / 'faithfulness.md'}", markup=False)
+        console.print(note)
+    console.print(f"every metric: {output / 'faithfulness.md'}")

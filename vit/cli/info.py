@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from vit.cli.common import OptionalModel, build_facts_table
+from vit.cli.common import OptionalModel, build_console, build_facts_table
 
 
 def info(model: OptionalModel = None) -> None:
     """Versions, device, threads and precision; or a model's architecture, classes, preprocessing and data."""
-    from rich.console import Console
 
     facts = _describe_model(model) if model else _describe_machine()
-    Console(highlight=False).print(build_facts_table(facts))
+    build_console().print(build_facts_table(facts))
 
 
 def _describe_machine() -> dict[str, object]:

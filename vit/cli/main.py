@@ -1,8 +1,10 @@
 """The `vit` command: registers the subcommands and turns a user's mistake into one line and exit code 2."""
 
 import os
+import re
+import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,9 @@ from vit.cli.faithfulness import faithfulness
 from vit.cli.info import info
 from vit.cli.predict import predict
 from vit.cli.train import train
+from vit.runtime.arguments import first_line, printable, shorten
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # Click's UsageError, of which Typer has a copy
 
 app = typer.Typer(
     name="vit",
@@ -35,9 +40,10 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. A ValueError or OSError is the user's to mend: its sentence and exit code 2.
+    """Run the command line; it ends with one line, never a traceback, and with the exit code
 
-    With VIT_DEBUG=1 in the environment the traceback is shown instead.
+    2 for a mistake that is the user's to mend (ValueError, OSError, an unknown option, too little memory), and 70 for a
+    defect of ours: the line says where the report of it is. With VIT_DEBUG=1 in the environment the traceback is shown.
     """
     # Read when torch loads its OpenMP runtime. Threads that wait for one another spin long by default, which brings
     # a machine shared with other work to a crawl (28 images/s instead of 1,500 on the digits, one of 2 cores taken);
@@ -45,15 +51,47 @@ def main(arguments: list[str] | None = None) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        app(args=arguments, prog_name="vit")
-    except (ValueError, OSError) as error:
+        code = app(args=arguments, prog_name="vit", standalone_mode=False)
+    except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
-        print(f"vit: error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        code = _report(error)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return " ".join(str(error).split()) or type(error).__name__
+def _report(error: Exception) -> int:
+    """Tell the user about an error in one line; the exit code."""
+    code = 2
+    if isinstance(error, BrokenPipeError):  # what read our output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if isinstance(error, _USAGE_ERROR):
+        where = error.ctx.command_path if error.ctx else "vit"
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return code
+        text = f"{error.format_message()} ({where} --help lists the options)"
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror + (f": {error.filename}" if error.filename else "")
+    elif isinstance(error, ValueError | OSError):
+        text = str(error) or type(error).__name__
+    elif isinstance(error, MemoryError) or re.search("OutOfMemory|allocate memory|not enough memory", repr(error)):
+        text = f"not enough memory ({first_line(error)}); try a smaller batch size, image size or model"
+    else:
+        code, text = 70, f"{type(error).__name__}: {first_line(error)}; this is a defect of vit, {_save_report(error)}"
+    print(f"vit: error: {printable(shorten(' '.join(text.split()), 2000))}", file=sys.stderr)
+    return code
+
+
+def _save_report(error: Exception) -> str:
+    """Write the traceback to a file; where it is, as the end of a sentence."""
+    import tempfile
+    import traceback
+
+    lines = [f"vit {vit.__version__}, Python {sys.version}", shorten(shlex.join(sys.argv), 2000)]
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="vit-report-", suffix=".txt", delete=False) as file:
+            file.write("\n".join([*lines, *traceback.format_exception(error)]))
+    except OSError:
+        return "and its report could not be written; VIT_DEBUG=1 shows it"
+    return f"please send us {file.name}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vit.cli.common import Output, build_facts_table
+from vit.cli.common import Output, build_console, build_facts_table
 
 if TYPE_CHECKING:
     from vit.build.run import Run
@@ -45,13 +45,12 @@ def train(
 
 
 def _show_summary(run: "Run", resumed: bool) -> None:
-    from rich.console import Console
 
     from vit.build.summary import list_unreadable, summarize_run
 
-    console = Console(stderr=True, highlight=False)
+    console = build_console(stderr=True)
     console.print(build_facts_table(summarize_run(run)))
     for sentence in list_unreadable(run):
-        console.print(sentence, soft_wrap=True, markup=False)
+        console.print(sentence, soft_wrap=True)
     if resumed:
         console.print(f"resuming after step {run.trainer.progress.step} of {run.trainer.plan.total_steps}")

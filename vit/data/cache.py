@@ -10,19 +10,21 @@ import json
 import math
 import os
 import shutil
-import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Interpolation, Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
-from vit.runtime.files import default_cache_dir
+from vit.runtime.documents import check_schema, read_json
+from vit.runtime.files import default_cache_dir, open_regular, read_arrays, rename_durably, write_arrays, write_text
 from vit.runtime.progress import show_progress
 
 _FORMAT = 2  # raise it when the files or the pixels in them change
@@ -84,14 +86,14 @@ def decode_dataset(
     key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
     shape = "scan" if size is None else f"{size[0]}x{size[1]}"
     folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
-    if (dataset := _open_decoded(folder, source)) is None:
+    if (dataset := _open_decoded(folder, source, size)) is None:
         workers = len(os.sched_getaffinity(0)) if workers is None else workers
         cache.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (dataset := _open_decoded(folder, source)) is None:  # else another process built it while we waited
+            if (dataset := _open_decoded(folder, source, size)) is None:  # else another process built it meanwhile
                 _build(source, folder, preprocess, workers, progress)
-                dataset = _open_decoded(folder, source)
+                dataset = _open_decoded(folder, source, size)
     assert dataset is not None
     bad = len(dataset.unreadable)
     if bad > max_unreadable_fraction * len(source) or bad == len(source):
@@ -122,7 +124,7 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
             failures |= unreadable
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
         _compact(pixels, good, image_bytes)
-        np.savez(building / "index.npz", good=good, digests=digests[good], perceptual=perceptual[good])
+        write_arrays(building / "index.npz", {"good": good, "digests": digests[good], "perceptual": perceptual[good]})
         sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
         note = jpeg_note(source.class_names, map(sample.read, range(len(sample))))
         index = {
@@ -131,9 +133,9 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
             "notes": [] if note is None else [note],
             "checksums": _checksums(pixels, range(-(-pixels.stat().st_size // _BLOCK))),
         }
-        (building / "index.json").write_text(json.dumps(index))
+        write_text(building / "index.json", json.dumps(index))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        building.rename(folder)
+        rename_durably(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -152,9 +154,13 @@ def _decode_all(
 
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
             results = pool(delayed(_decode)(*task) for task in tasks)
-        for chunk in results:
-            advance(chunk[1].shape[1])
-            yield chunk
+        try:
+            for chunk in results:
+                advance(chunk[1].shape[1])
+                yield chunk
+        except BrokenProcessPool as error:
+            text = "a process that decodes images was killed, perhaps for want of memory; try fewer data.workers"
+            raise OSError(text) from error
 
 
 def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Chunk:
@@ -187,28 +193,37 @@ def _compact(pixels: Path, good: np.ndarray, image_bytes: int) -> None:
     os.truncate(pixels, len(good) * image_bytes)
 
 
-def _open_decoded(folder: Path, source: ImageSource) -> DecodedDataset | None:
+class _Index(BaseModel):
+    size: tuple[int, int] | None
+    unreadable: list[tuple[str, str]]
+    notes: list[str]
+    checksums: list[int]
+
+
+def _open_decoded(folder: Path, source: ImageSource, size: tuple[int, int] | None) -> DecodedDataset | None:
     """The decoded dataset in `folder`, or None where there is none, or a damaged one."""
     try:
-        index = json.loads((folder / "index.json").read_text())
-        with (folder / "index.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            good = arrays["good"]
-            hashes: dict[str, Any] = {"digests": arrays["digests"], "perceptual": arrays["perceptual"]}
-        images = None
-        if index["size"] is not None:
-            images = _open_images(folder / "images.u8", (len(good), *index["size"], 3), index["checksums"])
+        index = check_schema(_Index, read_json(folder / "index.json"), origin=str(folder))
+        hashes: dict[str, Any] = read_arrays(folder / "index.npz")
+        good = hashes.pop("good")
+        kinds = [(good, np.int64), (hashes["digests"], np.uint64), (hashes["perceptual"], np.uint64)]
+        if any(array.dtype != kind or array.shape != (len(good),) for array, kind in kinds):
+            raise ValueError(f"{folder} is damaged")
+        if index.size != size or (np.diff(good, prepend=-1) < 1).any() or (good >= len(source)).any():
+            raise ValueError(f"{folder} is damaged")
+        images = None if size is None else _open_images(folder / "images.u8", (len(good), *size, 3), index.checksums)
         readable = source.subset(good)
         origin: dict[str, Any] = {"name": source.name, "split": source.split, "class_names": source.class_names}
         found: dict[str, Any] = {"labels": readable.labels, "ids": tuple(readable.ids), "source": readable}
-        unreadable, notes = tuple(map(tuple, index["unreadable"])), (*source.notes, *index["notes"])
+        unreadable, notes = tuple(index.unreadable), (*source.notes, *index.notes)
         return DecodedDataset(**origin, **found, **hashes, images=images, unreadable=unreadable, notes=notes)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _open_images(path: Path, shape: tuple[int, ...], checksums: list[int]) -> np.ndarray:
     blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
-    right_size = path.stat().st_size == math.prod(shape)
+    right_size = path.stat().st_size == math.prod(shape) and len(checksums) == -(-math.prod(shape) // _BLOCK)
     if not right_size or _checksums(path, blocks) != [checksums[block] for block in blocks]:
         raise ValueError(f"{path} is damaged")
     if not shape[0]:
@@ -218,5 +233,5 @@ def _open_images(path: Path, shape: tuple[int, ...], checksums: list[int]) -> np
 
 
 def _checksums(path: Path, blocks: range) -> list[int]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return [zlib.crc32(os.pread(file.fileno(), _BLOCK, block * _BLOCK)) for block in blocks]

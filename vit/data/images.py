@@ -5,14 +5,22 @@ torch is imported only where tensors are made, so that decoding processes start 
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vit.runtime.arguments import MOST_PIXELS
+from vit.runtime.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -25,33 +33,82 @@ Interpolation = Literal["bicubic", "bilinear"]
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
+# what image files are opened as, whatever their names: some of Pillow's other formats start programs
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_BAND = 2**22  # pixels that are converted at once
+
+
 def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
     """Decode an image file of any mode into upright RGB; `name` stands for it in messages.
 
     EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives its first
     frame. Raises ValueError when the file is truncated or no image, FileNotFoundError when it is absent.
     """
+    with open_image(file, name=name) as image:
+        return image
+
+
+@contextmanager
+def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
+    """`read_image` for as long as the context lasts: of all threads together only so many pixels are decoded at once
+    that they fit into memory. Open no second one inside it."""
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
-    try:
-        with warnings.catch_warnings():
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_regular(file)) if isinstance(file, Path) else file
+        try:
             # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
-            warnings.simplefilter("ignore")
-            with Image.open(file) as image:
+            with warnings.catch_warnings(action="ignore"):
+                image: Image.Image = stack.enter_context(Image.open(opened, formats=FORMATS))
+                stack.enter_context(_in_flight.hold(image.width * image.height))
                 image.load()
-                return to_rgb(ImageOps.exif_transpose(image))
-    except (FileNotFoundError, IsADirectoryError, PermissionError):
-        raise
-    # Pillow's decoders answer broken bytes with any of these
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError) as error:
-        raise ValueError(f"{name} can't be read as an image: {error}") from error
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"{name} is too large: {error}") from error
+                image = to_rgb(ImageOps.exif_transpose(image))
+        except UnidentifiedImageError as error:
+            raise ValueError(f"{name} can't be read as an image: it is none of {', '.join(FORMATS)}") from error
+        except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
+            reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
+            raise ValueError(f"{name} can't be read as an image: {reason}") from error
+        yield image
+
+
+class _PixelsInFlight:
+    """Lets threads hold at most `most` pixels together; one image may have more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self._free = most
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        count = min(count, self.most)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+
+_in_flight = _PixelsInFlight(100_000_000)
+os.register_at_fork(after_in_child=lambda: _in_flight.__init__(_in_flight.most))  # type: ignore[misc]
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as RGB: 16-bit grey scaled to 8, transparency laid on white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
+    rows = max(_BAND // max(image.width, 1), 1)
+    if image.height <= rows:
+        return _convert(image)
+    whole = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        whole.paste(_convert(image.crop((0, top, image.width, min(top + rows, image.height)))), (0, top))
+    return whole
+
+
+def _convert(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey, also when Pillow widens it to 32 bits
         grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
         return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
@@ -90,6 +147,11 @@ class Preprocess:
             raise ValueError(f"image_size {self.image_size} must be two positive numbers")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct {self.crop_pct} must be in (0, 1]")
+        if not max(self.image_size) <= self.crop_pct * MOST_PIXELS:
+            sides = f"image_size {self.image_size} and crop_pct {self.crop_pct}"
+            raise ValueError(f"{sides} ask for images of more than {MOST_PIXELS:,} pixels a side")
+        if not all(map(math.isfinite, self.mean)) or not all(0 < value < math.inf for value in self.std):
+            raise ValueError(f"mean {self.mean} must be finite, and std {self.std} positive as well")
         if self.interpolation not in _RESAMPLING:
             raise ValueError(f"unknown interpolation {self.interpolation!r}; known: {', '.join(_RESAMPLING)}")
 

@@ -1,5 +1,6 @@
 """Images as a user gives them: paths, folders, PIL images or arrays, one or several."""
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from vit.data.images import to_rgb
-from vit.data.sets.folders import IMAGE_SUFFIXES
+from vit.data.sets.folders import IMAGE_SUFFIXES, list_files
 
 ImageInput = str | Path | Image.Image | np.ndarray
 ImageInputs = ImageInput | Iterable[ImageInput]
@@ -20,10 +21,10 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     several images, [N, H, W, 3]. A path that doesn't exist is passed on: reading it says so. Raises ValueError for a
     folder without images and for an array of another kind.
     """
-    if isinstance(images, str | Path) and not Path(images).is_dir():
+    if isinstance(images, str | Path) and not os.path.isdir(images):  # Path.is_dir raises for a name of 300 characters
         yield str(images)
     elif isinstance(images, str | Path):
-        found = sorted(str(entry) for entry in Path(images).rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        found = sorted(path for path in list_files(images) if Path(path).suffix.lower() in IMAGE_SUFFIXES)
         if not found:
             raise ValueError(f"{images} holds no images")
         yield from found

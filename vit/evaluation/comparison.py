@@ -201,7 +201,7 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     ids = columns["path"]
     if len(ids) != evaluation.num_images:
         raise ValueError(f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again")
-    return NamedEvaluation(name, evaluation, ids, columns["label"], np.array(columns["rank"]) == "0")
+    return NamedEvaluation(name, evaluation, ids, columns["label"], np.array([rank == "0" for rank in columns["rank"]]))
 
 
 def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:

@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.special import softmax
 
 from vit.bundle import Bundle
-from vit.data.images import Preprocess, read_image
+from vit.data.images import Preprocess, open_image
 from vit.data.inputs import ImageInputs, list_images
 from vit.evaluation.predictor import Pixels, Predictor
 from vit.runtime.files import write_atomically
@@ -89,7 +89,10 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
 def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
     """The image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
-        return preprocess.to_uint8(read_image(Path(image)) if isinstance(image, str) else image)
+        if not isinstance(image, str):
+            return preprocess.to_uint8(image)
+        with open_image(Path(image)) as opened:
+            return preprocess.to_uint8(opened)
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
 

@@ -7,15 +7,18 @@ changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, nev
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from vit.evaluation.cost import Cost
 from vit.evaluation.evaluated_images import Duplication
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
+from vit.runtime.arguments import shorten
+from vit.runtime.documents import check_schema, read_json, read_table
 from vit.runtime.files import write_text
 
 EVALUATION_FILE = "evaluation.json"
@@ -133,14 +136,15 @@ def save_predictions(path: Path, scores: Scores, *, ids: Sequence[str], class_na
 def load_predictions(path: Path) -> dict[str, list[str]]:
     """The columns of a predictions file by name. Raises ValueError naming the line that is wrong."""
     rows: list[list[str]] = []
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        if next(reader, None) != list(COLUMNS):
-            raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
-        for row in reader:
-            if len(row) != len(COLUMNS):
-                raise ValueError(f"{path} line {reader.line_num} has {len(row)} fields instead of {len(COLUMNS)}")
-            rows.append(row)
+    table = read_table(path)
+    if next(table, ("", []))[1] != list(COLUMNS):
+        raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
+    for where, row in table:
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{where} has {len(row)} fields instead of {len(COLUMNS)}")
+        if not re.fullmatch(r"[0-9]{1,9}", row[-1]):
+            raise ValueError(f"{where}: rank {shorten(row[-1])!r} is no number of classes; evaluate again")
+        rows.append(row)
     return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
 
 
@@ -152,8 +156,6 @@ def save_evaluation(path: Path, evaluation: Evaluation) -> None:
 def load_evaluation(path: Path) -> Evaluation:
     """Read an evaluation file. Raises ValueError with what is wrong with it."""
     try:
-        return Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is not an evaluation of this version: {key} {first['msg']}; evaluate again") from None
+        return check_schema(Evaluation, read_json(path), origin="it")
+    except ValueError as error:
+        raise ValueError(f"{path} is not an evaluation of this version: {error}; evaluate again") from None

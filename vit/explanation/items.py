@@ -17,6 +17,7 @@ from vit.data.images import read_image
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.data.sets.source import ImageSource
+from vit.runtime.files import read_bytes
 
 _LONGEST_NAME = 120  # characters; file systems allow 255 bytes
 
@@ -100,7 +101,7 @@ def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collect
 
 
 def _read_file(path: str) -> tuple[Image.Image, str]:
-    content = Path(path).read_bytes()
+    content = read_bytes(Path(path))
     return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()
 
 

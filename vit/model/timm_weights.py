@@ -13,10 +13,12 @@ from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from vit.model.attention import NORM_EPS
+from vit.model.metadata import build_outline
 from vit.model.model_file import MODEL_FILE, State, check_finite
 from vit.model.patch_embed import Size
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import convert_torchvision, first_line, infer_architecture, load_weights, read_weights
+from vit.model.weights import check_fit, convert_torchvision, infer_architecture, load_weights, read_weights
+from vit.runtime.arguments import first_line
 
 _LOCAL = "local-dir:"
 
@@ -150,6 +152,7 @@ def _list_differences(module: timm_vit.VisionTransformer) -> dict[str, bool]:
 
 
 def _build(architecture: dict[str, Any], weights: State, *, origin: str) -> VisionTransformer:
+    check_fit(build_outline(architecture, origin=origin), weights, origin=origin)
     model = VisionTransformer(**architecture)
     load_weights(model, weights, origin=origin)
     return model.eval()

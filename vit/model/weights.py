@@ -2,16 +2,15 @@
 
 import math
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.model.model_file import ModelFile, State, check_finite, read_model_file
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import as_pair
+from vit.runtime.arguments import as_pair, first_line
+from vit.runtime.files import read_tensors
 
 
 def read_weights(path: Path) -> ModelFile:
@@ -20,7 +19,7 @@ def read_weights(path: Path) -> ModelFile:
     if path.suffix == ".safetensors":
         return read_model_file(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = read_tensors(path)
         for key in ("state_dict", "model"):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
@@ -28,21 +27,24 @@ def read_weights(path: Path) -> ModelFile:
         weights = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
         if not weights:
             raise ValueError("it has no tensors by name")
-    except FileNotFoundError:
-        raise
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} holds no weights that can be read ({first_line(error)})") from error
     check_finite(weights, origin=str(path))
     return ModelFile(weights)
 
 
 def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None:
-    """Load every weight or none. Raises ValueError with the first differences and with what would fit."""
+    """Load every weight or none. Raises ValueError where they don't fit."""
+    check_fit(model, state, origin=origin)
+    model.load_state_dict(state, strict=True)
+
+
+def check_fit(model: VisionTransformer, state: State, *, origin: str) -> None:
+    """Raise ValueError, with the first differences and with what would fit, where the weights are of another model."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in state.items()}
     differences = [name for name in expected | found if expected.get(name) != found.get(name)]
     if not differences:
-        model.load_state_dict(state, strict=True)
         return
     shapes = [(name, found.get(name, "absent"), expected.get(name, "absent")) for name in differences[:3]]
     lines = "; ".join(f"{name} is {theirs} there and {ours} in the model" for name, theirs, ours in shapes)
@@ -71,7 +73,7 @@ def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] |
             cure = "load it as a folder with timm's config.json"
             raise ValueError(f"{origin}: {positions} positions are no square grid; {cure}")
         img_size = (side * patch_size[0], side * patch_size[1]) if positions else (224, 224)
-    depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     num_classes = state["head.weight"].shape[0] if "head.weight" in state else 0
     found: dict[str, Any] = {"img_size": img_size, "patch_size": tuple(patch_size), "in_chans": in_chans}
     found |= {"num_classes": num_classes, "embed_dim": embed_dim, "depth": depth, "num_heads": max(embed_dim // 64, 1)}
@@ -97,11 +99,6 @@ def convert_torchvision(state: State) -> State:
             name = name.replace(theirs, ours)
         converted[name] = tensor
     return converted
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says first, or else its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _advise(model: VisionTransformer, state: State) -> str:

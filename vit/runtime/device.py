@@ -1,6 +1,7 @@
 """Which device and precision a run uses, and how they are named."""
 
 import platform
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import cast, get_args
@@ -8,15 +9,15 @@ from typing import cast, get_args
 import torch
 
 from vit.runtime.arguments import Precision as Precision
-from vit.runtime.arguments import check_choice
+from vit.runtime.arguments import check_choice, shorten
 
 
 def choose_device(name: str) -> torch.device:
     """`auto` is a GPU where there is one. Raises ValueError where the named device is not here."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
+    if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", name):
+        raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")

@@ -1,15 +1,83 @@
-"""Files that are either whole or absent: write beside the target, flush to disk, rename."""
+"""Files that are either whole or absent: write beside the target, flush to disk, rename. Only regular ones are read."""
 
+import errno
 import hashlib
+import io
 import os
 import shutil
+import stat
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+
+from vit.runtime.arguments import first_line
+
+MOST_BYTES = 2**30  # of a file that is read whole
+
+
+def open_regular(path: Path, *, encoding: str | None = None) -> Any:
+    """Open a file to read its bytes or, with `encoding`, its text. Raises OSError for one that isn't regular: reading a
+    pipe or a device may never end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file if encoding is None else io.TextIOWrapper(file, encoding, newline="")
+
+
+def read_bytes(path: Path) -> bytes:
+    """A regular file's content. Raises OSError for more than 1 GiB."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        content: bytes = file.read()
+        return content
+
+
+def read_text(path: Path) -> str:
+    """A file's UTF-8 text. Raises ValueError naming the file for other bytes."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+
+
+def read_arrays(path: Path) -> "dict[str, np.ndarray]":
+    """What `write_arrays` wrote. Raises ValueError for a damaged file."""
+    import numpy as np
+
+    with open_regular(path) as file:
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                # ours are not compressed: what is read is no larger than the file
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
+                    raise ValueError("its arrays are compressed")
+                return {name: stored[name] for name in stored.files}
+        except Exception as error:  # numpy and zipfile answer broken bytes with nearly any
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def read_tensors(path: Path) -> Any:
+    """What torch saved, tensors on the CPU and plain values alone. Raises ValueError for anything else."""
+    import torch
+
+    with open_regular(path) as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch answers broken bytes with nearly any
+            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    unread = [content]
+    while unread:
+        value = unread.pop()
+        unread += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(f"{path} is damaged: a tensor {list(value.shape)} is larger than what is stored of it")
+    return content
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -60,7 +128,7 @@ def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
 
 def compute_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from PIL import Image
 
 from vit.data.images import read_image
 from vit.data.sets.source import Aliases, FindOptions, FoundSplit, FoundSplits, ImageSource, choose_classes
+from vit.runtime.arguments import shorten
+from vit.runtime.documents import read_table
 
 IMAGE_SUFFIXES = tuple(".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split())  # noqa: SIM905
 _SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -92,7 +94,7 @@ def _scan(
     counts: list[int] = []
     ignored = 0
     for class_folder in kept:
-        files = list(_list_files(folder / class_folder))
+        files = list(list_files(folder / class_folder, follow_links=True, hidden=False))
         images = [path for path in files if path.lower().endswith(IMAGE_SUFFIXES) and os.path.basename(path)[0] != "."]
         if folder == first and not images:
             raise ValueError(f"{folder / class_folder} holds no images; remove it, or name others in data.classes")
@@ -108,11 +110,23 @@ def _scan(
     return ImageSource(name=name, class_names=names, labels=labels, ids=paths, reader=reader, notes=tuple(notes))
 
 
-def _list_files(folder: Path) -> Iterator[str]:
-    """Files below a folder, in sorted order, following links."""
-    for directory, below, names in os.walk(folder, followlinks=True):
-        below[:] = sorted(entry for entry in below if not entry.startswith("."))
-        yield from (os.path.join(directory, file_name) for file_name in sorted(names))
+def list_files(folder: str | Path, *, follow_links: bool = False, hidden: bool = True) -> Iterator[str]:
+    """Files below a folder, each directory's in sorted order, but for directories that can't be read. Raises ValueError
+    for a link to a directory that it lies in: every image would be found again below it."""
+    waiting = [os.fspath(folder)]
+    while waiting:
+        directory, below = waiting.pop(), []
+        with suppress(OSError), os.scandir(directory) as found:
+            for entry in sorted(found, key=lambda entry: entry.name):
+                if not entry.is_dir(follow_symlinks=follow_links):
+                    yield entry.path
+                elif hidden or not entry.name.startswith("."):
+                    below.append(entry.path)
+        for link in filter(os.path.islink, below):
+            here, target = os.path.realpath(directory), os.path.realpath(link)
+            if os.path.commonpath([here, target]) == target:
+                raise ValueError(f"{link} leads back to {target}, in which it lies; remove the link")
+        waiting += reversed(below)
 
 
 def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> FoundSplits:
@@ -120,24 +134,23 @@ def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> Fo
     file = root / "labels.csv"
     rows: dict[str, list[tuple[str, str]]] = {}
     seen: set[str] = set()
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        table = csv.reader(lines)
-        header = next(table, [])
-        if header not in (["path", "label"], ["path", "label", "split"]):
-            raise ValueError(f"{file} line 1 must be path,label or path,label,split, not {','.join(header)!r}")
-        for row in table:
-            where = f"{file} line {table.line_num}"
-            if len(row) != len(header) or not all(row):
-                raise ValueError(f"{where} must have {len(header)} values, {','.join(header)}: {','.join(row)!r}")
-            split = row[2] if len(row) == 3 else "train"
-            if split not in _SPLITS:
-                raise ValueError(f"{where}: unknown split {split!r}; known: {', '.join(_SPLITS)}")
-            if not (root / row[0]).is_file():
-                raise ValueError(f"{where}: {row[0]} is not a file below {root}")
-            if row[0] in seen:
-                raise ValueError(f"{where}: {row[0]} was already listed")
-            seen.add(row[0])
-            rows.setdefault(split, []).append((row[0], row[1]))
+    table = read_table(file)
+    _, header = next(table, ("", []))
+    if header not in (["path", "label"], ["path", "label", "split"]):
+        raise ValueError(f"{file} line 1 must be path,label or path,label,split, not {shorten(','.join(header))!r}")
+    for where, row in table:
+        if len(row) != len(header) or not all(row):
+            given = f"{','.join(header)}: {shorten(','.join(row))!r}"
+            raise ValueError(f"{where} must have {len(header)} values, {given}")
+        split = row[2] if len(row) == 3 else "train"
+        if split not in _SPLITS:
+            raise ValueError(f"{where}: unknown split {shorten(split)!r}; known: {', '.join(_SPLITS)}")
+        if not os.path.isfile(root / row[0]):
+            raise ValueError(f"{where}: {shorten(row[0])} is not a file below {root}")
+        if row[0] in seen:
+            raise ValueError(f"{where}: {row[0]} was already listed")
+        seen.add(row[0])
+        rows.setdefault(split, []).append((row[0], row[1]))
     class_names = tuple(sorted({label for listed in rows.values() for _, label in listed}))
     if len(class_names) < 2:
         raise ValueError(f"{file} names {len(class_names)} classes; a classifier needs at least two")

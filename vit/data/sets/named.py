@@ -13,7 +13,7 @@ import numpy as np
 
 from vit.data.sets.folders import existing_root, find_splits, split_folders
 from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource
-from vit.runtime.files import default_cache_dir
+from vit.runtime.files import default_cache_dir, read_text
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
 
@@ -87,7 +87,7 @@ def _imagenet_names(root: Path, train: Path) -> dict[str, str]:
     wnids = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
     mapping = root / "LOC_synset_mapping.txt"
     if mapping.is_file():
-        pairs = [line.split(maxsplit=1) for line in mapping.read_text().splitlines() if line.strip()]
+        pairs = [line.split(maxsplit=1) for line in read_text(mapping).splitlines() if line.strip()]
         names = {wnid: text.split(",")[0].strip() for wnid, text in pairs}
     elif len(wnids) == 1000:
         from torchvision.models import ResNet18_Weights

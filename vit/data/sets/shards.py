@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 from PIL import Image
@@ -23,7 +24,10 @@ from PIL import Image
 from vit.data.images import read_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource
+from vit.runtime.arguments import shorten
+from vit.runtime.files import open_regular, read_text, rename_durably
 
+_MOST_CLASSES, _LABEL_BYTES = 1_000_000, 2**16  # that are numbered; of a label
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
@@ -109,7 +113,7 @@ def _spool(url: str, folder: Path) -> Path:
         with gopen(url) as stream, partial_copy.open("wb") as file:
             shutil.copyfileobj(stream, file)
         _index(partial_copy)  # a command that broke off leaves no whole tar
-        partial_copy.rename(shard)
+        rename_durably(partial_copy, shard)
     except (OSError, ValueError) as error:
         raise OSError(f"{url} gave no shard: {error}") from error
     finally:
@@ -138,21 +142,23 @@ def _index(shard: Path) -> list[tuple[str, str, int, int]]:
     """(key, text of .cls, offset of the image, its bytes) of each sample of a tar file, in its order."""
     images: dict[str, tuple[int, int]] = {}
     texts: dict[str, str] = {}
+    whole = shard.stat().st_size
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
+                if not member.isreg():
+                    continue
+                if not 0 <= member.size <= whole - member.offset_data:
+                    raise ValueError("it is cut short")
                 folder, _, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
                 if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                     images[key] = (member.offset_data, member.size)
-                elif suffix == "cls" and (file := tar.extractfile(member)) is not None:
-                    texts[key] = file.read().decode().strip()
-            end = member.offset_data + member.size if images else 0
-    except (tarfile.TarError, UnicodeDecodeError) as error:
+                elif suffix == "cls":
+                    texts[key] = cast(IO[bytes], tar.extractfile(member)).read(_LABEL_BYTES).decode().strip()
+    except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{shard} is no whole tar file: {error}") from error
-    if end > shard.stat().st_size:
-        raise ValueError(f"{shard} is cut short: its last file ends beyond it")
     if not images:
         raise ValueError(f"{shard} holds no images; a sample is <key>.jpg and <key>.cls")
     if unlabelled := [key for key in images if not texts.get(key)]:
@@ -163,10 +169,12 @@ def _index(shard: Path) -> list[tuple[str, str, int, int]]:
 def _number_classes(texts: set[str], folder: Path) -> tuple[tuple[str, ...], dict[str, int]]:
     """Class names, and label text → label. Numbers count the lines of classes.txt, if there is one."""
     if all(text.isdecimal() for text in texts):
+        if too_long := [text for text in texts if len(text.lstrip("0")) > len(str(_MOST_CLASSES)) - 1]:
+            raise ValueError(f"a shard has the label {shorten(too_long[0])}; numbers go up to {_MOST_CLASSES - 1:,}")
         numbers = {text: int(text) for text in texts}
         listed, names = folder / "classes.txt", [str(number) for number in range(max(numbers.values()) + 1)]
         if listed.is_file():
-            names = [line.strip() for line in listed.read_text().splitlines() if line.strip()]
+            names = [line.strip() for line in read_text(listed).splitlines() if line.strip()]
         if max(numbers.values()) >= len(names):
             raise ValueError(f"{listed} names {len(names)} classes, but a label is {max(numbers.values())}")
     else:

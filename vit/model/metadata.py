@@ -1,0 +1,112 @@
+"""What the JSON object of a model file may say: checked before anything is built of it."""
+
+import math
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from vit.config import DataConfig, rename_old_keys
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.arguments import MOST_PIXELS
+from vit.runtime.documents import check_schema
+
+_Side = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
+_Sides = tuple[_Side, _Side]
+_MOST_PATCHES = 2**16
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class ArchitectureValues(_Values):
+    """The arguments of a VisionTransformer that a file records: which of them fit together, the model says itself."""
+
+    img_size: _Sides
+    patch_size: _Sides
+    in_chans: int = Field(ge=1, le=64)
+    num_classes: int = Field(ge=0, le=2**20)
+    embed_dim: int = Field(ge=1, le=2**16)
+    depth: int = Field(ge=1, le=1000)
+    num_heads: int = Field(ge=1, le=2**16)
+    mlp_ratio: float = Field(gt=0, le=64)
+    mlp: str
+    qkv_bias: bool
+    qk_norm: bool
+    init_values: float | None
+    global_pool: str
+    class_token: bool
+    fc_norm: bool
+    stem: str
+    pos_embed: str
+    no_embed_class: bool
+    reg_tokens: int
+    distilled: bool
+    drop_path_rate: float = Field(ge=0, lt=1)
+    attention_backend: str
+
+
+class PreprocessValues(_Values):
+    """The arguments of a `Preprocess`."""
+
+    image_size: _Sides
+    crop_pct: float = 1.0
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    interpolation: str = "bicubic"
+
+
+class _RecordedData(DataConfig):
+    model_config = ConfigDict(extra="ignore")  # a later version may record more
+
+
+class _RecordedTrain(BaseModel):
+    seed: int | None = None
+
+
+class _Recorded(BaseModel):
+    data: _RecordedData | None = None
+    train: _RecordedTrain | None = None
+
+
+class Metadata(BaseModel):
+    """The JSON object of a model file."""
+
+    architecture: ArchitectureValues
+    preprocess: PreprocessValues
+    class_names: list[str] = Field(min_length=1)
+    config: dict[str, dict[str, Any]]
+    data: dict[str, Any]
+    versions: dict[str, str] = {}
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    temperature_fitted_on: dict[str, str | int] = {}
+    run_id: str | None = None
+
+
+def check_metadata(values: dict[str, Any], *, origin: str) -> dict[str, Any]:
+    """`values` under their present names. Raises ValueError naming the first that is not what it must be."""
+    values = dict(values)
+    for section, old, new in (("architecture", "pool", "global_pool"), ("preprocess", "crop_fraction", "crop_pct")):
+        if isinstance(values.get(section), dict):
+            values[section] = {new if key == old else key: value for key, value in values[section].items()}
+    if isinstance(values.get("config"), dict):
+        values["config"] = rename_old_keys(values["config"])
+    checked = check_schema(Metadata, values, origin=origin)
+    check_schema(_Recorded, values["config"], origin=f"{origin}: config")
+    sections = {"architecture": checked.architecture, "preprocess": checked.preprocess}
+    return values | {name: section.model_dump() for name, section in sections.items()}
+
+
+def build_outline(architecture: dict[str, Any], *, origin: str) -> VisionTransformer:
+    """The model with tensors that have shapes and no memory. Raises ValueError where the arguments don't fit together
+    and for an image of more than 65,536 patches."""
+    sides = zip(architecture["img_size"], architecture["patch_size"], strict=True)
+    patches = math.prod(side // patch for side, patch in sides)
+    if patches > _MOST_PATCHES:
+        raise ValueError(f"{origin}: {patches:,} patches an image are more than {_MOST_PATCHES:,}")
+    try:
+        with torch.device("meta"):
+            return VisionTransformer(**architecture)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{origin}: {error}") from error
