@@ -120,12 +120,13 @@ def save_bundle(
     data: dict[str, Any],
     weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
+    run_id: str | None = None,
 ) -> None:
     """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes. `weights` replace the
     model's own where those are sharded over processes."""
     _check_class_names(class_names, model.num_classes)
     metadata = {"architecture": model.architecture, "class_names": list(class_names), "config": config, "data": data}
-    metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
+    metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions(), "run_id": run_id}
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 

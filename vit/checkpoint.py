@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vit.runtime.files import compute_sha256, remove, rename_durably, write_atomically
+from vit.runtime.files import compute_sha256, read_tensors, remove, rename_durably, write_atomically
 
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.(pt|sharded)")
 _STATE_FILE = "state.pt"
@@ -68,14 +68,25 @@ class CheckpointStore:
         """The newest checkpoint that is whole, with the directory of its shards, or None where there is none. A damaged
         one is named through `warn` and passed over. Raises ValueError where all are damaged."""
         entries = self._list()
-        for _, path in reversed(entries):
-            shards, digits = path if path.is_dir() else None, path.stem.rpartition("-")[2]
-            if (_hash_directory(path) if shards else compute_sha256(path)).startswith(digits):
-                file = shards / _STATE_FILE if shards else path
-                return torch.load(file, map_location="cpu", weights_only=True), shards
+        for number, path in reversed(entries):
+            if (found := self.load(number)) is not None:
+                return found
             warn(f"checkpoint {path.name} is damaged; falling back to the one before")
         if entries:
             raise ValueError(f"every checkpoint in {self.directory} is damaged; start again with --overwrite")
+        return None
+
+    def load(self, step: int) -> tuple[dict[str, Any], Path | None] | None:
+        """The checkpoint of global step `step` if it is there and whole, with the directory of its shards."""
+        for path in (path for number, path in self._list() if number == step):
+            shards, digits = path if path.is_dir() else None, path.stem.rpartition("-")[2]
+            try:
+                if (_hash_directory(path) if shards else compute_sha256(path)).startswith(digits):
+                    state = read_tensors(shards / _STATE_FILE if shards else path)
+                    if isinstance(state, dict):
+                        return state, shards
+            except (OSError, ValueError):
+                continue
         return None
 
     def _clear_leftovers(self) -> None:

@@ -19,6 +19,7 @@ from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
 from vit.data.images import Preprocess
+from vit.model.model_file import read_model_file
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
@@ -30,6 +31,7 @@ from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
 from vit.training.compilation import keep_compiled_code, should_compile
 from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
+from vit.training.identity import NEUTRAL_KEYS, RunIdentity
 from vit.training.loop import Trainer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
 from vit.training.parallel import wrap_model
@@ -116,13 +118,16 @@ def build_run(
     step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
     if observers is None and process.is_main:
         observers = build_observers(config, data, train_loader, directory=directory)
+    identity = RunIdentity.from_config(config, data_fingerprint=data.train.fingerprint)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
         plan=plan,
         train_batches=train_loader,
         evaluate=build_evaluate(data, device=device, precision=precision),
         checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
-        save_model=_model_writer(config, data, directory, process),
+        save_model=_model_writer(config, data, directory, process, identity=identity),
+        has_model=lambda: has_model(directory / MODEL_FILE, identity),
+        identity=identity,
         observers=observers or [],
         process=process,
         sharded=is_sharded,
@@ -193,19 +198,31 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
 
 def find_changes(config: Config, saved: Path) -> list[str]:
     """Keys in which `config` would continue another run than the one whose configuration is `saved`."""
-    # where the images are cached and how many processes decode them changes no number
-    neutral = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
     ours, theirs = flatten_config(config), flatten_config(load_config(saved))
-    return [key for key in ours if ours[key] != theirs[key] and key not in neutral]
+    return [key for key in ours if ours[key] != theirs[key] and key not in NEUTRAL_KEYS]
 
 
-def _model_writer(config: Config, data: Data, directory: Path, process: Process) -> Callable[[nn.Module], None]:
+def has_model(path: Path, identity: RunIdentity) -> bool:
+    """Whether the model file is whole. Raises ValueError for one of another run."""
+    try:
+        run_id = read_model_file(path).metadata.get("run_id")
+    except (OSError, ValueError):
+        return False
+    if run_id not in (None, identity.run_id):  # older files have none
+        raise ValueError(f"{path} is of run {run_id}, this is run {identity.run_id}; move it away and resume")
+    return True
+
+
+def _model_writer(
+    config: Config, data: Data, directory: Path, process: Process, *, identity: RunIdentity
+) -> Callable[[nn.Module], None]:
     """Writes the model file of the run."""
     contents: dict[str, Any] = {
         "preprocess": data.preprocess,
         "class_names": data.train.class_names,
         "config": plain_values(config),
         "data": data.describe(),
+        "run_id": identity.run_id,
         "training_hashes": (np.asarray(data.train.digests), np.asarray(data.train.perceptual)),
     }
 

@@ -150,6 +150,7 @@ def _describe_origin(images: Images, bundle: Bundle) -> dict[str, Any]:
         "fingerprint": dataset.fingerprint,
         "model": bundle.name,
         "model_sha256": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
         "recipe": _hash_recipe(bundle.config),
         "seed": bundle.config.get("train", {}).get("seed"),
     }

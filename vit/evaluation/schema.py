@@ -103,6 +103,7 @@ class Evaluation(BaseModel):
     fingerprint: str = Field(description="of the decoded pixels, labels, class names and split")
     model: str = Field(description="path or name it was loaded from")
     model_sha256: str
+    run_id: str | None = Field(None, description="of the training run: configuration and images that it began with")
     recipe: str | None = Field(description="hash of the training configuration without seed and machine")
     seed: int | None = Field(description="of the training run")
     conditions: dict[str, str] = Field(description="device, precision, batch size, command, time, versions")

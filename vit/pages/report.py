@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ PAGES = {"evaluation.md": render_markdown, "report.html": build_report}
 def load_history(model: str) -> list[dict[str, Any]]:
     """The epochs in the metrics file beside a model file; none where there is no such file."""
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    return [] if model.startswith("timm:") else load_metrics(folder / METRICS_FILE)
+    with suppress(ValueError):  # a damaged file costs the chart, not the evaluation
+        return [] if model.startswith("timm:") else load_metrics(folder / METRICS_FILE)
+    return []
 
 
 def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:

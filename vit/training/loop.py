@@ -8,6 +8,8 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +17,10 @@ from torch import nn
 
 from vit.checkpoint import CheckpointStore
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
+from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
+from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import Observer
 from vit.training.plan import Progress, TrainingPlan
@@ -41,6 +45,8 @@ class Trainer:
     save_model: Callable[[nn.Module], None]  # writes the model file, of the best model so far
     observers: list[Observer]
     process: Process
+    has_model: Callable[[], bool] = lambda: True  # whether the model file is there, whole, and of this run
+    identity: RunIdentity | None = None  # kept in every checkpoint
     sharded: bool = False  # each process writes its own part of a checkpoint
     sample_name: Callable[[int], str] = str
 
@@ -51,28 +57,49 @@ class Trainer:
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
 
     def resume(self) -> bool:
-        """Go back to the newest whole checkpoint; False where there is none."""
-        found = self.process.broadcast(self.checkpoints.load_latest(warn=self._say) if self.process.is_main else None)
+        """Go back to the newest whole checkpoint; False where there is none. A model file that is gone or damaged is
+        written again from the best checkpoint. Raises ValueError where the checkpoint is of another run."""
+        is_main, broadcast = self.process.is_main, self.process.broadcast
+        found = broadcast(self.checkpoints.load_latest(warn=self._say) if is_main else None)
         if found is None:
             return False
-        state, shards = found
-        self.progress = Progress(**state["progress"]).to(self.step.device)
-        restore_state(self.step, state["state"], shards)
+        self._restore(*found)
+        best_step, is_done = self.progress.best_step, self.progress.step >= self.plan.total_steps
+        if best_step and not broadcast(self.has_model() if is_main else None):
+            best = broadcast(self.checkpoints.load(best_step) if is_main else None)
+            if best is not None:
+                self._restore(*best)
+                self.save_model(self.step.averaged_model.eval())
+                self._restore(*found)
+                self._say(f"the model file was missing or damaged; it is written again from step {best_step}")
+            elif is_done:
+                lost = f"the model file is missing or damaged, and so is the checkpoint of its step, {best_step}"
+                raise ValueError(f"{lost}; train again with --overwrite")
         return True
+
+    def _restore(self, state: dict[str, Any], shards: Path | None) -> None:
+        try:
+            if self.identity is not None and "identity" in state:  # older checkpoints have none
+                self.identity.check(state["identity"], origin=f"the checkpoint of step {state['progress']['step']}")
+            progress = Progress(**state["progress"]).to(self.step.device)
+            restore_state(self.step, state["state"], shards)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"a checkpoint does not hold the state of this run ({reason}); remove it") from error
+        self.progress = progress
 
     def run(self) -> Progress:
         """Train to the end of the plan. Raises Stopped after SIGINT or SIGTERM, with the state saved."""
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
         with stop_on_signals(self._request_stop):
             try:
-                for observer in self.observers:
-                    observer.on_start(step=self.progress.step, total_steps=self.plan.total_steps)
+                step, total_steps = self.progress.step, self.plan.total_steps
+                self._tell(lambda observer: observer.on_start(step=step, total_steps=total_steps))
                 while self.progress.step < self.plan.total_steps:
                     self._train_epoch()
                     self._finish_epoch()
             finally:
-                for observer in self.observers:
-                    observer.on_end()
+                self._tell(lambda observer: observer.on_end())
         return self.progress
 
     def _train_epoch(self) -> None:
@@ -125,8 +152,7 @@ class Trainer:
         }
         if is_due and progress.record_best(val_loss, val_top1):
             self.save_model(model)
-        for observer in self.observers:
-            observer.on_epoch(metrics, model)
+        self._tell(lambda observer: observer.on_epoch(metrics, model))
         if plan.keep_every_epochs and (progress.epoch + 1) % plan.keep_every_epochs == 0:
             progress.keep_steps.append(progress.step)
         progress.start_epoch()
@@ -161,11 +187,10 @@ class Trainer:
             "gradient_norm": float(result.grad_norm),
             **self._measure_speed(),
         }
-        for observer in self.observers:
-            if is_log_due:
-                observer.on_log(metrics)
-            if is_display_due:
-                observer.on_step(metrics)
+        if is_log_due:
+            self._tell(lambda observer: observer.on_log(metrics))
+        if is_display_due:
+            self._tell(lambda observer: observer.on_step(metrics))
 
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""
@@ -198,15 +223,26 @@ class Trainer:
         shards = self.process.broadcast(shards) if self.sharded else None
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
-            whole = {"progress": vars(progress), "state": state}
+            identity = {} if self.identity is None else {"identity": self.identity.to_dict()}
+            whole = {"progress": vars(progress), "state": state, **identity}
             self.checkpoints.save(
                 whole, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps, shards=shards
             )
         self.process.wait()
 
     def _say(self, text: str) -> None:
-        for observer in self.observers:
-            observer.on_message(text)
+        self._tell(lambda observer: observer.on_message(text))
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        """Tell every observer. One that fails is told nothing more, and training goes on."""
+        for observer in list(self.observers):
+            try:
+                event(observer)
+            except Exception as error:
+                if observer.is_essential:
+                    raise
+                self.observers.remove(observer)
+                self._say(f"{type(observer).__name__} failed ({first_line(error)}); training goes on without it")
 
     def _request_stop(self, signal_name: str) -> None:
         self._stop_requested = True

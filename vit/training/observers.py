@@ -21,6 +21,8 @@ StepMetrics = dict[str, float]  # epoch and step (counted from 1), loss, top1 of
 class Observer:
     """Told of a run's events; each method may be left as it is. `step` is the number of steps done."""
 
+    is_essential = False  # whether the run ends where this fails; others are left out from then on
+
     def on_start(self, *, step: int, total_steps: int) -> None: ...  # begins, or goes on after `step` steps
     def on_step(self, metrics: StepMetrics) -> None: ...  # some steps, two a second at most: for a display
     def on_log(self, metrics: StepMetrics) -> None: ...  # at every log interval, always the same steps: for curves
@@ -31,6 +33,8 @@ class Observer:
 
 class MetricsFile(Observer):
     """`metrics.jsonl`: one object an epoch."""
+
+    is_essential = True
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE

@@ -45,6 +45,17 @@ class Progress:
     finite_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     epoch_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        counts = (self.epoch, self.step_in_epoch, self.step, self.best_step, *self.keep_steps)
+        numbers = (self.best_top1, self.best_loss, self.elapsed_seconds, self.epoch_seconds)
+        sums = ((self.loss_sum, torch.float64), (self.correct, torch.int64), (self.finite_steps, torch.int64))
+        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
+            raise ValueError(f"counts of steps and epochs are {counts}")
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"metrics and seconds are {numbers}")
+        if not all(total.dtype == kind and total.ndim == 0 for total, kind in sums):
+            raise ValueError("the sums of the running epoch are no single numbers")
+
     def to(self, device: torch.device) -> "Progress":
         """The same with its sums on `device`."""
         loss_sum, correct = self.loss_sum.to(device), self.correct.to(device)

@@ -3,11 +3,14 @@
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vit.runtime.files import remove, write_text
+from pydantic import BaseModel, ConfigDict, Field
+
+from vit.runtime.documents import check_schema, parse_json
+from vit.runtime.files import read_text, remove, write_text
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -46,12 +49,22 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file."""
+    """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file. Raises ValueError
+    for a line that is no object of numbers with its epoch and step."""
     found = []
-    with suppress(json.JSONDecodeError):  # in the last line of a run that is being written, or was killed
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            found.append(json.loads(line))
-    return [metrics for metrics in found if isinstance(metrics, dict)]
+    # what stands behind the last line break was being written when its run was killed
+    for number, line in enumerate((read_text(path) if path.is_file() else "").split("\n")[:-1], start=1):
+        origin = f"{path} line {number}"
+        found.append(parse_json(line, origin=origin))
+        check_schema(_Metrics, found[-1], origin=origin)
+    return found
+
+
+class _Metrics(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, float | None]
+    epoch: int = Field(ge=0, lt=2**53)
+    step: int = Field(ge=0, lt=2**53)
 
 
 def update_metrics(path: Path, *more: dict[str, Any], step: int) -> None:

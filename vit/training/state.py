@@ -47,6 +47,9 @@ def restore_state(step: TrainStep, state: dict[str, Any], shards: Path | None = 
         if step.average is not None:
             step.average.load_state_dict(state["average"])
         step.optimizer.load_state_dict(state["optimizer"])
+        for parameter, values in step.optimizer.state.items():
+            if any(isinstance(value, Tensor) and value.shape not in ((), parameter.shape) for value in values.values()):
+                raise ValueError("the optimizer's state is of another model")
     step.schedule.load_state_dict(state["schedule"])
     step.load_state_dict(state["step"])
 

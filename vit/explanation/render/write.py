@@ -13,17 +13,38 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
-from vit.runtime.files import write_arrays, write_text
+from vit.runtime.documents import check_schema, read_json
+from vit.runtime.files import read_arrays, write_arrays, write_text
 
 SCHEMA_VERSION = 3
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 _SAVE_EVERY_SECONDS = 60.0
 _MOST_WAITING_BATCHES = 2  # more would keep many photos in memory where drawing is slower than the model
+
+
+class _Map(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    map_key: str
+    sanity_check: dict[str, Any] | None
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    path: str
+    name: str
+    maps: list[_Map]
+
+
+class _Manifest(BaseModel):
+    parameters: dict[str, Any]
+    model_sha256: str
+    images: list[_Entry]
 
 
 class MapWriter:
@@ -88,12 +109,14 @@ class MapWriter:
         self.unreadable.append({"path": path, "reason": reason})
 
     def _load(self) -> None:
-        manifest = json.loads((self.output / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = read_json(self.output / MANIFEST_FILE)
+        manifest = manifest if isinstance(manifest, dict) else {}
         if manifest.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
                 f"{self.output} was written by another version of vit (schema {manifest.get('schema_version')}, not "
                 f"{SCHEMA_VERSION}) and cannot be continued; use --overwrite or another --output"
             )
+        check_schema(_Manifest, manifest, origin=str(self.output / MANIFEST_FILE))
         ours, theirs = self.settings.to_dict(), manifest["parameters"]
         changed = [key for key in ours if ours[key] != theirs.get(key)]
         if manifest["model_sha256"] != self.bundle.sha256:
@@ -105,8 +128,10 @@ class MapWriter:
             )
         self.entries = manifest["images"]
         if (self.output / ARRAYS_FILE).is_file():
-            with np.load(self.output / ARRAYS_FILE, allow_pickle=False) as stored:
-                self.arrays = {key: stored[key] for key in stored.files}
+            self.arrays = read_arrays(self.output / ARRAYS_FILE)
+        keys = {found["map_key"] for entry in self.entries for found in entry["maps"]}
+        if "npz" in self.formats and not keys <= self.arrays.keys():
+            raise ValueError(f"{self.output / ARRAYS_FILE} lacks maps of the manifest; use --overwrite")
 
     def _wait(self, most_waiting: int) -> None:
         while len(self._writing) > most_waiting:

@@ -1,0 +1,276 @@
+"""A run goes on from its own checkpoints alone, and with its model file whole; what only shows it may fail."""
+
+import hashlib
+import io
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Launcher
+from tests.training.conftest import MakeRun, read_metrics, run_until
+from tests.training.test_resume import assert_equal_runs
+from vit.bundle import load_bundle
+from vit.checkpoint import CheckpointStore
+from vit.data.cache import decode_dataset
+from vit.data.open import open_dataset
+
+
+@pytest.fixture
+def half(make_run: MakeRun, tmp_path: Path) -> Path:
+    """A run of 15 steps that was killed in step 12, after its checkpoint of step 10."""
+    run_until(make_run(tmp_path / "half"), 12)
+    return tmp_path / "half"
+
+
+def latest(directory: Path) -> Path:
+    return max((directory / "checkpoints").glob("step-*"))
+
+
+def rewrite(checkpoint: Path, change: Any) -> None:
+    """Another content with the right checksum."""
+    state, buffer = torch.load(checkpoint, weights_only=True), io.BytesIO()
+    state = change(state) or state
+    torch.save(state, buffer)
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()[:16]
+    checkpoint.unlink()
+    (checkpoint.parent / f"{checkpoint.name[:13]}-{digest}.pt").write_bytes(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=1", "train.seed is 1 there, 0 here"),
+        ("optimizer.lr=1e-2", "optimizer.lr is 0.01 there"),
+        ("data.split_seed=1", "training images are others"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_name(
+    make_run: MakeRun, half: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    run_until(make_run(tmp_path / "other", override), 12)
+    shutil.rmtree(half / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", half / "checkpoints")
+    with pytest.raises(ValueError, match=message):
+        make_run(half).trainer.resume()
+
+
+def test_the_same_run_elsewhere_may_go_on_from_it(make_run: MakeRun, half: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "whole").trainer.run()
+    shutil.copytree(half, tmp_path / "copy")
+    copy = make_run(tmp_path / "copy", "data.workers=1")  # changes no number
+    assert copy.trainer.resume()
+    copy.trainer.run()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "copy")
+
+
+def test_an_edited_configuration_is_not_continued(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run, tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("  seed: 0", "  seed: 5"))
+    message = cli.fail("train", "--resume", "--output", tmp_path / "run")
+    assert "train.seed is 0 there, 5 here" in message
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut", "bit"])
+def test_a_lost_model_file_is_written_again(cli: Launcher, tiny_run: Path, tmp_path: Path, fault: str) -> None:
+    shutil.copytree(tiny_run, tmp_path / "run")
+    path = tmp_path / "run" / "model.safetensors"
+    content = path.read_bytes()
+    damaged = content[:1000] if fault == "cut" else content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+    path.write_bytes(damaged)
+    if fault == "gone":
+        path.unlink()
+    outcome = cli.succeed("train", "--resume", "--output", tmp_path / "run")
+    assert "written again" in outcome.text
+    assert path.read_bytes() == content
+
+
+def test_a_model_file_that_cannot_be_written_again_is_an_error(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run, tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    state = torch.load(latest(tmp_path / "run"), weights_only=True)
+    for path in (tmp_path / "run" / "checkpoints").glob(f"step-{state['progress']['best_step']:08d}-*"):
+        if path != latest(tmp_path / "run"):
+            path.unlink()
+    if state["progress"]["best_step"] != state["progress"]["step"]:
+        assert "--overwrite" in cli.fail("train", "--resume", "--output", tmp_path / "run")
+
+
+def test_the_model_of_another_run_is_refused(make_run: MakeRun, half: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "other", "train.seed=1").trainer.run()
+    shutil.copy(tmp_path / "other" / "model.safetensors", half)
+    with pytest.raises(ValueError, match=r"model\.safetensors is of run [0-9a-f]{16}, this is run"):
+        make_run(half).trainer.resume()
+
+
+def drop_progress(state: dict[str, Any]) -> None:
+    del state["progress"]
+
+
+def set_progress(key: str, value: object) -> Any:
+    return lambda state: state["progress"].update({key: value})
+
+
+def shrink(state: dict[str, Any]) -> None:
+    state["state"]["model"]["head.weight"] = torch.zeros(2)
+
+
+def expand(state: dict[str, Any]) -> None:
+    state["state"]["model"]["head.weight"] = torch.zeros(1).expand(10**6, 10**6)
+
+
+def spoil_optimizer(state: dict[str, Any]) -> None:
+    for values in state["state"]["optimizer"]["state"].values():
+        values.update({key: torch.zeros(3) for key, value in values.items() if value.ndim})
+
+
+CHANGES = {
+    "no progress": drop_progress,
+    "negative": set_progress("step", -1),
+    "text": set_progress("epoch", "x"),
+    "another key": set_progress("more", 1),
+    "a list": lambda state: [1],
+    "a tensor": lambda state: torch.zeros(1),
+    "shape": shrink,
+    "expanded": expand,
+    "optimizer": spoil_optimizer,
+    "no state": lambda state: state.update(state=None),
+    "identity": lambda state: state.update(identity={"settings": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
+    make_run: MakeRun, half: Path, name: str
+) -> None:
+    rewrite(latest(half), CHANGES[name])
+    run = make_run(half)
+    if name in ("a list", "a tensor", "expanded"):  # no checkpoint at all: the one before it serves
+        assert run.trainer.resume()
+        assert run.trainer.progress.step == 5
+    else:
+        with pytest.raises(ValueError, match=r"checkpoint|optimizer"):
+            run.trainer.resume()
+
+
+def test_a_pipe_in_place_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save({"value": torch.tensor(1)}, step=1, best_step=1, keep_steps=[])
+    os.mkfifo(tmp_path / "step-00000002-0123456789abcdef.pt")
+    said: list[str] = []
+    found = store.load_latest(warn=said.append)
+    assert found is not None
+    assert int(found[0]["value"]) == 1
+    assert len(said) == 1
+
+
+class TestObservers:
+    def test_training_goes_on_without_tensorboard_and_says_so_once(
+        self, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_run(tmp_path / "whole").trainer.run()
+        run, said = make_run(tmp_path / "run"), list[str]()
+        metrics, tensorboard = run.trainer.observers
+        monkeypatch.setattr(metrics, "on_message", said.append)
+        remove = type(tensorboard).on_epoch
+
+        def on_epoch(self: Any, *arguments: Any) -> None:
+            shutil.rmtree(tmp_path / "run" / "tensorboard", ignore_errors=True)
+            remove(self, *arguments)
+            raise FileNotFoundError("No such file or directory: tensorboard")
+
+        monkeypatch.setattr(type(tensorboard), "on_epoch", on_epoch)
+        run.trainer.run()
+        assert len(said) == 1
+        assert "TensorBoard failed" in said[0]
+        weights = [load_bundle(tmp_path / name).model.state_dict() for name in ("whole", "run")]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "run")
+
+    def test_an_output_directory_that_is_removed_is_one_error(self, make_run: MakeRun, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        whole_step = type(run.trainer.step).__call__
+
+        class Removing(type(run.trainer.step)):  # type: ignore[misc]
+            def __call__(self, *arguments: Any) -> Any:
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+                return whole_step(self, *arguments)
+
+        run.trainer.step.__class__ = Removing
+        with pytest.raises(OSError, match="No such file"):
+            run.trainer.run()
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "3", "{", '{"epoch": 1}', '{"epoch": 1, "step": "x"}', '{"epoch": 1, "step": 5, "val_loss": "x"}']
+)
+def test_an_odd_line_of_the_metrics_is_named(make_run: MakeRun, half: Path, line: str) -> None:
+    path = half / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, line + "\n", *rest]))
+    run = make_run(half)
+    run.trainer.resume()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2"):
+        run.trainer.run()
+    assert line in path.read_text()  # nothing was lost
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("index.npz", b""),
+        ("index.npz", b"\x93NUMPY\x01\0v\0{'descr': '|O', 'shape': (9,), 'fortran_order': False}"),
+        ("index.json", b"[]"),
+        ("index.json", b'{"size": [8, 8]}'),
+        ("index.json", b"[" * 100_000),
+        ("index.json", b"\xff\xfe"),
+    ],
+    ids=str,
+)
+def test_an_odd_index_of_the_cache_is_built_again(tmp_path: Path, name: str, content: bytes) -> None:
+    source = open_dataset("digits").split("validation")
+    options: dict[str, Any] = {"size": (8, 8), "cache_dir": tmp_path, "progress": False}
+    whole = decode_dataset(source, **options)
+    (folder,) = (entry for entry in tmp_path.iterdir() if entry.is_dir())
+    (folder / name).write_bytes(content)
+    again = decode_dataset(source, **options)
+    assert again.fingerprint == whole.fingerprint
+    assert (folder / name).read_bytes() != content
+
+
+def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
+    overrides = ["data.pipeline=workers", "data.workers=1", "train.checkpoint_every_steps=1", "train.epochs=1"]
+    overrides += ["data.mean=[0.5, 0.5, 0.5]", "data.std=[0.5, 0.5, 0.5]"]
+    make_run(tmp_path / "whole", *overrides).trainer.run()
+    run = make_run(tmp_path / "run", *overrides)
+    whole_step = type(run.trainer.step).__call__
+
+    class Killing(type(run.trainer.step)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> Any:
+            if run.trainer.progress.step == 1:
+                for worker in run.trainer.train_batches._decoder._iterator._workers:
+                    os.kill(worker.pid, signal.SIGKILL)
+            return whole_step(self, *arguments)
+
+    run.trainer.step.__class__ = Killing
+    with pytest.raises(OSError, match="a process that decodes images was killed"):
+        run.trainer.run()
+    resumed = make_run(tmp_path / "run", *overrides)
+    assert resumed.trainer.resume()
+    resumed.trainer.run()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+
+
+def test_model_checkpoint_and_evaluation_name_their_run(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+    identity = torch.load(latest(tiny_run), weights_only=True)["identity"]
+    bundle = load_bundle(tiny_run)
+    assert identity["run_id"] == bundle.metadata["run_id"]
+    assert identity["data_fingerprint"] == bundle.data["fingerprint"]
+    assert len(identity["config_sha256"]) == 64
+    cli.succeed("evaluate", tiny_run, "--output", tmp_path / "evaluation", "--device", "cpu")
+    assert identity["run_id"] in (tmp_path / "evaluation" / "evaluation.json").read_text()

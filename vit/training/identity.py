@@ -1,0 +1,52 @@
+"""What makes a run this one: its images, and all of its configuration that changes a number."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from vit.config import RENAMED_KEYS, Config, plain_values
+from vit.runtime.arguments import shorten
+
+# where the images lie or are cached, and how many processes decode them, changes no number
+NEUTRAL_KEYS = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Equal for two runs exactly where one may continue the other."""
+
+    settings: Mapping[str, Any]  # section.key → plain value
+    data_fingerprint: str
+
+    @classmethod
+    def from_config(cls, config: Config, *, data_fingerprint: str) -> Self:
+        sections = plain_values(config).items()
+        settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+        return cls({key: settings[key] for key in settings if key not in NEUTRAL_KEYS}, data_fingerprint)
+
+    @cached_property
+    def run_id(self) -> str:
+        """16 hexadecimal digits."""
+        text = json.dumps([dict(self.settings), self.data_fingerprint], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        config_sha256 = hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()
+        hashes = {"config_sha256": config_sha256, "data_fingerprint": self.data_fingerprint}
+        return {"run_id": self.run_id, **hashes, "settings": dict(self.settings)}
+
+    def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
+        """Raise ValueError naming what differs from the identity that `to_dict` gave."""
+        theirs = {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
+        differing = [key for key in self.settings if key in theirs and theirs[key] != self.settings[key]]
+        found = [f"{key} is {shorten(str(theirs[key]))} there, {self.settings[key]} here" for key in differing[:3]]
+        if recorded["data_fingerprint"] != self.data_fingerprint:
+            both = f"{recorded['data_fingerprint'][:16]} there, {self.data_fingerprint[:16]} here"
+            found.append(f"the training images are others (fingerprint {both})")
+        if found:
+            cure = "resume with what it began with, or remove it"
+            raise ValueError(f"{origin} belongs to another run: {'; '.join(found)}; {cure}")
