@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint docs notebooks results soak clean
+.PHONY: demo test lint docs notebooks results soak fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -41,6 +41,10 @@ results: $(VENV)/.installed
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# 20,000 cases of bad input, in at most 20 minutes
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200
 
 clean:
 	rm -rf $(VENV) runs

@@ -440,6 +440,7 @@ class TestResults:
         assert "rank" in cli.fail("compare", *folders)
 
     def test_a_directory_that_looks_like_markup_is_compared(self, cli: Launcher, tmp_path: Path) -> None:
+        (tmp_path / "[").mkdir()
         folders = [write_evaluation(tmp_path / "[", name, np.zeros(8, dtype=np.int64)) for name in ("]a", "[red]b")]
         assert "[red]b" in cli.succeed("compare", *folders).out
 

@@ -135,7 +135,7 @@ CHANGES = {
     "text": set_progress("epoch", "x"),
     "another key": set_progress("more", 1),
     "a list": lambda state: [1],
-    "a tensor": lambda state: torch.zeros(1),
+    "a tensor": lambda state: torch.ones(1),
     "shape": shrink,
     "expanded": expand,
     "optimizer": spoil_optimizer,
@@ -170,6 +170,7 @@ def test_a_pipe_in_place_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 class TestObservers:
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
     def test_training_goes_on_without_tensorboard_and_says_so_once(
         self, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

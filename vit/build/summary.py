@@ -10,6 +10,7 @@ from vit.build.attention_images import undo_normalization
 from vit.build.run import Run
 from vit.model.presets import compute_flops
 from vit.runtime.device import describe_device
+from vit.runtime.files import write_atomically
 
 
 def summarize_run(run: Run) -> dict[str, str]:
@@ -45,7 +46,8 @@ def list_unreadable(run: Run) -> list[str]:
 def draw_batch(run: Run, path: Path) -> None:
     """The first training batch, augmented as the model gets it, as one picture of up to 64 images."""
     batch = next(iter(run.train_loader.epoch(0)))
-    save_image(undo_normalization(batch.images[:64], run.data.preprocess), path, nrow=8)
+    pictures = undo_normalization(batch.images[:64], run.data.preprocess)
+    write_atomically(path, lambda temporary: save_image(pictures, temporary, format="png", nrow=8))
 
 
 def _estimate(run: Run) -> str:

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     # sleeping at once costs a quiet machine 15 to 37 %. A short spin is as fast as a long one there.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # a thread of a library, such as TensorBoard's writer
+    threading.excepthook = lambda failed: print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
     except Exception as error:

@@ -61,7 +61,8 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
                 image: Image.Image = stack.enter_context(Image.open(opened, formats=FORMATS))
                 stack.enter_context(_in_flight.hold(image.width * image.height))
                 image.load()
-                image = to_rgb(ImageOps.exif_transpose(image))
+                ImageOps.exif_transpose(image, in_place=True)
+                image = to_rgb(image)
         except UnidentifiedImageError as error:
             raise ValueError(f"{name} can't be read as an image: it is none of {', '.join(FORMATS)}") from error
         except Exception as error:  # Pillow's decoders answer broken bytes with nearly any

@@ -168,22 +168,12 @@ class WorkerLoader(_Loader):
         if rest.resized_crop_scale is not None:  # this and the random flip were done where the image was decoded
             flip = "alternating" if rest.flip == "alternating" else "none"
             rest = rest.model_copy(update={"resized_crop_scale": None, "flip": flip})
-        for (epoch, step), pixels in zip(list(self._steps), self._read_ahead(self._decoder), strict=True):
+        for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
             if isinstance(pixels, str):
                 raise ValueError(pixels)  # the image that a worker could not read
             ids = self._schedule.sample_ids(epoch, step)
             pixels, own = pixels.to(self.device, non_blocking=True), torch.arange(len(ids))
             yield ids, cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size)
-
-    @staticmethod
-    def _read_ahead(decoder: DataLoader[Tensor | str]) -> Iterator[Tensor | str]:
-        try:
-            yield from decoder
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            cure = "continue with --resume, perhaps with fewer data.workers"
-            raise OSError(f"a process that decodes images was killed, perhaps for want of memory; {cure}") from error
 
 
 class _DecodedSteps(Dataset[Tensor | str]):

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vit.evaluation.metrics import Ints
+from vit.runtime.files import write_atomically
 
 _MOST_NAMES = 40  # classes whose names are still legible at the axes
 
@@ -27,4 +28,4 @@ def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path)
         for row, column in np.argwhere(confusion).tolist():
             color = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(column, row, str(confusion[row, column]), ha="center", va="center", color=color, fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))

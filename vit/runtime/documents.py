@@ -102,4 +102,4 @@ def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
             for row in reader:
                 yield f"{path} line {reader.line_num}", row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} line {reader.line_num + 1} is no row of a table: {error}") from error
+            raise ValueError(f"{path} line {reader.line_num} is no row of a table: {error}") from error

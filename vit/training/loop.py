@@ -98,6 +98,11 @@ class Trainer:
                 while self.progress.step < self.plan.total_steps:
                     self._train_epoch()
                     self._finish_epoch()
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):  # which torch raises wherever the loop is
+                    raise
+                cure = "continue with --resume, perhaps with fewer data.workers"
+                raise OSError(f"a process that decodes images was killed, for want of memory? {cure}") from error
             finally:
                 self._tell(lambda observer: observer.on_end())
         return self.progress

@@ -50,11 +50,11 @@ class Progress:
         numbers = (self.best_top1, self.best_loss, self.elapsed_seconds, self.epoch_seconds)
         sums = ((self.loss_sum, torch.float64), (self.correct, torch.int64), (self.finite_steps, torch.int64))
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
-            raise ValueError(f"counts of steps and epochs are {counts}")
+            raise TypeError(f"counts of steps and epochs are {counts}")
         if not all(isinstance(number, int | float) for number in numbers):
-            raise ValueError(f"metrics and seconds are {numbers}")
+            raise TypeError(f"metrics and seconds are {numbers}")
         if not all(total.dtype == kind and total.ndim == 0 for total, kind in sums):
-            raise ValueError("the sums of the running epoch are no single numbers")
+            raise TypeError("the sums of the running epoch are no single numbers")
 
     def to(self, device: torch.device) -> "Progress":
         """The same with its sums on `device`."""

@@ -1,0 +1,366 @@
+"""Bad input in large numbers: `make fuzz`, or `python -m tests.fuzz.fuzzer --cases 20000`.
+
+Each case damages a real file (an image, a model file, a checkpoint, an archive of images, the decoded cache, a result),
+or puts odd values into a configuration, a checkpoint or metadata, and gives it to what reads such
+files. What may happen: success with finite results, or ValueError or OSError with one sentence (exit code 2). A case
+fails with any other exception, after 20 seconds, with a process started, or where this process has grown to 2 GiB.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SECONDS, KIBIBYTES = 20, 2 * 2**20
+PROCESSES = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn")
+Case = Callable[[random.Random, Path], None]
+
+
+class Forbidden(BaseException):
+    """A case took too long or started a program; no handler of errors catches this."""
+
+
+def mutate(content: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, removed, repeated or replaced, at one to eight places."""
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place, kind = rng.randrange(len(data) + 1), rng.randrange(6)
+        length = min(rng.choice((1, 2, 4, 16, 256)), max(len(data) - place, 1))
+        if kind == 0 and place < len(data):
+            data[place] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            data[place : place + length] = rng.randbytes(length)
+        elif kind == 2:
+            data[place : place + length] = rng.choice((b"\0", b"\xff", b"\x7f", b"9")) * length
+        elif kind == 3:
+            del data[place : place + length]
+        elif kind == 4:
+            data[place:place] = data[place : place + length] * rng.choice((1, 2, 50))
+        else:
+            del data[place:]
+    return bytes(data)
+
+
+class Corpus:
+    """Real files to damage, made once in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        from tests.conftest import TINY_RUN, Launcher
+        from tests.evaluation.records import write_evaluation
+
+        os.environ["VIT_CACHE"] = str(directory / "cache")
+        self.directory, self.run = directory, directory / "run"
+        empty = directory / "empty.yaml"
+        empty.touch()
+        Launcher().succeed("train", empty, *TINY_RUN, "train.epochs=1", "optimizer.name=adamw", "--output", self.run)
+        self.model, self.config = self.run / "model.safetensors", self.run / "config.yaml"
+        (self.checkpoint,) = (self.run / "checkpoints").glob("step-*.pt")
+        pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+        picture, self.images = Image.fromarray(pixels), list[Path]()
+        for name in (
+            "avif",
+            "bmp",
+            "gif",
+            "jpg",
+            "png",
+            "ppm",
+            "tif",
+            "webp",
+            "dds",
+            "eps",
+            "sgi",
+            "tga",
+            "pcx",
+            "ico",
+        ):
+            picture.save(directory / f"image.{name}")
+            self.images.append(directory / f"image.{name}")
+        Image.fromarray(pixels[..., 0].astype(np.uint16)).save(directory / "deep.png")
+        picture.convert("P").save(directory / "palette.png", transparency=3)
+        self.images += [directory / "deep.png", directory / "palette.png"]
+        self.shard = directory / "shard.tar"
+        with tarfile.open(self.shard, "w") as tar:
+            for number in range(4):
+                tar.add(directory / "image.png", f"{number}.png")
+                member = tarfile.TarInfo(f"{number}.cls")
+                member.size = 1
+                tar.addfile(member, io.BytesIO(str(number % 2).encode()))
+        self.evaluations = [write_evaluation(directory, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")]
+        command = ["attention", self.model, directory / "image.png", "--no-checks", "--device", "cpu"]
+        Launcher().succeed(*command, "--output", directory / "maps")
+
+
+def run_command(*arguments: object) -> str:
+    """The command inside this process: its output where it succeeds, nothing where it refuses in one line."""
+    from tests.conftest import Launcher
+
+    outcome = Launcher().run(*arguments)
+    if outcome.code == 2:
+        assert len(outcome.err.splitlines()) == 1, outcome.err
+        assert outcome.err.startswith("vit: error: "), outcome.err
+        assert len(outcome.err) < 3000
+        assert " at 0x" not in outcome.err, outcome.err
+        return ""
+    assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err}"
+    return outcome.out
+
+
+def build_cases(corpus: Corpus) -> dict[str, Case]:
+    """What is fuzzed, by name."""
+    import numpy as np
+    import torch
+
+    from tests.training.test_identity import rewrite
+    from vit.build.run import build_run
+    from vit.bundle import load_bundle
+    from vit.config import load_config
+    from vit.data.cache import decode_dataset
+    from vit.data.images import read_image
+    from vit.data.open import open_dataset
+    from vit.runtime.processes import Process
+
+    def damage(path: Path, folder: Path, rng: random.Random) -> Path:
+        target = folder / path.name
+        target.write_bytes(mutate(path.read_bytes(), rng))
+        return target
+
+    def image(rng: random.Random, folder: Path) -> None:
+        path = damage(rng.choice(corpus.images), folder, rng)
+        with refusals():
+            path = path.rename(folder / rng.choice(("x.jpg", path.name)))
+            assert read_image(path).mode == "RGB"
+
+    def predict(rng: random.Random, folder: Path) -> None:
+        for line in run_command("predict", corpus.model, damage(rng.choice(corpus.images), folder, rng)).splitlines():
+            for found in json.loads(line).get("predictions", []):
+                assert math.isfinite(found["probability"])
+
+    def model(rng: random.Random, folder: Path) -> None:
+        path = damage(corpus.model, folder, rng)
+        with refusals():
+            bundle, expected = load_bundle(path), load_bundle(corpus.model)
+            weights, right = bundle.model.state_dict(), expected.model.state_dict()
+            assert all(torch.equal(weights[name], right[name]) for name in right), "damage loaded without a word"
+            assert bundle.metadata == expected.metadata
+
+    def metadata(rng: random.Random, folder: Path) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(corpus.model, framework="pt") as file:
+            values = json.loads(file.metadata()["vit"])
+        values["schema_version"] = 2  # of before the checksum
+        for _ in range(rng.choice((1, 1, 3))):
+            change_value(values, rng)
+        path = folder / "model.safetensors"
+        save_file(load_file(corpus.model), path, metadata={"vit": json.dumps(values)})
+        if run_command("info", path):
+            for line in run_command("predict", path, corpus.images[4], "--device", "cpu").splitlines():
+                for found in json.loads(line).get("predictions", []):
+                    assert math.isfinite(found["probability"])
+
+    def checkpoint(rng: random.Random, folder: Path) -> None:
+        run = folder / "run"
+        shutil.copytree(corpus.run / "checkpoints", run / "checkpoints")
+        path = run / "checkpoints" / corpus.checkpoint.name
+        if rng.random() < 0.5:
+            path.write_bytes(mutate(path.read_bytes(), rng))
+        else:
+            rewrite(path, lambda state: change_value(state, rng))
+        with refusals(), contextlib.redirect_stderr(io.StringIO()):
+            config = load_config(corpus.config)
+            trainer = build_run(config, directory=run, process=Process(), device_name="cpu", observers=[]).trainer
+            trainer.resume()
+
+    def configuration(rng: random.Random, folder: Path) -> None:
+        path = damage(corpus.config, folder, rng)
+        with refusals():
+            load_config(path, [rng.choice(OVERRIDES)] if rng.random() < 0.5 else ())
+
+    def drawn_configuration(rng: random.Random, folder: Path) -> None:
+        values = load_config(corpus.config).model_dump(mode="json")
+        for _ in range(rng.choice((1, 2))):
+            change_value(values, rng)
+        with refusals():
+            load_config(values)
+
+    def archive(rng: random.Random, folder: Path) -> None:
+        path = damage(corpus.shard, folder, rng)
+        with refusals():
+            source = open_dataset("webdataset", root=path).split("all")
+            for index in range(min(len(source), 4)):
+                with refusals():
+                    source.read(index)
+
+    def cache(rng: random.Random, folder: Path) -> None:
+        source = open_dataset("digits").split("validation")
+        options: dict[str, Any] = {"size": (8, 8), "cache_dir": folder, "progress": False}
+        expected = decode_dataset(source, **options)
+        (built,) = (entry for entry in folder.iterdir() if entry.is_dir())
+        name = rng.choice(("index.json", "index.npz", "images.u8"))
+        (built / name).write_bytes(mutate((built / name).read_bytes(), rng))
+        again = decode_dataset(source, **options)
+        assert again.images is not None
+        assert np.array_equal(again.images, np.asarray(expected.images))
+        assert again.fingerprint == expected.fingerprint
+
+    def evaluation(rng: random.Random, folder: Path) -> None:
+        shutil.copytree(corpus.evaluations[1], folder / "b")
+        path = folder / "b" / rng.choice(("evaluation.json", "predictions.csv"))
+        path.write_bytes(mutate(path.read_bytes(), rng))
+        run_command("compare", corpus.evaluations[0], folder / "b")
+
+    def maps(rng: random.Random, folder: Path) -> None:
+        shutil.copytree(corpus.directory / "maps", folder / "maps")
+        path = folder / "maps" / rng.choice(("maps.npz", "manifest.json"))
+        path.write_bytes(mutate(path.read_bytes(), rng))
+        command = ["attention", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
+        run_command(*command, "--resume", "--output", folder / "maps")
+
+    def labels(rng: random.Random, folder: Path) -> None:
+        shutil.copy(corpus.images[4], folder / "a.png")
+        content = b"path,label,split\na.png,cat,train\na.png,dog,test\n"
+        (folder / "labels.csv").write_bytes(mutate(content, rng))
+        with refusals():
+            open_dataset("folder", root=folder).split("all")
+
+    cases = (image, predict, model, metadata, checkpoint, configuration, drawn_configuration, archive)
+    return {case.__name__: case for case in (*cases, cache, evaluation, maps, labels)}
+
+
+OVERRIDES = ["train.seed=!!timestamp x", "train.seed=" + "[" * 5000, "x=*a", "data.std=[0,0,0]", "model.patch_size=0"]
+
+
+def change_value(values: Any, rng: random.Random) -> None:
+    """Put another value in one place of nested lists and dictionaries."""
+    places: list[tuple[Any, Any]] = []
+    unread = [values]
+    while unread:
+        value = unread.pop()
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        places += [(value, key) for key in keys]
+        unread += [value[key] for key in keys if isinstance(value[key], dict | list)]
+    holder, key = rng.choice(places)
+    kind = rng.randrange(5)
+    if kind == 0:
+        del holder[key]
+    elif kind == 1 and isinstance(holder, dict):
+        holder[rng.choice(("[/]", "", "x" * 1000, "pool", "seed"))] = draw_value(rng)
+    else:
+        holder[key] = draw_value(rng)
+
+
+def draw_value(rng: random.Random) -> Any:
+    plain = [None, True, 0, -1, 1, 10**9, 2**63, 10**30, 0.0, 1e-320, 1e308, math.nan, math.inf, "", "x", "x" * 3000]
+    value = rng.choice([*plain, "[/]", "\x1b[2J", "\ud800", [], {}, [1], [1, 1], [0, 0, 0], {"name": 3}, [[[[]]]]])
+    return json.loads(json.dumps(value))  # a copy
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What a user's mistake may raise, in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if " at 0x" in str(error):
+            raise Forbidden(f"an address in a message: {error}") from error
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Forbidden(f"more than {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_active = False
+
+
+def _audit(event: str, _: object) -> None:
+    if _active and event in PROCESSES:
+        raise Forbidden(f"{event}: a program was started")
+
+
+def fuzz(count: int, *, seed: int, seconds: float = math.inf, keep: Path | None = None) -> tuple[int, list[str]]:
+    """Run `count` cases, or as many as take `seconds`: how many ran, and what failed, with the number to repeat it."""
+    global _active
+    sys.addaudithook(_audit)
+    failures, started, done = list[str](), time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as directory:
+        cases = list(build_cases(Corpus(Path(directory))).items())
+        for number in range(seed, seed + count):
+            if time.monotonic() - started > seconds:
+                break
+            name, case = cases[number % len(cases)]
+            folder = Path(directory) / "case"
+            folder.mkdir()
+            try:
+                _active = True
+                with limits():
+                    case(random.Random(number), folder)
+            except (Exception, Forbidden, SystemExit) as error:
+                failures.append(f"case {number}, {name}: {type(error).__name__}: {str(error)[:300]}")
+                if keep is not None:
+                    shutil.copytree(folder, keep / f"{number}-{name}", dirs_exist_ok=True)
+            finally:
+                _active = False
+            done += 1
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > KIBIBYTES:
+                failures.append(f"case {number}, {name}: more than 2 GiB")
+                break
+            shutil.rmtree(folder)
+    return done, failures
+
+
+def _fuzz_part(arguments: tuple[int, int, float, Path | None]) -> tuple[int, list[str]]:
+    count, seed, seconds, keep = arguments
+    return fuzz(count, seed=seed, seconds=seconds, keep=keep)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bad input in large numbers.")
+    parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1200, help="at most; fewer cases then")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=Path, help="where the files of failing cases go")
+    chosen = parser.parse_args()
+    started, each = time.monotonic(), -(-chosen.cases // chosen.processes)
+    parts = [(each, chosen.seed + rank * each, chosen.seconds, chosen.keep) for rank in range(chosen.processes)]
+    with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
+        results = pool.map(_fuzz_part, parts)
+    failures = [failure for _, found in results for failure in found]
+    print(*failures, sep="\n")
+    done, seconds = sum(count for count, _ in results), time.monotonic() - started
+    print(f"{done} cases in {seconds:.0f} s, failures: {len(failures)}")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
