@@ -51,15 +51,21 @@ def main(arguments: list[str] | None = None) -> None:
     # sleeping at once costs a quiet machine 15 to 37 %. A short spin is as fast as a long one there.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # a thread of a library, such as TensorBoard's writer
-    threading.excepthook = lambda failed: print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
+    hook, threading.excepthook = threading.excepthook, _report_thread
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
     except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
         code = _report(error)
+    finally:
+        threading.excepthook = hook
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report_thread(failed: Any) -> None:
+    """Of a library, such as TensorBoard's writer; what it did is missed where it is needed."""
+    print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
 
 
 def _report(error: Exception) -> int:
