@@ -125,8 +125,14 @@ def save_bundle(
     """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes. `weights` replace the
     model's own where those are sharded over processes."""
     _check_class_names(class_names, model.num_classes)
-    metadata = {"architecture": model.architecture, "class_names": list(class_names), "config": config, "data": data}
-    metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions(), "run_id": run_id}
+    metadata: dict[str, Any] = {
+        "run_id": run_id,
+        "architecture": model.architecture,
+        "class_names": list(class_names),
+        "config": config,
+        "data": data,
+    }
+    metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 
