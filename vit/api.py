@@ -27,6 +27,7 @@ from vit.explanation.faithfulness.selection import select_correct_images
 from vit.explanation.items import find_items
 from vit.explanation.methods.table import METHODS, MapOptions, find_methods
 from vit.explanation.render.explained import Settings
+from vit.explanation.render.overlay import MAX_SIDE
 from vit.explanation.render.write import MapWriter
 from vit.pages.explanation_files import EXTRA_FORMATS, check_formats, write_explanations
 from vit.pages.report import PAGES
@@ -167,6 +168,7 @@ def explain(
     random_weights: bool = False,
     output: str | Path | None = None,
     formats: Sequence[str] = ("png", "npz"),
+    max_side: int = MAX_SIDE,
     resume: bool = False,
     overwrite: bool = False,
 ) -> Explanations:
@@ -175,8 +177,9 @@ def explain(
     `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them; by default `count` images of the
     model's own test split. `methods`: names; "best" is the one that `measure_faithfulness` found. `target`: "auto" (the
     predicted class), a class's name or index, "all" or "top3". `sanity_checks` are made by default of up to 64 images.
-    With `output` every batch is written there as soon as it is explained, in the `formats` png, npz, html and
-    tensorboard; `resume` continues such an export, and only the images that it lacks are in the result.
+    With `output` every batch is written there as soon as it is explained, in the `formats` png (or jpeg
+    or webp; photos of at most `max_side` pixels), npz, html and tensorboard; `resume` continues such an export, and only
+    the images that it lacks are in the result.
 
     Raises ValueError for an unknown method, option or class, and where no image can be read.
     """
@@ -190,7 +193,8 @@ def explain(
     if output is None:
         items = find_items(given, trained_on=trained_on, count=count)
         return replace(explain_items(bundle, items, settings), extra_formats=EXTRA_FORMATS)
-    writer = MapWriter(output, bundle, settings, formats=check_formats(formats), resume=resume)
+    chosen = check_formats(formats)
+    writer = MapWriter(output, bundle, settings, formats=chosen, resume=resume, max_side=max_side)
     items = find_items(given, trained_on=trained_on, count=count, done=writer.paths, taken=writer.names)
     if not resume:
         prepare_output(Path(output), overwrite=overwrite)

@@ -104,7 +104,7 @@ def test_resume_explains_only_what_is_missing(
     [
         (["--method", "rolout"], "unknown method 'rolout'; known: rollout"),
         (["--class", "wolf"], "unknown class 'wolf'"),
-        (["--format", "gif"], "unknown --format 'gif'; known: png, npz, html, tensorboard"),
+        (["--format", "gif"], "unknown --format 'gif'; known: png, jpeg, webp, npz, html, tensorboard"),
         (["--scale", "log"], "unknown scale 'log'"),
         (["--start-layer", "7"], "start_layer 7 is outside 0 to 1"),
         (["--head", "first"], "--head 'first' is not a number or all or mean"),

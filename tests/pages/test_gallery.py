@@ -4,6 +4,7 @@ name."""
 import base64
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -46,20 +47,22 @@ def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[Im
 def write_gallery(
     folder: Path, bundle: Bundle, items: list[ImageItem], **settings: object
 ) -> tuple[Path, dict, dict[str, np.ndarray]]:
-    gallery = Gallery(bundle.class_names)
+    gallery = Gallery(bundle.class_names, count=len(items))
     choices = {"methods": ("rollout", "gae", "cdam"), "target": "top3", "sanity_checks": True} | settings
     with MapWriter(folder, bundle, Settings(**choices), formats=("npz",)) as writer:
         collect_explanations(
-            bundle,
-            items,
-            Settings(**choices),
-            observers=[writer.add, gallery.add],
-            patch_attention_bytes=gallery.patch_attention_bytes,
+            bundle, items, Settings(**choices), observers=[writer.add, gallery.add], token_bytes=gallery.token_bytes
         )
     gallery.write(folder / "gallery.html", title="Maps & <b>more</b>")
-    text = (folder / "gallery.html").read_text()
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
-    return folder / "gallery.html", data, writer.arrays
+    return folder / "gallery.html", read_data(folder / "gallery.html"), writer.arrays
+
+
+def read_data(page: Path) -> dict:
+    """What the page's script reads, with the text of each image."""
+    text = page.read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="page">(.*?)</script>', text, re.S)[1])
+    images = re.findall(r'<script type="application/json" class="image">(.*?)</script>', text, re.S)
+    return data | {"images": [of_all | json.loads(one) for of_all, one in zip(data["images"], images, strict=True)]}
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +111,26 @@ def test_sixteen_images_of_a_base_size_model_stay_below_five_megabytes(tmp_path:
     path, data, _ = write_gallery(tmp_path, bundle, items, sanity_checks=False, methods=("rollout", "gae"))
     assert len(data["images"]) == 16
     assert path.stat().st_size <= 5_000_000
-    matrices = [(each["layer"], each["head"]) for each in data["images"][0]["patch_attention"]]
+    matrices = [(each["layer"], each["head"]) for each in data["images"][0]["tokens"]["attention"]]
     assert matrices == [(None, None), *((layer, None) for layer in range(12))]
 
 
-def test_more_images_than_a_page_bears_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.pages.gallery.MOST_IMAGES", 3)
-    path, data, _ = write_gallery(tmp_path, make_bundle(), make_items(list("abcde")), sanity_checks=False)
-    assert len(data["images"]) == 3
-    assert "3 of 5 images" in path.read_text()
+def test_the_bytes_of_an_image_fall_with_their_number_and_none_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = make_bundle(size=64, patch=4, depth=4)
+    few = write_gallery(tmp_path / "few", bundle, make_items(["a"]), sanity_checks=False)[1]["images"][0]
+    assert few["tokens"]["attention"][-1] | {"values": "", "maxima": ""} == {
+        "layer": 3, "head": 2, "grid": [16, 16], "values": "", "maxima": "",
+    }  # fmt: skip
+    monkeypatch.setattr("vit.pages.gallery._SMALL_PAGE", 100_000)
+    monkeypatch.setattr("vit.pages.gallery._LARGE_PAGE", 400_000)
+    path, data, _ = write_gallery(tmp_path / "many", bundle, make_items(list("abcdefgh")), sanity_checks=False)
+    assert len(data["images"]) == 8
+    assert path.stat().st_size < 400_000 + 60_000  # the page itself
+    for image in data["images"]:
+        assert [each["layer"] for each in image["tokens"]["attention"]] == [None]  # rollout, coarser than the patches
+        assert image["tokens"]["attention"][0]["grid"] == [4, 4]
 
 
 def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
@@ -130,14 +144,18 @@ def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
 # --- in the browser -----------------------------------------------------------------------------------------
 
 PIXELS = "const [c] = arguments; return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]"
+PHOTO = """const [shown] = arguments, c = document.createElement('canvas'); c.width = shown.width; c.height = shown.height;
+c.getContext('2d').drawImage(document.querySelector('figure').card.photo, 0, 0, c.width, c.height);
+return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]"""
+CARDS = "const cards = [...document.querySelectorAll('figure')].map(figure => figure.card); "
 
 
 def open_page(browser, path: Path):
+    """The canvases of the maps, drawn."""
     browser.get(path.as_uri())
-    browser.execute_async_script(
-        "const done = arguments[0]; Promise.all(cards.map(card => card.photo.decode())).then(() => done())"
-    )
-    return browser.find_elements("tag name", "canvas")
+    drawn = "Promise.all(cards.map(card => card.photo.decode())).then(() => requestAnimationFrame(() => done()))"
+    browser.execute_async_script(CARDS + "const done = arguments[0]; " + drawn)
+    return browser.find_elements("css selector", "canvas.map")
 
 
 def choose(browser, name: str, value: str) -> None:
@@ -151,8 +169,37 @@ def set_opacity(browser, percent: int) -> None:
     browser.execute_script(script, browser.find_element("id", "opacity"), percent)
 
 
+def read(browser, name: str, image: int = 0) -> str:
+    return browser.find_elements("class name", name)[image].text
+
+
 def about(browser, image: int = 0) -> str:
-    return browser.find_elements("class name", "about")[image].text
+    return read(browser, "about", image)
+
+
+def press(browser, *keys: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def read_view(browser) -> dict:
+    """Of the first card: values in multiples of an even share, the ends of the scale."""
+    script = "const {values, ofPrefix, low, high} = cards[0].view; "
+    return browser.execute_script(
+        CARDS + script + "return {low, high, values: [...values], prefix: [...ofPrefix || []]}"
+    )
+
+
+def restore(rows: dict, num_prefix: int) -> np.ndarray:
+    values = decode(rows["values"]).reshape(-1, num_prefix + rows["grid"][0] * rows["grid"][1]) / 255
+    maxima = np.frombuffer(base64.b64decode(rows["maxima"]), dtype="<f4").reshape(-1, 2)
+    return values * maxima.repeat([num_prefix, values.shape[1] - num_prefix], axis=1)
+
+
+def pixels(browser, canvas, script: str = PIXELS) -> np.ndarray:
+    width, height = canvas.get_property("width"), canvas.get_property("height")
+    return np.array(browser.execute_script(script, canvas)).reshape(height, width, 4)[..., :3].astype(int)
 
 
 @pytest.mark.browser
@@ -163,6 +210,7 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert browser.find_elements("tag name", "strong")[1].text == NASTY
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert about(browser) == "attention rollout, does not depend on the class"
+    assert read(browser, "verdict").split(":")[0].lower() in ("supported", "weak", "unsupported")
 
 
 @pytest.mark.browser
@@ -175,46 +223,46 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     dog = browser.execute_script(PIXELS, first)
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
-    facts = browser.find_elements("class name", "facts")[0].text
+    assert read(browser, "facts") == ""  # folded
+    browser.find_element("tag name", "summary").click()
+    facts = read(browser, "facts")
     assert "correlation with the effect of the patches" in facts
     assert "in prefix tokens" in facts
 
 
 @pytest.mark.browser
-def test_opacity_zero_shows_the_photo(browser, page: tuple) -> None:
+@pytest.mark.parametrize("method", ["rollout", "cdam"])
+def test_opacity_zero_shows_the_photo(browser, page: tuple, method: str) -> None:
     (first, _) = open_page(browser, page[0])
+    choose(browser, "method", method)
     set_opacity(browser, 0)
-    clear = browser.execute_script(PIXELS, first)
+    clear = pixels(browser, first)
     set_opacity(browser, 100)
-    full = browser.execute_script(PIXELS, first)
-    photo = browser.execute_script(
-        "const [shown] = arguments, c = document.createElement('canvas'); c.width = shown.width;"
-        "c.height = shown.height;"
-        "c.getContext('2d').drawImage(cards[0].photo, 0, 0, c.width, c.height);"
-        "return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]",
-        first,
-    )
-    width, height = first.get_property("width"), first.get_property("height")
-    shown, expected = (np.array(p).reshape(height, width, 4) for p in (clear, photo))
-    inside = slice(width // 2 - 50, width // 2 + 50)
-    assert np.array_equal(shown[:, inside], expected[:, inside])
-    assert clear != full
+    full = pixels(browser, first)
+    photo, middle = pixels(browser, first, PHOTO), clear.shape[1] // 2
+    inside = slice(middle - 50, middle + 50)
+    assert np.array_equal(clear[:, inside], photo[:, inside])
+    assert not np.array_equal(clear, full)
+    plain = browser.find_element("css selector", "canvas.photo")
+    assert np.array_equal(pixels(browser, plain), photo)  # beside the map
 
 
 @pytest.mark.browser
-def test_full_opacity_draws_the_same_colours_as_the_pictures(browser, page: tuple) -> None:
-    from vit.explanation.render.overlay import colour, place_map
+@pytest.mark.parametrize("method", ["rollout", "cdam"])
+def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) -> None:
+    from vit.explanation.render.overlay import ColourScale, blend
 
     (first, _) = open_page(browser, page[0])
+    choose(browser, "method", method)
     set_opacity(browser, 100)
-    width, height = first.get_property("width"), first.get_property("height")
-    shown = np.array(browser.execute_script(PIXELS, first)).reshape(height, width, 4)[..., :3]
-    values = page[2]["image-0.rollout"]
-    placed, coverage = place_map(
-        values, Preprocess(image_size=(32, 32)).geometry((60, 40)), size=(width, height), smooth=True
-    )
-    expected = colour(placed, low=float(values.min()), high=float(values.max()), signed=False)
-    assert np.abs(shown.astype(int) - expected)[coverage > 0].max() <= 6  # two roundings to 256 colours
+    shown, photo = pixels(browser, first), pixels(browser, first, PHOTO)
+    found = next(each for each in page[1]["images"][0]["maps"] if each["method"] == method)  # the most probable class
+    name = f"image-0.{method}" + (f".{clean_name(found['target']['name'])}" if found["target"] else "")
+    scale = ColourScale(found["low"], found["high"], found["signed"], "")
+    geometry = Preprocess(image_size=(32, 32)).geometry((60, 40))
+    picture = Image.fromarray(photo.astype(np.uint8))
+    expected = np.asarray(blend(picture, page[2][name], geometry, scale=scale, opacity=1.0)).astype(int)
+    assert np.abs(shown - expected).max() <= 6  # two roundings to 256 colours
 
 
 @pytest.mark.browser
@@ -225,10 +273,8 @@ def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
     before = browser.execute_script(PIXELS, first)
     ActionChains(browser).move_to_element_with_offset(first, 3, 3).perform()  # just right of and below the middle
     assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
-    row = browser.execute_script("return [...cards[0].view().cells]")
-    rollout = page[1]["images"][0]["patch_attention"][0]
-    expected = decode(rollout["values"]).reshape(16, 16)
-    assert row == expected[2 * 4 + 2].tolist()
+    rollout = restore(page[1]["images"][0]["tokens"]["attention"][0], 1)
+    assert read_view(browser)["values"] == pytest.approx(rollout[1 + 10, 1:] * 17, abs=1e-5)
     assert browser.execute_script(PIXELS, first) != before
     ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
     assert about(browser) == "attention rollout, does not depend on the class"
@@ -236,41 +282,226 @@ def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
 
 
 @pytest.mark.browser
-def test_layers_and_heads_can_be_asked(browser, page: tuple) -> None:
+def test_a_click_keeps_a_token_and_both_directions_are_shown(browser, page: tuple) -> None:
     from selenium.webdriver import ActionChains
 
     (first, _) = open_page(browser, page[0])
+    attention = {(each["layer"], each["head"]): each for each in page[1]["images"][0]["tokens"]["attention"]}
     choose(browser, "method", "attention of a layer")
-    choose(browser, "layer", "1")
-    choose(browser, "head", "2")
-    assert about(browser) == "what the patches attend to on average: layer 1 head 2"
-    ActionChains(browser).move_to_element_with_offset(first, 3, 3).perform()
-    assert about(browser) == "what patch (row 2, column 2) attends to: layer 1 head 2"
+    choose(browser, "layer", "0")
+    choose(browser, "head", "1")
+    matrix = restore(attention[0, 1], 1) * 17
+    ActionChains(browser).move_to_element_with_offset(first, 3, 3).click().perform()
+    ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
+    assert about(browser) == "what patch (row 2, column 2) attends to: layer 0 head 1"
+    choose(browser, "direction", "is attended to by")
+    assert about(browser) == "what attends to patch (row 2, column 2): layer 0 head 1"
+    view = read_view(browser)
+    assert view["values"] == pytest.approx(matrix[1:, 11], abs=1e-4)
+    assert view["prefix"] == pytest.approx(matrix[:1, 11], abs=1e-4)
+    browser.find_element("css selector", ".tokens button").click()
+    assert about(browser) == "what attends to the class token: layer 0 head 1"
+    assert read_view(browser)["values"] == pytest.approx(matrix[1:, 0], abs=1e-4)
+    assert browser.find_element("css selector", ".tokens button").get_attribute("aria-pressed") == "true"
+    choose(browser, "direction", "attends to")
+    assert read_view(browser)["values"] == pytest.approx(matrix[0, 1:], abs=1e-4)
+    browser.find_element("css selector", ".tokens button").click()  # lets it go
+    assert about(browser) == "what the classifier reads: layer 0 head 1"
+
+
+@pytest.mark.browser
+def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    choose(browser, "method", "cdam")
+    choose(browser, "class", "bird")
+    choose(browser, "minus", "cat")
+    assert about(browser) == "class-discriminative attention map: red speaks for bird, blue for cat"
+    bird, cat = (page[2][f"image-0.cdam.{name}"].ravel() for name in ("bird", "cat"))
+    even = np.abs(bird).mean()
+    view, tolerance = read_view(browser), (np.abs(bird).max() + np.abs(cat).max()) / 255 / even
+    assert view["values"] == pytest.approx((bird - cat) / even, abs=tolerance)
+    assert view["high"] == -view["low"] == pytest.approx(np.abs(view["values"]).max())
+    choose(browser, "method", "gae")  # maps of one sign are compared by their shares
+    bird, cat = (page[2][f"image-0.gae.{name}"].ravel() for name in ("bird", "cat"))
+    assert read_view(browser)["values"] == pytest.approx(bird / bird.mean() - cat / cat.mean(), abs=0.05)
+    choose(browser, "minus", "nothing")
+    assert about(browser).startswith("generic attention explanation, for bird ")
+
+
+@pytest.mark.browser
+def test_the_logit_lens_is_shown_for_each_token_and_layer(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    image = page[1]["images"][0]
+    lens = image["tokens"]["lens"]
+    classes = np.frombuffer(base64.b64decode(lens["classes"]), dtype="<u2").reshape(2, 17)
+    of_targets = decode(lens["of_targets"]).reshape(3, 2, 17) / 2.55
+    choose(browser, "method", "logit lens")
+    choose(browser, "layer", "0")
+    predicted = image["predicted"]["name"]
+    assert about(browser) == f"probability of {predicted} that each patch alone would give after layer 0"
+    assert read_view(browser)["values"] == pytest.approx(of_targets[0, 0, 1:], abs=1e-4)
+    browser.find_element("css selector", "canvas.map").send_keys("\ue014")  # arrow right: the patch in the middle
+    assert read(browser, "most").startswith(f"patch (row 2, column 2) alone: {CLASSES[classes[0, 11]]} ")
+    browser.find_element("class name", "expand").click()
+    layers = [row.text for row in browser.find_elements("css selector", ".lens tr")][:2]
+    assert [CLASSES[classes[layer, 11]] in text for layer, text in enumerate(layers)] == [True, True]
+    assert layers[1].startswith("layer 1")
+
+
+@pytest.mark.browser
+def test_layers_and_heads_are_a_grid_and_one_click_shows_one(browser, page: tuple) -> None:
+    from selenium.webdriver import Keys
+
+    open_page(browser, page[0])
+    browser.find_element("class name", "expand").click()
+    buttons = browser.find_elements("css selector", "figure:first-of-type .heads button")
+    assert len(buttons) == 2 * (1 + 3)  # the mean and three heads in each of two layers
+    buttons[-1].click()
+    assert about(browser) == "what the classifier reads: layer 1 head 2"
+    readout = restore(page[1]["images"][0]["tokens"]["readout"], 1)
+    assert read_view(browser)["values"] == pytest.approx(readout[5, 1:] * 17, abs=1e-4)
+    focused = browser.switch_to.active_element
+    assert focused.get_attribute("aria-label").startswith("layer 1 head 2, highest ")
+    press(browser, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ENTER)
+    assert about(browser) == "what the classifier reads: layer 0 head 1"
 
 
 @pytest.mark.browser
 def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
-    from selenium.webdriver import ActionChains, Keys
+    from selenium.webdriver import Keys
 
     open_page(browser, page[0])
-
-    def press(*keys: str) -> None:
-        ActionChains(browser).send_keys(*keys).perform()
-
     seen = []
-    for _ in range(8):
-        press(Keys.TAB)
+    for _ in range(14):
+        press(browser, Keys.TAB)
         focused = browser.switch_to.active_element
         seen.append(focused.get_attribute("id") or focused.tag_name)
         if focused.tag_name == "canvas":
             break
-    assert seen[-3:] == ["method", "opacity", "canvas"]  # selectors with a single choice are passed over
-    press(Keys.ARROW_RIGHT)
+    # selectors with a single choice are passed over
+    assert "class" not in seen
+    assert seen[-2:] == ["sort", "canvas"]
+    press(browser, Keys.ARROW_RIGHT)
     assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
-    press(Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    press(browser, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     assert about(browser) == "what patch (row 1, column 0) attends to: rollout"
-    press(Keys.ESCAPE)
+    press(browser, Keys.ENTER, Keys.TAB)  # kept, and on to the class token's button
+    assert about(browser) == "what patch (row 1, column 0) attends to: rollout"
+    press(browser, Keys.ENTER)
+    assert about(browser) == "what the class token attends to: rollout"
+    press(browser, Keys.SHIFT + Keys.TAB + Keys.NULL, Keys.ESCAPE)
     assert about(browser) == "attention rollout, does not depend on the class"
+
+
+@pytest.mark.browser
+def test_it_says_to_screen_readers_what_is_shown(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('canvas, select, input, button')].filter(each => each.checkVisibility()"
+        " && !(each.ariaLabel || each.textContent.trim() || each.closest('label, button'))).map(each => each.outerHTML)"
+    )
+    assert unnamed == []
+    canvas = browser.find_element("css selector", "canvas.map")
+    assert canvas.get_attribute("aria-label") == "a.png: rollout; the arrow keys move between patches"
+    live = browser.find_element("css selector", "[aria-live=polite]").text
+    assert "attention rollout" in live
+    assert "highest: row " in live
+
+
+@pytest.mark.browser
+def test_the_models_input_is_the_box_in_its_own_shape(browser, page: tuple) -> None:
+    (first, _) = open_page(browser, page[0])
+    assert [first.get_property(side) for side in ("width", "height")] == [400, 267]
+    choose(browser, "frame", "the model's input")
+    assert [first.get_property(side) for side in ("width", "height")] == [400, 400]
+    set_opacity(browser, 0)
+    shown = pixels(browser, first)[::25, ::25]  # 16 × 16 of the 32 × 32 pixels that the model sees
+    photo = make_items(["a.png"])[0].read()[0]
+    expected = Preprocess(image_size=(32, 32)).to_uint8(photo).astype(float)
+    coarse = [each.reshape(8, each.shape[0] // 8, 8, -1, 3).mean(axis=(1, 3)) for each in (shown, expected)]
+    assert np.corrcoef(coarse[0].ravel(), coarse[1].ravel())[0, 1] > 0.8  # noise, resized by another filter
+
+
+@pytest.mark.browser
+def test_methods_stand_side_by_side(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    choose(browser, "view", "methods side by side")
+    panels = browser.find_elements("css selector", "figure:first-of-type .panels > div")
+    assert [panel.text for panel in panels] == ["photo", "rollout", "gae", "cdam"]
+    canvases = browser.find_elements("css selector", "figure:first-of-type canvas.map")
+    pictures = [browser.execute_script(PIXELS, canvas) for canvas in canvases]
+    assert pictures[0] != pictures[1] != pictures[2]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict[str, np.ndarray]]:
+    items = make_items([f"{number:03d}.png" for number in range(90)])
+    settings = {"methods": ("gae",), "target": "auto", "sanity_checks": False}
+    return write_gallery(tmp_path_factory.mktemp("many"), make_bundle(), items, **settings)
+
+
+def shown(browser) -> list[str]:
+    return [each.get_attribute("textContent") for each in browser.find_elements("class name", "path")]
+
+
+@pytest.mark.browser
+def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, many: tuple) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    path, data, _ = many
+    open_page(browser, path)
+    assert len(shown(browser)) < 90
+    for _ in range(4):
+        browser.execute_script("scrollTo(0, document.body.scrollHeight)")
+        more = len(shown(browser))
+        WebDriverWait(browser, 10).until(lambda _: len(shown(browser)) in (90, *range(more + 1, 90)))  # noqa: B023
+    assert shown(browser) == [f"{number:03d}.png" for number in range(90)]
+    drawn = browser.execute_script(CARDS + "return cards.filter(card => card.panels.at(-1).canvas.width).length")
+    assert 0 < drawn < 90  # far ones gave their memory back
+    browser.execute_script("scrollTo(0, 0)")
+    choose(browser, "sort", "least confident first")
+    confidence = {image["path"]: image["predicted"]["percent"] for image in data["images"]}
+    found = [confidence[path] for path in shown(browser)]
+    assert found == sorted(confidence.values())[: len(found)]
+    counts = Counter(image["predicted"]["name"] for image in data["images"])
+    name, count = counts.most_common()[-1]
+    choose(browser, "predicted", f"{name} ({count})")
+    assert browser.find_element("id", "count").text == f"{count} of 90 images."
+    predicted = {image["path"]: image["predicted"]["name"] for image in data["images"]}
+    assert {predicted[path] for path in shown(browser)} == {name}
+
+
+@pytest.mark.browser
+def test_the_verdict_filters(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    of_images = [image["verdicts"]["rollout"] for image in page[1]["images"]]
+    for verdict in {verdict for image in page[1]["images"] for verdict in image["verdicts"].values()}:
+        choose(browser, "verdict", verdict)
+        assert len(shown(browser)) == of_images.count(verdict)
+
+
+@pytest.mark.browser
+def test_each_images_own_class_is_no_menu_of_classes(browser, many: tuple) -> None:
+    """With `--class auto` a class of the menu had a map for some of the images and fell back for the others."""
+    open_page(browser, many[0])
+    labels = browser.find_elements("css selector", "label[for=class], label[for=minus]")
+    assert [label.is_displayed() for label in labels] == [False, False]
+    for number, image in enumerate(many[1]["images"][:3]):
+        assert about(browser, number).startswith(f"generic attention explanation, for {image['predicted']['name']} ")
+
+
+@pytest.mark.browser
+def test_a_class_that_an_image_was_not_explained_for_says_so(browser, tmp_path: Path) -> None:
+    random = {"sanity_checks": False, "methods": ("gae",), "target": "top2"}
+    path, data, _ = write_gallery(tmp_path, make_bundle(), make_items([f"{n}.png" for n in range(12)]), **random)
+    without = [n for n, image in enumerate(data["images"]) if 2 not in image["targets"]]
+    assert 0 < len(without) < 12
+    open_page(browser, path)
+    choose(browser, "class", "bird")
+    expected = "no map of this class was made for this image"
+    assert [n for n in range(12) if about(browser, n) == expected] == without
+    choose(browser, "class", "2nd most probable")
+    assert expected not in {about(browser, n) for n in range(12)}
 
 
 @pytest.mark.browser

@@ -23,8 +23,9 @@ def attention(
     method: Annotated[str, typer.Option(help=_METHOD)] = "rollout",
     target: Annotated[str, typer.Option("--class", help=_CLASS)] = "auto",
     formats: Annotated[
-        str, typer.Option("--format", help="png, npz, html, tensorboard; separated by commas")
+        str, typer.Option("--format", help="png (or jpeg or webp), npz, html, tensorboard; separated by commas")
     ] = "png,npz",
+    max_side: Annotated[int, typer.Option(min=32, help="of a photo in the overlays, pixels")] = 640,
     scale: Annotated[str, typer.Option(help="of the colours: image, batch or fixed")] = "image",
     checks: Annotated[bool | None, typer.Option("--checks/--no-checks", help=_CHECKS)] = None,
     trust: Annotated[bool | None, typer.Option("--trust/--no-trust", hidden=True)] = None,  # an older name
@@ -67,6 +68,7 @@ def attention(
     maps: dict[str, Any] = {"methods": methods, "target": target, "options": options, "scale": scale, "count": count}
     running: dict[str, Any] = {"device": device, "precision": precision, "random_weights": random_weights}
     export: dict[str, Any] = {"output": output, "formats": wanted, "resume": resume, "overwrite": overwrite}
+    export["max_side"] = max_side
     checks = trust if checks is None else checks
     found = api.explain(model, paths, **maps, **running, **export, sanity_checks=checks, batch_size=batch_size)
     _show(output, formats=wanted)

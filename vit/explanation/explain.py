@@ -18,7 +18,7 @@ from vit.explanation.methods.table import MapOptions, Maps, check_options, compu
 from vit.explanation.methods.targets import build_target_chooser
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
-from vit.explanation.render.patch_attention import collect_patch_attention
+from vit.explanation.render.token_details import TokenDetails, collect_token_details
 from vit.runtime.device import autocast, choose_precision
 from vit.runtime.progress import show_progress
 
@@ -55,12 +55,12 @@ def collect_explanations(
     *,
     observers: Sequence[Callable[[list[ExplainedImage]], object]] = (),
     on_unreadable: Callable[[str, str], object] = lambda path, reason: None,
-    patch_attention_bytes: int = 0,
+    token_bytes: int = 0,
 ) -> Explanations:
-    """Explain `items` and call `observers` with each batch. Pixels and what each patch attends to (of at most
-    `patch_attention_bytes` an image) go to the observers alone: of many images they don't fit into memory."""
+    """Explain `items` and call `observers` with each batch. Pixels and the details of tokens (of at most
+    `token_bytes` an image) go to the observers alone: of many images they don't fit into memory."""
     found, size = Explanations(bundle, settings, [], []), settings.batch_size
-    explainer = _Explainer(bundle, settings, patch_attention_bytes)
+    explainer = _Explainer(bundle, settings, token_bytes)
     batches = [items[start : start + size] for start in range(0, len(items), size)]
 
     def decode(batch: Sequence[ImageItem], reads: Sequence[Future[tuple[Image.Image, str]]]) -> Iterator[Decoded]:
@@ -79,7 +79,7 @@ def collect_explanations(
             explained = explainer(decoded) if decoded else []
             for observe in observers:
                 observe(explained)
-            found.images += [replace(of_image, image=None, patch_attention=[]) for of_image in explained]
+            found.images += [replace(of_image, image=None, tokens=None) for of_image in explained]
             advance(len(batch))
     return found
 
@@ -111,8 +111,8 @@ def choose_batch_size(image_size: tuple[int, int]) -> int:
 class _Explainer:
     """From decoded images to explained ones."""
 
-    def __init__(self, bundle: Bundle, settings: Settings, patch_attention_bytes: int) -> None:
-        self.bundle, self.settings, self.patch_attention_bytes = bundle, settings, patch_attention_bytes
+    def __init__(self, bundle: Bundle, settings: Settings, token_bytes: int) -> None:
+        self.bundle, self.settings, self.token_bytes = bundle, settings, token_bytes
         self.device = next(bundle.model.parameters()).device
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
 
@@ -127,6 +127,7 @@ class _Explainer:
                 choose_targets=self.choose_targets,
                 options=settings.options,
                 keep_graph=settings.sanity_checks,
+                block_tokens=self.token_bytes > 0,
             )
             logits = forward.logits.detach().float()
             checked = [of_method for of_method in maps if not of_method.is_sheet]
@@ -138,11 +139,12 @@ class _Explainer:
                 size=image.size,
                 sha256=sha256,
                 geometry=bundle.preprocess.geometry(image.size),
+                input_size=bundle.preprocess.image_size[::-1],
                 grid=forward.grid,
                 probabilities=probabilities[row],
                 targets=tuple(targets[row].tolist()),
                 maps=[],
-                patch_attention=collect_patch_attention(forward, row, budget=self.patch_attention_bytes),
+                tokens=self._collect_tokens(forward, row, tuple(targets[row].tolist())),
                 image=image,
             )
             for row, (item, image, sha256) in enumerate(decoded)
@@ -151,6 +153,12 @@ class _Explainer:
             self._add_maps(explained, of_method, forward, None if of_method.is_sheet else next(checks, None))
         _set_scales(explained, settings.scale)
         return explained
+
+    def _collect_tokens(self, forward: Forward, row: int, targets: tuple[int, ...]) -> TokenDetails | None:
+        if not self.token_bytes:
+            return None
+        temperature, budget = self.bundle.temperature, self.token_bytes
+        return collect_token_details(forward, row, targets=targets, temperature=temperature, budget=budget)
 
     def _add_maps(
         self, explained: Sequence[ExplainedImage], maps: Maps, forward: Forward, checks: list[list[SanityCheck]] | None

@@ -12,11 +12,12 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.explanation.faithfulness.sanity_checks import SanityCheck
 from vit.explanation.render.explained import ExplainedImage, Settings
-from vit.explanation.render.write import MapWriter
+from vit.explanation.render.overlay import MAX_SIDE
+from vit.explanation.render.write import PICTURES, MapWriter
 from vit.runtime.arguments import check_choice
 from vit.runtime.output_dir import prepare_output
 
-FORMATS = ("png", "npz")
+FORMATS = (*PICTURES, "npz")
 
 
 @dataclass
@@ -78,13 +79,21 @@ class Explanations:
             for method in self.settings.methods
         }
 
-    def save(self, directory: str | Path, *, formats: Sequence[str] = FORMATS, overwrite: bool = False) -> None:
-        """Write overlays (png), maps.npz (npz), manifest.json and, for the format html, a gallery. Raises ValueError
-        for an unknown format, FileExistsError where `directory` holds files; `overwrite` replaces an earlier result."""
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        formats: Sequence[str] = ("png", "npz"),
+        max_side: int = MAX_SIDE,
+        overwrite: bool = False,
+    ) -> None:
+        """Write overlays (png, jpeg or webp), maps.npz (npz), manifest.json and, for the format html, a gallery. Raises
+        ValueError for an unknown format, FileExistsError where `directory` holds files; `overwrite` replaces an earlier
+        result."""
         for name in formats:
             check_choice(name, (*FORMATS, *self.extra_formats), name="format")
         prepare_output(Path(directory), overwrite=overwrite)
-        with MapWriter(directory, self.bundle, self.settings, formats=formats) as writer:
+        with MapWriter(directory, self.bundle, self.settings, formats=formats, max_side=max_side) as writer:
             writer.unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
             for of_image in self.images:
                 writer.add([of_image])

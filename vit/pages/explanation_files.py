@@ -11,10 +11,10 @@ from vit.explanation.explain import collect_explanations
 from vit.explanation.explanations import Explanations
 from vit.explanation.items import ImageItem
 from vit.explanation.render.explained import ExplainedImage
-from vit.explanation.render.write import MapWriter, draw_map
-from vit.pages.gallery import MOST_IMAGES, Gallery
+from vit.explanation.render.write import PICTURES, MapWriter, draw_map
+from vit.pages.gallery import Gallery
 
-FORMATS = ("png", "npz", "html", "tensorboard")
+FORMATS = (*PICTURES, "npz", "html", "tensorboard")
 GALLERY_FILE = "gallery.html"
 
 
@@ -32,7 +32,7 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
     Raises ValueError where no image could be read.
     """
     bundle, directory = writer.bundle, writer.output
-    gallery = Gallery(bundle.class_names) if "html" in writer.formats else None
+    gallery = Gallery(bundle.class_names, count=len(items)) if "html" in writer.formats else None
     observers: list[Callable[[list[ExplainedImage]], None]] = [writer.add]
     observers += [gallery.add] if gallery else []
     observers += [_TensorBoardImages(directory, bundle).add] if "tensorboard" in writer.formats else []
@@ -43,7 +43,7 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
             writer.settings,
             observers=observers,
             on_unreadable=writer.add_unreadable,
-            patch_attention_bytes=Gallery.patch_attention_bytes if gallery else 0,
+            token_bytes=gallery.token_bytes if gallery else 0,
         )
     if not writer.entries:
         raise ValueError(f"none of the {len(items)} images could be read; {found.unreadable[0][1]}")
@@ -53,19 +53,20 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
 
 
 def _save_gallery(explanations: Explanations, directory: Path) -> None:
-    """Explains the images that are shown once more, for what each of their patches attends to."""
-    bundle, shown = explanations.bundle, explanations.images[:MOST_IMAGES]
-    gallery, attention = Gallery(bundle.class_names), list[ExplainedImage]()
+    """Explains the images once more, for what each of their tokens attends to."""
+    bundle, left = explanations.bundle, iter(explanations.images)
+    gallery = Gallery(bundle.class_names, count=len(explanations.images))
+
+    def add(batch: list[ExplainedImage]) -> None:
+        gallery.add([replace(next(left), tokens=again.tokens, image=again.image) for again in batch])
+
     collect_explanations(
         bundle,
-        [of_image.item for of_image in shown],
+        [of_image.item for of_image in explanations.images],
         replace(explanations.settings, sanity_checks=False),
-        observers=[attention.extend],
-        patch_attention_bytes=gallery.patch_attention_bytes,
+        observers=[add],
+        token_bytes=gallery.token_bytes,
     )
-    pairs = zip(shown, attention, strict=True)
-    gallery.add([replace(of_image, patch_attention=again.patch_attention) for of_image, again in pairs])
-    gallery.add(explanations.images[MOST_IMAGES:])
     gallery.write(directory / GALLERY_FILE, title=f"Attention maps of {bundle.name}")
 
 

@@ -250,7 +250,7 @@ def test_a_result_saves_what_the_batches_write(bundle: Bundle, photos: list[str]
     assert found.targets.tolist() == found.probabilities.argmax(dim=1).tolist()
     assert [path.endswith("one.png") for path in found.paths] == [True, True, False, False]
     assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
-    with pytest.raises(ValueError, match="unknown format 'gif'; known: html, npz, png, tensorboard"):
+    with pytest.raises(ValueError, match="unknown format 'gif'; known: html, jpeg, npz, png, tensorboard, webp"):
         found.save(tmp_path / "saved", formats=["gif"])
 
 

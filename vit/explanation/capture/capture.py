@@ -75,12 +75,13 @@ class AttentionRecord:
 
 @contextmanager
 def capture_attention(
-    model: nn.Module, *, gradients: bool = False, query_key_limit: int = QUERY_KEY_LIMIT
+    model: nn.Module, *, gradients: bool = False, query_key_limit: int = QUERY_KEY_LIMIT, block_tokens: bool = False
 ) -> Iterator[AttentionRecord]:
     """Record every layer's attention in forward passes inside the `with`; the last one stays in the record.
 
-    `gradients` keeps the autograd graph for `record.gradients`. Where queries and keys of all layers would take more
-    than `query_key_limit` bytes, they are computed again when asked for: half the memory, more time.
+    `gradients` keeps the autograd graph for `record.gradients`, `block_tokens` what leaves each block. Where queries
+    and keys of all layers would take more than `query_key_limit` bytes, they are computed again when asked for: half
+    the memory, more time.
     Raises ValueError for a model whose attention is not understood (hierarchical models, unknown layers).
     """
     layers, handles = find_attention_layers(model), list[RemovableHandle]()
@@ -96,7 +97,8 @@ def capture_attention(
             module.grad_checkpointing = False
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
-            handles += layer.attach(gradients=gradients, token_limit=query_key_limit // (2 * len(layers)))
+            limit = query_key_limit // (2 * len(layers))
+            handles += layer.attach(gradients=gradients, token_limit=limit, block_tokens=block_tokens)
         yield AttentionRecord(layers)
     finally:
         for handle in handles:

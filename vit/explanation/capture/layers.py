@@ -42,7 +42,7 @@ class AttentionLayer:
         self.key: Tensor | None = None
         self.options: dict[str, Any] = {}  # what the module was called with, besides the tokens
         self.tokens: Tensor | None = None  # [B, N, D], what entered the attention module; not always kept
-        # with gradients only, still in the autograd graph:
+        # with gradients only, still in the autograd graph; the block's tokens also where they are asked for:
         self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
         self.block_input: Tensor | None = None  # [B, N, D], what entered the block
         self.block_tokens: Tensor | None = None  # [B, N, D], what left it
@@ -108,7 +108,7 @@ class AttentionLayer:
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         return at_least_float32(self._split(heads_gradient[images])) @ at_least_float32(value).transpose(-2, -1)
 
-    def attach(self, *, gradients: bool, token_limit: int) -> list[RemovableHandle]:
+    def attach(self, *, gradients: bool, token_limit: int, block_tokens: bool = False) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph. Tokens of more than
         `token_limit` bytes are kept instead of queries and keys, half the memory; those are then projected again."""
         self._gradients = gradients
@@ -137,7 +137,7 @@ class AttentionLayer:
         handles = [self.module.register_forward_pre_hook(on_input, with_kwargs=True), self._attach_heads()]
         for kind, name in zip(("query", "key"), self.projections, strict=False):
             handles.append(getattr(self.module, name).register_forward_hook(partial(on_projection, kind)))
-        if gradients:
+        if gradients or block_tokens:
             handles.append(self.block.register_forward_hook(on_block, with_kwargs=True))
         return handles
 

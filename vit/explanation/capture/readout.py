@@ -41,7 +41,14 @@ class Forward:
 
 
 @torch.inference_mode(False)  # there is no graph in it, and a graph is what gradients and readouts come from
-def run_forward(model: nn.Module, images: Images, *, gradients: bool = False, grid: Grid | None = None) -> Forward:
+def run_forward(
+    model: nn.Module,
+    images: Images,
+    *,
+    gradients: bool = False,
+    grid: Grid | None = None,
+    block_tokens: bool = False,
+) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
     the autograd graph is kept from the images on, without the parameters. `grid` is that of all patches where some are
     left out (`keep_tokens`). Raises ValueError for a model whose attention or readout is not understood."""
@@ -55,7 +62,7 @@ def run_forward(model: nn.Module, images: Images, *, gradients: bool = False, gr
         enter = stack.enter_context
         enter(_evaluation_mode(model))
         enter(torch.set_grad_enabled(gradients))
-        record = enter(capture_attention(model, gradients=gradients))
+        record = enter(capture_attention(model, gradients=gradients, block_tokens=block_tokens))
         if tells_pooling(model):
             pooling, net = enter(capture_attention_pooling(model)), cast("Any", model)
             tokens = net.forward_features(images)

@@ -68,10 +68,11 @@ def compute_maps(
     choose_targets: ChooseTargets | None = None,
     options: MapOptions | None = None,
     keep_graph: bool = False,
+    block_tokens: bool = False,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
     """One recorded forward pass, the classes explained and the maps of every method. `choose_targets` picks T classes
     an image from the logits; without it, the predicted one. With `keep_graph` the pass has the model's own gradients,
-    whatever the methods need."""
+    whatever the methods need; `block_tokens` keeps what leaves each block."""
     chosen, options = find_methods(methods), options or MapOptions()
     passes = {libra: [method for method in chosen if method.libra is libra] for libra in (False, True)}
     forwards = {}
@@ -80,7 +81,7 @@ def compute_maps(
         if of_pass or wanted:
             with LibraGradients() if libra else nullcontext():
                 gradients = wanted or any(method.class_specific for method in of_pass)
-                forwards[libra] = run_forward(model, images, gradients=gradients)
+                forwards[libra] = run_forward(model, images, gradients=gradients, block_tokens=block_tokens)
     forward = next(iter(forwards.values()))  # their results are the same
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()

@@ -12,7 +12,7 @@ from vit.explanation.faithfulness.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.table import MapOptions, Method, find_methods
 from vit.explanation.render.overlay import SCALES, ColourScale
-from vit.explanation.render.patch_attention import PatchAttention
+from vit.explanation.render.token_details import TokenDetails
 from vit.runtime.arguments import check_choice
 
 
@@ -62,11 +62,12 @@ class ExplainedImage:
     size: tuple[int, int]  # (width, height)
     sha256: str
     geometry: Geometry
+    input_size: tuple[int, int]  # (width, height) of what the model takes
     grid: tuple[int, int]
     probabilities: Float[np.ndarray, " C"]
     targets: tuple[int, ...]  # the classes explained
     maps: list[ExplainedMap]
-    patch_attention: list[PatchAttention]  # only where asked for
+    tokens: TokenDetails | None  # only where asked for
     image: Image.Image | None  # None where the pixels were given back: `open` reads them again
 
     @property

@@ -2,6 +2,7 @@
 the pixels it came from: `Preprocess.geometry` says which box of the upright original the model saw. What the model did
 not see is shown in grey."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,7 @@ OPACITY = 0.6
 SCALES = ("image", "batch", "fixed")
 FIXED_END = 4.0  # the fixed scale ends at this multiple of a uniform map
 PatchMap = Float[np.ndarray, "rows columns"]
-_MIN_SIDE, _MAX_SIDE = 224, 640  # of a panel, in pixels
+MAX_SIDE, _MIN_SIDE = 640, 224  # of a panel, in pixels
 _MARGIN, _FONT_SIZE, _LINE = 8, 14, 19
 _BAR_WIDTH, _BAR_HEIGHT = 96, 12
 _TILE, _LABEL_WIDTH = 96, 64  # of a contact sheet
@@ -130,10 +131,11 @@ def draw_overlay(
     scale: ColourScale,
     caption: Sequence[str],
     warnings: Sequence[str] = (),
+    max_side: int = MAX_SIDE,
 ) -> Image.Image:
     """The photo, its heat map beside it, lines of caption and warning, and the legend."""
     longest = max(image.size)
-    scaling = min(max(longest, _MIN_SIDE), _MAX_SIDE) / longest
+    scaling = min(max(longest, _MIN_SIDE), max_side) / longest
     width, height = (max(round(side * scaling), 1) for side in image.size)
     photo = image.resize((width, height), Image.Resampling.LANCZOS)
     page = Image.new("RGB", (2 * width + _MARGIN, height), "white")
@@ -145,9 +147,16 @@ def draw_overlay(
 def blend(
     photo: Image.Image, values: PatchMap, geometry: Geometry, *, scale: ColourScale, opacity: float = OPACITY
 ) -> Image.Image:
-    """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own."""
+    """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own. The opacity of a signed
+    map goes with its magnitude: where it is zero, the photo is visible."""
     placed, coverage = place_map(values, geometry, size=photo.size, smooth=True)
-    blended = Image.blend(photo, _draw_heat(placed, scale), opacity)
+    if scale.signed:
+        strength = np.clip(np.abs(placed) / (scale.high or 1), 0, 1)
+        heat = _draw_heat(np.sign(placed) * (0.5 + 0.5 * strength) * scale.high, scale)
+        mask = Image.fromarray((np.sqrt(strength) * opacity * 255).round().astype(np.uint8))
+        blended = Image.composite(heat, photo, mask)
+    else:
+        blended = Image.blend(photo, _draw_heat(placed, scale), opacity)
     if coverage.all():
         return blended
     unseen = Image.blend(photo.convert("L"), Image.new("L", photo.size, 192), 0.5).convert("RGB")
@@ -183,13 +192,14 @@ def _add_text(
     picture: Image.Image, *, scale: ColourScale, caption: Sequence[str], warnings: Sequence[str]
 ) -> Image.Image:
     """The picture on white, with lines of text and the colour bar under it."""
-    texts = [(text, "black") for text in caption] + [(f"! {text}", "#b00020") for text in warnings]
     width = max(picture.width, 3 * _BAR_WIDTH) + 2 * _MARGIN
+    lines = [(text, "black") for text in caption] + [(f"! {text}", "#b00020") for text in warnings]
+    texts = [(line, ink) for text, ink in lines for line in _wrap(text, width - 2 * _MARGIN)]
     page = Image.new("RGB", (width, picture.height + 3 * _MARGIN + _LINE * (len(texts) + 1)), "white")
     page.paste(picture, (_MARGIN, _MARGIN))
     draw, top = ImageDraw.Draw(page), picture.height + 2 * _MARGIN
     for text, ink in texts:
-        draw.text((_MARGIN, top), _fit(text, width - 2 * _MARGIN), fill=ink, font=_font())
+        draw.text((_MARGIN, top), text, fill=ink, font=_font())
         top += _LINE
     low = f"{scale.low:.3g}"
     draw.text((_MARGIN, top), low, fill="black", font=_font())
@@ -199,6 +209,18 @@ def _add_text(
     left += _BAR_WIDTH + 4
     draw.text((left, top), _fit(f"{scale.high:.3g}  {scale.label}", width - left), fill="black", font=_font())
     return page
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` pixels, broken between words where possible and never before a %."""
+    lines = []
+    while _font().getlength(text) > width:
+        end = next((n for n in range(len(text) - 1, 0, -1) if _font().getlength(text[:n]) <= width), 1)
+        spaces = [space for space in re.finditer(r" +(?!%)", text) if 0 < space.start() <= end]
+        cut, start = spaces[-1].span() if spaces else (end, end)
+        lines.append(text[:cut])
+        text = text[start:]
+    return [*lines, text]
 
 
 def _fit(text: str, width: int) -> str:

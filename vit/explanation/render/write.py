@@ -17,12 +17,19 @@ from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
-from vit.explanation.render.overlay import draw_overlay, draw_sheet, relative_to_uniform
+from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, draw_sheet, relative_to_uniform
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import read_arrays, write_arrays, write_text
 
 SCHEMA_VERSION = 3
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
+# of overlays, with how each is saved. PNG by run lengths alone: a third of the time of the default, and photos hardly
+# compress any further
+PICTURES: dict[str, dict[str, Any]] = {
+    "png": {"compress_level": 1, "compress_type": zlib.Z_RLE},
+    "jpeg": {"quality": 85},
+    "webp": {"quality": 80},
+}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 _SAVE_EVERY_SECONDS = 60.0
 _MOST_WAITING_BATCHES = 2  # more would keep many photos in memory where drawing is slower than the model
@@ -48,8 +55,8 @@ class _Manifest(BaseModel):
 
 
 class MapWriter:
-    """Writes explained images into the directory `output`, batch by batch: `NAME.METHOD.png` for the format png,
-    maps.npz for npz, and always manifest.json.
+    """Writes explained images into the directory `output`, batch by batch: `NAME.METHOD.png` for the format png
+    (or jpeg or webp; photos of at most `max_side` pixels), maps.npz for npz, and always manifest.json.
 
     A context manager. An interruption leaves a manifest of what was finished; with `resume` the next writer starts from
     it, or raises ValueError where it was made by another model, with other settings or by an older version."""
@@ -62,8 +69,13 @@ class MapWriter:
         *,
         formats: Collection[str] = ("png", "npz"),
         resume: bool = False,
+        max_side: int = MAX_SIDE,
     ) -> None:
         self.output, self.bundle, self.settings, self.formats = Path(output), bundle, settings, formats
+        pictures = [name for name in formats if name in PICTURES]
+        if len(pictures) > 1:
+            raise ValueError(f"overlays are written in one format, not {' and '.join(pictures)}; choose one of them")
+        self._picture, self._max_side = pictures[0] if pictures else None, max_side
         self.entries: list[dict[str, Any]] = []  # of the manifest
         self.arrays: dict[str, np.ndarray] = {}
         self.unreadable: list[dict[str, str]] = []
@@ -94,7 +106,7 @@ class MapWriter:
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
         """Take a batch. Its overlays are written soon, the rest once a minute and at the end."""
-        if "png" in self.formats:
+        if self._picture:
             pool = self._pool
             self._writing.append([pool.submit(self._write_overlay, each, m) for each in explained for m in each.maps])
         for of_image in explained:
@@ -171,7 +183,7 @@ class MapWriter:
                 "target": None if found.target is None else describe_class(found.target),
                 "logit": found.logit,
                 "map_key": found.key,
-                "overlay": f"{found.key}.png" if "png" in self.formats else None,
+                "overlay": f"{found.key}.{self._picture}" if self._picture else None,
                 "prefix_mass": found.prefix_mass,
                 "entropy": found.entropy,
                 "sanity_check": None if found.sanity_check is None else found.sanity_check.to_dict(),
@@ -192,13 +204,17 @@ class MapWriter:
         }
 
     def _write_overlay(self, explained: ExplainedImage, found: ExplainedMap) -> None:
-        picture, temporary = draw_map(explained, found, self.bundle.class_names), self.output / f".{found.key}.png.tmp"
-        # run lengths alone: a third of the time of the default, and photos hardly compress any further
-        picture.save(temporary, format="PNG", compress_level=1, compress_type=zlib.Z_RLE)
-        temporary.replace(self.output / f"{found.key}.png")
+        assert self._picture is not None
+        name = f"{found.key}.{self._picture}"
+        picture = draw_map(explained, found, self.bundle.class_names, self._max_side)
+        temporary = self.output / f".{name}.tmp"
+        picture.save(temporary, format=self._picture, **PICTURES[self._picture])
+        temporary.replace(self.output / name)
 
 
-def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str]) -> Image.Image:
+def draw_map(
+    explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str], max_side: int = MAX_SIDE
+) -> Image.Image:
     """The picture of one map, or the contact sheet of several."""
     assert found.scale is not None
 
@@ -225,4 +241,5 @@ def draw_map(explained: ExplainedImage, found: ExplainedMap, class_names: Sequen
         scale=found.scale,
         caption=[*caption, f"{found.method.title}, {about}"],
         warnings=shown,
+        max_side=max_side,
     )

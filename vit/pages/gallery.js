@@ -1,0 +1,642 @@
+"use strict";
+// Each image is a JSON text of its own, decoded when its card is shown. Values are in multiples of an even share: 1 is
+// what each patch would have if all had the same. Tokens are numbered as in the model: first those that are no patches.
+const element = name => document.getElementById(name);
+const page = JSON.parse(element("page").textContent);
+const stored = document.querySelectorAll("script.image");
+const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+const palettes = page.palettes.map(bytes);
+const ATTENTION = "attention of a layer", LENS = "logit lens";
+const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
+const CARDS_AT_ONCE = 24;
+const unique = values => [...new Set(values)];
+
+// --- an image and what can be shown of it ---------------------------------------------------------------------
+
+class Explained {
+  constructor(index) {
+    Object.assign(this, page.images[index], JSON.parse(stored[index].textContent));
+    this.patches = this.grid[0] * this.grid[1];
+    this.prefix = this.tokens ? this.tokens.names.length : 0;
+    for (const map of this.maps) {
+      const span = (map.high - map.low) / 255, even = map.even || 1;
+      map.shares = Float32Array.from(bytes(map.values), cell => (map.low + cell * span) / even);
+      map.ends = [map.low / even, map.high / even];
+    }
+  }
+
+  name(token) {
+    if (token < this.prefix) return "the " + this.tokens.names[token];
+    return `patch (row ${Math.floor((token - this.prefix) / this.grid[1])}, column ${(token - this.prefix) % this.grid[1]})`;
+  }
+
+  /** The map of a method for a class: its rank among those explained, or "class:" and its index. */
+  map(method, wanted) {
+    const maps = this.maps.filter(map => map.method === method);
+    if (maps.length && !maps[0].target) return maps[0];
+    if (wanted.startsWith("class:")) return maps.find(map => map.target.index === Number(wanted.slice(6)));
+    return maps.sort((a, b) => b.target.percent - a.target.percent)[Number(wanted)];
+  }
+
+  /** The stored attention of a layer and head ("mean" of them), or undefined where it was left out. */
+  matrix(layer, head) {
+    if (!this.tokens) return undefined;
+    const same = (stored, wanted) => stored === (wanted === "mean" ? null : wanted);
+    return this.tokens.attention.find(each => same(each.layer, layer) && same(each.head, head));
+  }
+
+  rollout() { return this.matrix(null, null); }
+
+  /** A row of quantised attention: {grid, values of the patches, ofPrefix}, in multiples of an even share. */
+  row(rows, number) {
+    decodeRows(rows);
+    const [rowsOf, columnsOf] = rows.grid, width = this.prefix + rowsOf * columnsOf, scale = this.prefix + this.patches;
+    const all = Float32Array.from(rows.cells.subarray(number * width, (number + 1) * width),
+      (cell, column) => cell / 255 * rows.highs[2 * number + (column < this.prefix ? 0 : 1)] * scale);
+    return {grid: rows.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix)};
+  }
+
+  /** What the tokens take from one of them: the column of the matrix; of a coarse one, that of the cell it is in. */
+  column(rows, token) {
+    decodeRows(rows);
+    const [rowsOf, columnsOf] = rows.grid, width = this.prefix + rowsOf * columnsOf, scale = this.prefix + this.patches;
+    let column = token;
+    if (token >= this.prefix) {
+      const row = Math.floor((token - this.prefix) / this.grid[1] * rowsOf / this.grid[0]);
+      const across = Math.floor((token - this.prefix) % this.grid[1] * columnsOf / this.grid[1]);
+      column = this.prefix + row * columnsOf + across;
+    }
+    const part = token < this.prefix ? 0 : 1;
+    const all = Float32Array.from({length: scale},
+      (_, number) => rows.cells[number * width + column] / 255 * rows.highs[2 * number + part] * scale);
+    return {grid: this.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix)};
+  }
+
+  /** Attention of a layer and head as a view. Without a token: what the classifier reads there. */
+  attention(layer, head, token, direction) {
+    let rows = this.matrix(layer, head), said = title(layer, head);
+    if (token === null) {
+      const readout = this.tokens && this.tokens.readout;
+      if (!readout || layer === null) return null;
+      const heads = head === "mean" ? [...Array(this.tokens.heads).keys()] : [head];
+      const each = heads.map(one => this.row(readout, layer * this.tokens.heads + one));
+      const mean = key => each[0][key].map((_, i) => each.reduce((sum, row) => sum + row[key][i], 0) / each.length);
+      return attentionView({grid: readout.grid, values: mean("values"), ofPrefix: mean("ofPrefix")},
+        `what the classifier reads: ${said}`);
+    }
+    if (!rows && this.matrix(layer, "mean")) [rows, said] = [this.matrix(layer, "mean"), `${title(layer, "mean")} (single heads are not in this page)`];
+    if (!rows && this.rollout()) [rows, said] = [this.rollout(), "rollout" + (layer === null ? "" : " (single layers are not in this page)")];
+    if (!rows) return null;
+    return direction === "reads"
+      ? attentionView(this.row(rows, token), `what ${this.name(token)} attends to: ${said}`)
+      : attentionView(this.column(rows, token), `what attends to ${this.name(token)}: ${said}`);
+  }
+
+  /** The class that a token alone would give after a layer: {index, percent}. */
+  lensClass(layer, token) {
+    const lens = this.readLens(), at = layer * (this.prefix + this.patches) + token;
+    return {index: lens.top[at], percent: lens.probability[at] / 2.55};
+  }
+
+  readLens() {
+    const lens = this.tokens && this.tokens.lens;
+    if (lens && !lens.top) {
+      lens.top = new Uint16Array(bytes(lens.classes).buffer);
+      lens.probability = bytes(lens.probabilities);
+      lens.target = bytes(lens.of_targets);
+    }
+    return lens;
+  }
+
+  /** The probability of a class that each token alone would give after a layer. */
+  lensView(layer, wanted) {
+    const lens = this.readLens(), count = this.prefix + this.patches;
+    if (!lens) return null;
+    const number = wanted.startsWith("class:") ? lens.targets.indexOf(Number(wanted.slice(6))) : Number(wanted);
+    if (!(number in lens.targets)) return null;
+    const start = (number * this.tokens.layers + layer) * count;
+    const all = Float32Array.from(lens.target.subarray(start, start + count), value => value / 2.55);
+    return {grid: this.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix), low: 0, high: 100,
+      unit: "\u00a0%", signed: false, about: `probability of ${page.classes[lens.targets[number]]} that each patch alone would give after layer ${layer}`};
+  }
+
+  /** One class's map minus another's. Unsigned maps are compared by their shares, signed ones as they are. */
+  difference(first, second) {
+    const factor = first.signed ? second.even / first.even : 1;
+    const values = first.shares.map((value, i) => value - factor * second.shares[i]);
+    const end = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1;
+    return {grid: this.grid, values, low: -end, high: end, unit: "×", signed: true, map: null,
+      about: `${first.title}: red speaks for ${first.target.name}, blue for ${second.target.name}`};
+  }
+
+  /** What the settings ask for: {values, grid, low, high, unit, signed, about, map}, or null. */
+  view(settings, token) {
+    const layer = Number(settings.layer), head = settings.head === "mean" ? "mean" : Number(settings.head);
+    if (settings.method === LENS) return this.lensView(layer, settings.target);
+    if (settings.method === ATTENTION) return this.attention(layer, head, token, settings.direction);
+    const traced = token === null ? null : this.attention(null, null, token, settings.direction);
+    if (traced) return traced;
+    const map = this.map(settings.method, settings.target), other = this.map(settings.method, settings.minus);
+    if (!map) return null;
+    if (settings.minus !== "none" && other !== map) return other ? this.difference(map, other) : null;
+    const target = map.target ? `for ${map.target.name} ${map.target.percent}\u00a0%` : "does not depend on the class";
+    return {grid: this.grid, values: map.shares, low: map.ends[0], high: map.ends[1], unit: "×", signed: map.signed, map,
+      about: `${map.title}, ${target}`};
+  }
+}
+
+function decodeRows(rows) {
+  rows.cells ??= bytes(rows.values);
+  rows.highs ??= new Float32Array(bytes(rows.maxima).buffer);
+}
+
+function attentionView(row, about) {
+  return {...row, low: 0, high: row.values.reduce((a, b) => Math.max(a, b), 0), unit: "×", signed: false, about, map: null};
+}
+
+function title(layer, head) {
+  if (layer === null) return "rollout";
+  return `layer ${layer}` + (head === "mean" ? "" : ` head ${head}`);
+}
+
+// --- drawing ----------------------------------------------------------------------------------------------------
+
+/** For each pixel of one axis: [cell before, cell after, weight of the one after], or null outside the box. */
+function axis(pixels, start, stop, cells) {
+  return Array.from({length: pixels}, (_, i) => {
+    const position = ((i + .5) / pixels - start) / (stop - start) * cells;
+    if (position < 0 || position >= cells) return null;
+    const shifted = Math.min(Math.max(position - .5, 0), cells - 1), before = Math.floor(shifted);
+    return [before, Math.min(before + 1, cells - 1), shifted - before];
+  });
+}
+
+/** The colour and opacity of a fraction (0 to 1) of the scale. A signed map is clear at its zero, the middle. */
+function shade(fraction, signed) {
+  if (!signed) return [Math.round(fraction * 255), 1];
+  const strength = Math.abs(2 * fraction - 1), side = Math.sign(fraction - .5);
+  return [Math.round((.5 + side * (.25 + .25 * strength)) * 255), Math.sqrt(strength)];
+}
+
+/** Lay the map over the picture's pixels, as the overlay files do; what the model did not see turns grey. */
+function blend(picture, view, box, opacity) {
+  const {width, height, data: pixels} = picture, [rows, columns] = view.grid, colours = palettes[view.signed ? 1 : 0];
+  const across = axis(width, box[0], box[2], columns), down = axis(height, box[1], box[3], rows);
+  const span = view.high - view.low, values = view.values;
+  for (let y = 0, at = 0; y < height; y++) {
+    for (let x = 0; x < width; x++, at += 4) {
+      if (!down[y] || !across[x]) {
+        const grey = .15 * pixels[at] + .29 * pixels[at + 1] + .06 * pixels[at + 2] + 96;
+        pixels[at] = pixels[at + 1] = pixels[at + 2] = grey;
+        continue;
+      }
+      const [top, bottom, v] = down[y], [left, right, u] = across[x];
+      const upper = values[top * columns + left] * (1 - u) + values[top * columns + right] * u;
+      const lower = values[bottom * columns + left] * (1 - u) + values[bottom * columns + right] * u;
+      const fraction = span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
+      const [colour, strength] = shade(fraction, view.signed), alpha = opacity * strength;
+      for (let c = 0; c < 3; c++) pixels[at + c] = pixels[at + c] * (1 - alpha) + colours[3 * colour + c] * alpha;
+    }
+  }
+}
+
+/** The canvas of a card and the model's box in it: on the whole photo, or the box alone in the shape of its input. */
+function findFrame(image, settings) {
+  if (settings.frame === "whole") return {size: image.size, box: image.box};
+  const scale = Math.max(...image.size) / Math.max(...image.input);
+  return {size: image.input.map(side => Math.round(side * scale)), box: [0, 0, 1, 1]};
+}
+
+function drawPhoto(context, image, photo, settings) {
+  const {width, height} = context.canvas;
+  if (settings.frame === "whole") return context.drawImage(photo, 0, 0, width, height);
+  const [left, top, right, bottom] = image.box, small = document.createElement("canvas");
+  [small.width, small.height] = image.input;
+  const source = [left * photo.width, top * photo.height, (right - left) * photo.width, (bottom - top) * photo.height];
+  const reduced = small.getContext("2d");
+  reduced.imageSmoothingQuality = "high";
+  reduced.drawImage(photo, ...source, 0, 0, small.width, small.height);
+  context.imageSmoothingEnabled = small.width > width; // its pixels as they are
+  context.drawImage(small, 0, 0, width, height);
+}
+
+function outline(context, image, box, token) {
+  const {width, height} = context.canvas, [left, top, right, bottom] = box, [rows, columns] = image.grid;
+  const patch = token - image.prefix, cell = [(right - left) * width / columns, (bottom - top) * height / rows];
+  const x = left * width + patch % columns * cell[0], y = top * height + Math.floor(patch / columns) * cell[1];
+  for (const [colour, line] of [["#000", 4], ["#fff", 2]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = line;
+    context.strokeRect(x, y, cell[0], cell[1]);
+  }
+}
+
+/** A view in one pixel a cell. */
+function drawCells(canvas, view) {
+  [canvas.height, canvas.width] = view.grid;
+  const context = canvas.getContext("2d"), picture = context.createImageData(canvas.width, canvas.height);
+  view.values.forEach((value, i) => {
+    const colour = 3 * Math.round(255 * Math.min(Math.max(value / (view.high || 1), 0), 1));
+    picture.data.set([...palettes[0].subarray(colour, colour + 3), 255], 4 * i);
+  });
+  context.putImageData(picture, 0, 0);
+}
+
+function ramp(signed) {
+  const stops = [];
+  for (let i = 0; i <= 16; i++) {
+    const [colour, strength] = shade(i / 16, signed), [red, green, blue] = palettes[signed ? 1 : 0].subarray(3 * colour, 3 * colour + 3);
+    stops.push(`rgb(${red} ${green} ${blue} / ${strength})`);
+  }
+  return `linear-gradient(to right, ${stops.join(",")})`;
+}
+
+const show = (value, unit) =>
+  (unit === "×" && value ? value.toPrecision(2) : value.toFixed(0)).replace("-", "\u2212") + unit;
+
+// --- a card -----------------------------------------------------------------------------------------------------
+
+class Card {
+  constructor(index) {
+    this.image = new Explained(index);
+    this.token = null;
+    this.kept = this.near = this.open = false;
+    this.figure = element("card").content.firstElementChild.cloneNode(true);
+    this.figure.card = this;
+    this.part("path").textContent = this.image.path;
+    this.part("predicted").textContent = `predicted: ${this.image.predicted.name} ${this.image.predicted.percent}\u00a0%`;
+    this.part("expand").addEventListener("click", () => this.expand());
+    this.part("expand").hidden = !this.image.tokens;
+    this.part("inside").id = `inside-${index}`;
+    this.part("expand").setAttribute("aria-controls", `inside-${index}`);
+    this.addTokens();
+    this.photo = new Image();
+    this.photo.onload = () => this.draw();
+    this.photo.src = this.image.photo;
+  }
+
+  part(name) { return this.figure.querySelector("." + name); }
+
+  addTokens() {
+    const names = this.image.tokens ? this.image.tokens.names : [];
+    this.part("tokens").replaceChildren(...names.map((name, token) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.addEventListener("click", () => this.keep(token));
+      return button;
+    }));
+    this.part("tokens").hidden = !names.length;
+  }
+
+  /** A canvas for each of what the settings show: the photo, the map, or every method's. */
+  addPanels(settings) {
+    const methods = settings.view === "methods" ? ["", ...unique(this.image.maps.map(map => map.method))]
+      : settings.view === "both" ? ["", settings.method] : [settings.method];
+    if (this.panels && this.panels.length === methods.length) {
+      this.panels.forEach((panel, i) => panel.method = methods[i]);
+    } else {
+      this.panels = methods.map(method => ({method, canvas: document.createElement("canvas"), name: document.createElement("span")}));
+      this.part("panels").replaceChildren(...this.panels.map(({canvas, name}) => {
+        const box = document.createElement("div");
+        box.append(canvas, name);
+        return box;
+      }));
+      for (const panel of this.panels) if (panel.method) this.listen(panel.canvas);
+    }
+    for (const {method, canvas, name} of this.panels) {
+      name.textContent = settings.view === "methods" ? method || "photo" : "";
+      canvas.className = method ? "map" : "photo";
+      canvas.setAttribute("role", method ? "application" : "img");
+      canvas.setAttribute("aria-label", method ? `${this.image.path}: ${method}; the arrow keys move between patches` : `${this.image.path}: the photo`);
+    }
+  }
+
+  listen(canvas) {
+    canvas.tabIndex = 0;
+    canvas.setAttribute("aria-roledescription", "attention map");
+    canvas.addEventListener("pointermove", event => this.kept || this.point(this.tokenAt(event)));
+    canvas.addEventListener("pointerleave", () => this.kept || this.point(null));
+    canvas.addEventListener("click", event => this.keep(this.tokenAt(event)));
+    canvas.addEventListener("blur", () => this.kept || this.point(null));
+    canvas.addEventListener("keydown", event => this.press(event));
+  }
+
+  tokenAt(event) {
+    const area = event.target.getBoundingClientRect(), [left, top, right, bottom] = findFrame(this.image, readSettings()).box;
+    const across = ((event.clientX - area.left) / area.width - left) / (right - left);
+    const down = ((event.clientY - area.top) / area.height - top) / (bottom - top);
+    const [rows, columns] = this.image.grid;
+    if (across < 0 || across >= 1 || down < 0 || down >= 1) return null;
+    return this.image.prefix + Math.floor(down * rows) * columns + Math.floor(across * columns);
+  }
+
+  press(event) {
+    const [rows, columns] = this.image.grid, first = this.image.prefix;
+    const steps = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
+    if (event.key === "Escape") return this.keep(null);
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      return this.keep(this.token);
+    }
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    this.kept = false;
+    if (this.token === null || this.token < first) return this.point(first + Math.floor(rows / 2) * columns + Math.floor(columns / 2));
+    const [down, across] = steps[event.key];
+    const row = Math.min(Math.max(Math.floor((this.token - first) / columns) + down, 0), rows - 1);
+    const column = Math.min(Math.max((this.token - first) % columns + across, 0), columns - 1);
+    this.point(first + row * columns + column);
+  }
+
+  point(token) {
+    if (token === this.token) return;
+    this.token = token;
+    this.draw();
+  }
+
+  /** Keep a token when the pointer goes; the same one again, or null, lets it go. */
+  keep(token) {
+    this.kept = token !== null && !(this.kept && token === this.token);
+    this.token = this.kept ? token : null;
+    this.draw();
+  }
+
+  expand() {
+    this.open = !this.open;
+    this.figure.classList.toggle("open", this.open);
+    this.part("inside").hidden = !this.open;
+    this.part("expand").setAttribute("aria-expanded", this.open);
+    this.part("expand").textContent = this.open ? "Make small again" : "Enlarge: layers, heads, logit lens";
+    this.draw();
+    if (this.open) this.figure.scrollIntoView({block: "nearest"});
+  }
+
+  /** Draw if near the screen; far from it, give the canvases' memory back. */
+  draw() {
+    const settings = readSettings(), {image} = this, frame = findFrame(image, settings);
+    this.addPanels(settings);
+    for (const {canvas} of this.panels) {
+      canvas.style.aspectRatio = frame.size.join(" / ");
+      if (!this.near) canvas.width = canvas.height = 0;
+    }
+    if (!this.near || !this.photo.complete) return;
+    for (const {canvas, method} of this.panels) {
+      [canvas.width, canvas.height] = frame.size;
+      const context = canvas.getContext("2d", {willReadFrequently: true});
+      drawPhoto(context, image, this.photo, settings);
+      const view = method && image.view({...settings, method}, this.token);
+      if (!view) continue;
+      const picture = context.getImageData(0, 0, canvas.width, canvas.height);
+      blend(picture, view, frame.box, settings.opacity);
+      context.putImageData(picture, 0, 0);
+      if (this.token !== null && this.token >= image.prefix) outline(context, image, frame.box, this.token);
+    }
+    this.describe(settings);
+    if (this.open) {
+      this.drawHeads(settings);
+      this.listLayers(settings);
+    }
+  }
+
+  describe(settings) {
+    const {image, token} = this, view = this.view = image.view(settings, token), map = view && view.map;
+    this.part("about").textContent = view ? view.about : "no map of this class was made for this image";
+    this.part("most").textContent = view ? this.sayMost(view, settings) : "";
+    this.part("legend").hidden = !view;
+    if (view) {
+      const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
+      this.part("low").textContent = show(view.low, view.unit);
+      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? " of an even share" : "");
+      this.part("legend").querySelector("i").style.background = ramp(view.signed);
+      const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
+      mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
+      mark.style.left = `${100 * at}%`;
+      mark.title = view.signed ? "0" : "1×, an even share";
+    }
+    [...this.part("tokens").children].forEach((button, number) => {
+      const value = view && view.ofPrefix ? ` ${show(view.ofPrefix[number], view.unit)}` : "";
+      button.textContent = image.tokens.names[number] + value;
+      button.setAttribute("aria-pressed", token === number);
+    });
+    this.judge(map);
+  }
+
+  /** The verdict in a sentence, and the numbers folded below. */
+  judge(map) {
+    const check = map && map.sanity_check, line = this.part("verdict"), word = document.createElement("b");
+    word.textContent = check ? check.verdict : "";
+    line.className = `verdict ${check ? check.verdict : ""}`;
+    line.replaceChildren(word, check ? `: ${check.reason}` : "");
+    line.hidden = !check;
+    const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
+    const facts = numbers.map(([name, value]) => `${name.replaceAll("_", " ")} ${value.toFixed(3)}`);
+    if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
+    this.part("facts").textContent = facts.join(" · ");
+    this.part("numbers").hidden = !facts.length;
+  }
+
+  /** Where the view is highest, or what the token has in it. */
+  sayMost(view, settings) {
+    const {image, token} = this;
+    if (token !== null && settings.method === LENS) {
+      const {index, percent} = image.lensClass(Number(settings.layer), token);
+      const own = token < image.prefix ? view.ofPrefix[token] : view.values[token - image.prefix];
+      return `${image.name(token)} alone: ${page.classes[index]} ${percent.toFixed(0)} %; in the map ${show(own, view.unit)}`;
+    }
+    const [, columns] = view.grid, whole = view.grid[0] === image.grid[0] && columns === image.grid[1];
+    const patches = [...view.values].map((value, i) => [value, `${whole ? "" : "around "}row ${whole ? Math.floor(i / columns)
+      : Math.floor(Math.floor(i / columns) * image.grid[0] / view.grid[0])} column ${whole ? i % columns : Math.floor(i % columns * image.grid[1] / columns)}`]);
+    const said = patches.sort((a, b) => b[0] - a[0]).map(([value, where]) => `${where} ${show(value, view.unit)}`);
+    const lowest = view.signed ? `; lowest: ${said.at(-1)}` : "";
+    return `highest: ${said.slice(0, 3).join(", ")}${lowest}`;
+  }
+
+  /** A thumbnail of each layer and head; a click shows it in the picture. */
+  drawHeads(settings) {
+    const {image, token} = this, table = this.part("heads");
+    const heads = ["mean", ...Array(image.tokens.heads).keys()], layers = [...Array(image.tokens.layers).keys()];
+    const kept = token === null || image.matrix(0, 0) ? heads : ["mean"];
+    this.part("heads-about").textContent = (token === null ? "What the classifier reads" : settings.direction === "reads"
+      ? `What ${image.name(token)} attends to` : `What attends to ${image.name(token)}`) + ", each in its own scale. Click one to enlarge it."
+      + (kept === heads ? "" : " Single heads of tokens are not in this page: explain fewer images at once to have them.");
+    const focused = table.contains(document.activeElement) ? document.activeElement.dataset.at : null;
+    const line = (cells, ...classes) => {
+      const row = document.createElement("tr");
+      row.append(...cells);
+      return row;
+    };
+    const heading = (text, scope) => Object.assign(document.createElement("th"), {textContent: text, scope});
+    table.replaceChildren(line(["", ...kept].map(head => heading(head === "mean" ? "mean" : head === "" ? "" : `head ${head}`, "col"))),
+      ...layers.map(layer => line([heading(`layer ${layer}`, "row"), ...kept.map(head => this.thumbnail(layer, head, settings))])));
+    const buttons = [...table.querySelectorAll("button")];
+    const current = buttons.find(button => button.dataset.at === focused) || buttons.find(button => button.ariaPressed === "true") || buttons[0];
+    if (current) current.tabIndex = 0;
+    if (focused !== null && current) current.focus();
+  }
+
+  thumbnail(layer, head, settings) {
+    const cell = document.createElement("td"), view = this.image.attention(layer, head, this.token, settings.direction);
+    if (!view) return cell;
+    const button = document.createElement("button"), canvas = document.createElement("canvas");
+    drawCells(canvas, view);
+    const chosen = settings.method === ATTENTION && settings.layer === String(layer) && settings.head === String(head);
+    button.type = "button";
+    button.tabIndex = -1; // one of them is reached with the tab key, the others with the arrow keys
+    button.dataset.at = `${layer},${head}`;
+    button.title = `${title(layer, head)}: highest ${show(view.high, view.unit)}`;
+    button.ariaLabel = `layer ${layer} ${head === "mean" ? "mean over heads" : "head " + head}, highest ${show(view.high, view.unit)}`;
+    button.ariaPressed = chosen;
+    button.append(canvas);
+    button.addEventListener("click", () => choose({method: ATTENTION, layer: String(layer), head: String(head)}));
+    button.addEventListener("keydown", event => moveInTable(event, cell));
+    cell.append(button);
+    return cell;
+  }
+
+  /** The class that the chosen token alone would give, layer by layer. */
+  listLayers(settings) {
+    const {image} = this, table = this.part("lens"), lens = image.readLens();
+    const token = this.token !== null ? this.token : image.prefix ? 0 : null;
+    this.part("lens-about").textContent = !lens ? "Not for this classifier."
+      : token === null ? "Choose a patch to see the class that it alone would give after each layer."
+      : `The class that ${image.name(token)} alone would give after each layer.`;
+    table.replaceChildren();
+    if (!lens || token === null) return;
+    for (let layer = 0; layer < image.tokens.layers; layer++) {
+      const {index, percent} = image.lensClass(layer, token), row = table.insertRow();
+      const meter = Object.assign(document.createElement("meter"), {min: 0, max: 100, value: percent});
+      meter.ariaLabel = `${percent.toFixed(0)} %`;
+      row.insertCell().textContent = `layer ${layer}`;
+      row.insertCell().textContent = page.classes[index];
+      row.insertCell().append(meter, ` ${percent.toFixed(0)} %`);
+    }
+  }
+}
+
+function moveInTable(event, cell) {
+  const {rowIndex} = cell.parentElement, {cellIndex} = cell, rows = cell.closest("table").rows;
+  const steps = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  const [down, across] = steps[event.key], row = rows[rowIndex + down];
+  const button = row && row.cells[cellIndex + across] && row.cells[cellIndex + across].querySelector("button");
+  if (button) button.focus();
+}
+
+// --- the page ---------------------------------------------------------------------------------------------------
+
+function readSettings() {
+  const value = name => element(name).value;
+  return {method: value("method"), target: value("class"), minus: value("minus"), layer: value("layer"), head: value("head"),
+    direction: value("direction"), view: value("view"), frame: value("frame"), opacity: value("opacity") / 100};
+}
+
+/** Fill a menu with [value, text] pairs; one with a single choice is hidden. */
+function fill(name, pairs) {
+  const list = element(name), before = list.value;
+  list.replaceChildren(...pairs.map(([value, text]) => new Option(text, value)));
+  if (pairs.some(([value]) => value === before)) list.value = before;
+  list.closest("label").hidden = pairs.length < 2;
+}
+
+/** The classes to choose from: by rank where an image was explained for several, by name where all have it or any has
+    several. Images that were each explained for their own predicted class offer no choice. */
+function listClasses() {
+  const targets = page.images.map(image => image.targets), most = Math.max(0, ...targets.map(each => each.length));
+  const ranks = Array.from({length: most}, (_, i) => [String(i), RANKS[i] || `${i + 1}th most probable`]);
+  const names = unique(targets.flat()).map(index => [`class:${index}`, page.classes[index]]);
+  if (most < 2) return [["0", names.length === 1 ? names[0][1] : "the predicted class"]];
+  return [...ranks, ...names.sort((a, b) => a[1].localeCompare(b[1]))];
+}
+
+/** The menus that depend on the method. */
+function update() {
+  const method = element("method").value, specific = method === LENS || page.images.some(image => image.specific.includes(method));
+  const classes = specific ? listClasses() : [["0", "every class"]];
+  fill("class", method === LENS ? classes.filter(([value]) => value.startsWith("class:") || Number(value) < 3) : classes);
+  fill("minus", specific && classes.length > 1 && method !== LENS ? [["none", "nothing"], ...classes] : [["none", "nothing"]]);
+  const numbers = count => Array.from({length: count}, (_, i) => [String(i), String(i)]);
+  const most = kind => Math.max(0, ...page.images.map(image => image[kind]));
+  const before = element("layer").options.length;
+  fill("layer", method === ATTENTION || method === LENS ? numbers(most("layers")) : [["0", "every layer"]]);
+  if (before < 2 && element("layer").options.length > 1) element("layer").value = String(most("layers") - 1); // the last
+  fill("head", method === ATTENTION ? [["mean", "mean"], ...numbers(most("heads"))] : [["mean", "every head"]]);
+  redraw();
+}
+
+function choose(values) {
+  element("method").value = values.method;
+  update();
+  for (const [name, value] of Object.entries(values)) element(name).value = value;
+  redraw();
+}
+
+const shown = () => [...element("cards").children].map(figure => figure.card);
+function redraw() { for (const card of shown()) if (card.near) card.draw(); }
+
+/** The images that the filters leave, in the order asked for. */
+function list() {
+  const method = element("method").value, predicted = element("predicted").value, verdict = element("verdict").value;
+  const order = element("sort").value, images = page.images;
+  const rank = index => page.verdicts.indexOf(worst(images[index], method));
+  const kept = images.map((_, index) => index).filter(index =>
+    (predicted === "all" || String(images[index].predicted.index) === predicted)
+    && (verdict === "all" || worst(images[index], method) === verdict));
+  const confidence = index => images[index].predicted.percent;
+  const orders = {
+    given: () => 0,
+    lowest: (a, b) => confidence(a) - confidence(b),
+    highest: (a, b) => confidence(b) - confidence(a),
+    class: (a, b) => images[a].predicted.name.localeCompare(images[b].predicted.name) || confidence(b) - confidence(a),
+    verdict: (a, b) => rank(b) - rank(a),
+  };
+  waiting = kept.sort(orders[order]);
+  element("count").textContent = kept.length === images.length ? `${images.length} images.` : `${kept.length} of ${images.length} images.`;
+  for (const card of shown()) near.unobserve(card.figure);
+  element("cards").replaceChildren();
+  more();
+}
+
+/** The verdict of a method's map, of views that are no map the worst of all. */
+function worst(image, method) {
+  const found = method in image.verdicts ? [image.verdicts[method]] : Object.values(image.verdicts);
+  return found.sort((a, b) => page.verdicts.indexOf(b) - page.verdicts.indexOf(a))[0] || page.verdicts.at(-1);
+}
+
+function more() {
+  for (const index of waiting.splice(0, CARDS_AT_ONCE)) {
+    const card = new Card(index);
+    element("cards").append(card.figure);
+    card.draw();
+    near.observe(card.figure);
+  }
+  end.unobserve(element("end")); // asks again whether it is near: the cards may be few
+  end.observe(element("end"));
+}
+
+let waiting = [];
+const near = new IntersectionObserver(entries => {
+  for (const {target, isIntersecting} of entries) {
+    target.card.near = isIntersecting;
+    target.card.draw();
+  }
+}, {rootMargin: "600px"});
+const end = new IntersectionObserver(entries => { if (entries.at(-1).isIntersecting) more(); }, {rootMargin: "1200px"});
+
+const methods = unique(page.images.flatMap(image => Object.keys(image.verdicts)));
+if (page.images.some(image => image.layers)) methods.push(ATTENTION);
+if (page.images.some(image => image.lens)) methods.push(LENS);
+fill("method", methods.map(method => [method, method]));
+const count = (key, value) => page.images.filter(image => key(image) === value).length;
+const classOf = image => image.predicted.index, predicted = unique(page.images.map(classOf));
+const counted = predicted.map(index => [String(index), `${page.classes[index]} (${count(classOf, index)})`]);
+fill("predicted", [["all", "every class"], ...(counted.length > 1 ? counted.sort((a, b) => a[1].localeCompare(b[1])) : [])]);
+const verdicts = page.verdicts.filter(verdict => page.images.some(image => Object.values(image.verdicts).includes(verdict)));
+fill("verdict", [["all", "every verdict"], ...(verdicts.length > 1 ? verdicts.map(verdict => [verdict, verdict]) : [])]);
+for (const name of ["class", "minus", "layer", "head", "direction", "view", "frame"]) element(name).addEventListener("change", redraw);
+for (const name of ["predicted", "verdict", "sort"]) element(name).addEventListener("change", list);
+element("method").addEventListener("change", () => { update(); if (element("verdict").value !== "all" || element("sort").value === "verdict") list(); });
+element("opacity").addEventListener("input", redraw);
+element("direction").closest("label").hidden = !page.images.some(image => image.layers);
+update();
+list();
