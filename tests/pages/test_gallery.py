@@ -2,6 +2,7 @@
 name."""
 
 import base64
+import io
 import json
 import re
 from collections import Counter
@@ -144,7 +145,8 @@ def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
 # --- in the browser -----------------------------------------------------------------------------------------
 
 PIXELS = "const [c] = arguments; return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]"
-PHOTO = """const [shown] = arguments, c = document.createElement('canvas'); c.width = shown.width; c.height = shown.height;
+PHOTO = """const [shown] = arguments, c = document.createElement('canvas');
+c.width = shown.width; c.height = shown.height;
 c.getContext('2d').drawImage(document.querySelector('figure').card.photo, 0, 0, c.width, c.height);
 return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]"""
 CARDS = "const cards = [...document.querySelectorAll('figure')].map(figure => figure.card); "
@@ -262,7 +264,8 @@ def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) 
     geometry = Preprocess(image_size=(32, 32)).geometry((60, 40))
     picture = Image.fromarray(photo.astype(np.uint8))
     expected = np.asarray(blend(picture, page[2][name], geometry, scale=scale, opacity=1.0)).astype(int)
-    assert np.abs(shown - expected).max() <= 6  # two roundings to 256 colours
+    # two roundings to 256 colours; near its zero the opacity of a signed map changes faster
+    assert np.abs(shown - expected).max() <= (12 if found["signed"] else 6)
 
 
 @pytest.mark.browser
@@ -318,7 +321,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     assert about(browser) == "class-discriminative attention map: red speaks for bird, blue for cat"
     bird, cat = (page[2][f"image-0.cdam.{name}"].ravel() for name in ("bird", "cat"))
     even = np.abs(bird).mean()
-    view, tolerance = read_view(browser), (np.abs(bird).max() + np.abs(cat).max()) / 255 / even
+    view, tolerance = read_view(browser), float((np.abs(bird).max() + np.abs(cat).max()) / 255 / even)
     assert view["values"] == pytest.approx((bird - cat) / even, abs=tolerance)
     assert view["high"] == -view["low"] == pytest.approx(np.abs(view["values"]).max())
     choose(browser, "method", "gae")  # maps of one sign are compared by their shares
@@ -389,7 +392,7 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
     assert about(browser) == "what patch (row 1, column 0) attends to: rollout"
     press(browser, Keys.ENTER)
     assert about(browser) == "what the class token attends to: rollout"
-    press(browser, Keys.SHIFT + Keys.TAB + Keys.NULL, Keys.ESCAPE)
+    press(browser, Keys.ESCAPE)
     assert about(browser) == "attention rollout, does not depend on the class"
 
 
@@ -415,11 +418,11 @@ def test_the_models_input_is_the_box_in_its_own_shape(browser, page: tuple) -> N
     choose(browser, "frame", "the model's input")
     assert [first.get_property(side) for side in ("width", "height")] == [400, 400]
     set_opacity(browser, 0)
-    shown = pixels(browser, first)[::25, ::25]  # 16 × 16 of the 32 × 32 pixels that the model sees
-    photo = make_items(["a.png"])[0].read()[0]
-    expected = Preprocess(image_size=(32, 32)).to_uint8(photo).astype(float)
-    coarse = [each.reshape(8, each.shape[0] // 8, 8, -1, 3).mean(axis=(1, 3)) for each in (shown, expected)]
-    assert np.corrcoef(coarse[0].ravel(), coarse[1].ravel())[0, 1] > 0.8  # noise, resized by another filter
+    centres = ((np.arange(32) + 0.5) * 400 / 32).astype(int)  # of the 32 × 32 pixels that the model sees
+    shown = pixels(browser, first)[centres][:, centres]
+    photo = base64.b64decode(page[1]["images"][0]["photo"].split(",")[1])
+    expected = Preprocess(image_size=(32, 32)).to_uint8(Image.open(io.BytesIO(photo))).astype(float)
+    assert np.corrcoef(shown.ravel(), expected.ravel())[0, 1] > 0.8  # noise, resized by another filter
 
 
 @pytest.mark.browser
@@ -451,10 +454,9 @@ def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, man
     path, data, _ = many
     open_page(browser, path)
     assert len(shown(browser)) < 90
-    for _ in range(4):
+    while (before := len(shown(browser))) < 90:
         browser.execute_script("scrollTo(0, document.body.scrollHeight)")
-        more = len(shown(browser))
-        WebDriverWait(browser, 10).until(lambda _: len(shown(browser)) in (90, *range(more + 1, 90)))  # noqa: B023
+        WebDriverWait(browser, 10).until(lambda _, before=before: len(shown(browser)) > before)
     assert shown(browser) == [f"{number:03d}.png" for number in range(90)]
     drawn = browser.execute_script(CARDS + "return cards.filter(card => card.panels.at(-1).canvas.width).length")
     assert 0 < drawn < 90  # far ones gave their memory back
@@ -492,16 +494,19 @@ def test_each_images_own_class_is_no_menu_of_classes(browser, many: tuple) -> No
 
 @pytest.mark.browser
 def test_a_class_that_an_image_was_not_explained_for_says_so(browser, tmp_path: Path) -> None:
-    random = {"sanity_checks": False, "methods": ("gae",), "target": "top2"}
-    path, data, _ = write_gallery(tmp_path, make_bundle(), make_items([f"{n}.png" for n in range(12)]), **random)
-    without = [n for n, image in enumerate(data["images"]) if 2 not in image["targets"]]
-    assert 0 < len(without) < 12
+    settings = {"sanity_checks": False, "methods": ("gae",), "target": "top2"}
+    items = make_items([f"{n}.png" for n in range(90)])
+    path, data, _ = write_gallery(tmp_path, make_bundle(), items, **settings)
+    targets = [image["targets"] for image in data["images"][:24]]
+    explained = Counter(index for each in targets for index in each)
+    index = next(index for index, count in explained.items() if count < 24)
     open_page(browser, path)
-    choose(browser, "class", "bird")
+    choose(browser, "class", CLASSES[index])
+    browser.execute_script(CARDS + "for (const card of cards) { card.near = true; card.draw(); }")
     expected = "no map of this class was made for this image"
-    assert [n for n in range(12) if about(browser, n) == expected] == without
+    assert [about(browser, n) == expected for n in range(24)] == [index not in each for each in targets]
     choose(browser, "class", "2nd most probable")
-    assert expected not in {about(browser, n) for n in range(12)}
+    assert expected not in {about(browser, n) for n in range(3)}
 
 
 @pytest.mark.browser

@@ -263,6 +263,7 @@ class Card {
     this.kept = this.near = this.open = false;
     this.figure = element("card").content.firstElementChild.cloneNode(true);
     this.figure.card = this;
+    this.figure.addEventListener("keydown", event => event.key === "Escape" && this.keep(null));
     this.part("path").textContent = this.image.path;
     this.part("predicted").textContent = `predicted: ${this.image.predicted.name} ${this.image.predicted.percent}\u00a0%`;
     this.part("expand").addEventListener("click", () => this.expand());
@@ -333,7 +334,6 @@ class Card {
   press(event) {
     const [rows, columns] = this.image.grid, first = this.image.prefix;
     const steps = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
-    if (event.key === "Escape") return this.keep(null);
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       return this.keep(this.token);
@@ -623,7 +623,7 @@ const near = new IntersectionObserver(entries => {
 }, {rootMargin: "600px"});
 const end = new IntersectionObserver(entries => { if (entries.at(-1).isIntersecting) more(); }, {rootMargin: "1200px"});
 
-const methods = unique(page.images.flatMap(image => Object.keys(image.verdicts)));
+const methods = [...page.methods];
 if (page.images.some(image => image.layers)) methods.push(ATTENTION);
 if (page.images.some(image => image.lens)) methods.push(LENS);
 fill("method", methods.map(method => [method, method]));

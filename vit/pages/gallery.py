@@ -32,6 +32,7 @@ class Gallery:
         self._photo_bytes = min(2 * self._bytes // 5, _PHOTO_BYTES)
         self.token_bytes = 7 * (self._bytes - self._photo_bytes) // 10  # of an image's `TokenDetails`, before base64
         self._summaries: list[dict[str, Any]] = []
+        self._methods: list[str] = []
         self._images: list[str] = []  # JSON, which the page decodes when it shows the image
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
@@ -47,13 +48,15 @@ class Gallery:
                 kept = [each for each in kept if left_out and each[left_out] is None]
                 described["tokens"] = described["tokens"] | {"attention": kept} if left_out else None
             self._images.append(text)
-            self._summaries.append(self._summarise(of_image))
+            self._summaries.append(summary := self._summarise(of_image))
+            self._methods += [name for name in summary["verdicts"] if name not in self._methods]
 
     def write(self, path: Path, *, title: str) -> None:
         shared = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._class_names),
             "verdicts": VERDICTS,
+            "methods": self._methods,
             "images": self._summaries,
         }
         write_text(path, render_page("gallery.html.jinja", {"title": title, "page": shared, "images": self._images}))
