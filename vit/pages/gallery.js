@@ -8,6 +8,7 @@ const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0)
 const palettes = page.palettes.map(bytes);
 const ATTENTION = "attention of a layer", LENS = "logit lens";
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
+const NUMBERS = {agreement: "correlation with the effect of the patches", p_value: "p"};
 const CARDS_AT_ONCE = 24;
 const unique = values => [...new Set(values)];
 
@@ -429,7 +430,8 @@ class Card {
     line.replaceChildren(word, check ? `: ${check.reason}` : "");
     line.hidden = !check;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
-    const facts = numbers.map(([name, value]) => `${name.replaceAll("_", " ")} ${value.toFixed(3)}`);
+    const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
+    if (check) facts.push(`evidence: ${check.evidence}`);
     if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
     this.part("facts").textContent = facts.join(" · ");
     this.part("numbers").hidden = !facts.length;

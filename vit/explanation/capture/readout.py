@@ -42,12 +42,7 @@ class Forward:
 
 @torch.inference_mode(False)  # there is no graph in it, and a graph is what gradients and readouts come from
 def run_forward(
-    model: nn.Module,
-    images: Images,
-    *,
-    gradients: bool = False,
-    grid: Grid | None = None,
-    block_tokens: bool = False,
+    model: nn.Module, images: Images, *, gradients: bool = False, grid: Grid | None = None, block_tokens: bool = False
 ) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
     the autograd graph is kept from the images on, without the parameters. `grid` is that of all patches where some are
