@@ -154,3 +154,46 @@ def test_a_saved_overlays_map_without_negative_values_starts_at_its_lowest(tmp_p
         vit.save_overlay(tmp_path / f"{name}.png", Image.new("RGB", (32, 32)), values, signed=signed)
     pictures = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
     assert pictures["default"] == pictures["unsigned"] != pictures["signed"]
+
+
+def find_columns(size: tuple[int, int], caption: str) -> np.ndarray:
+    """The caption's ink below the picture, [rows of pixels, columns]."""
+    geometry = Preprocess(image_size=(16, 16)).geometry(size)
+    values = np.ones((4, 4), dtype=np.float32)
+    page = draw_overlay(Image.new("RGB", size), values, geometry, scale=SCALE, caption=[caption])
+    return np.asarray(page.convert("L"))[max(size) + 16 : -27] < 100
+
+
+def test_captions_of_portrait_photos_keep_their_percentage() -> None:
+    """What did not fit was cut off, and the percentage stands at the end."""
+    short = find_columns((150, 300), "97.1 %")
+    long = find_columns((150, 300), "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %")
+    assert len(long) > len(short)
+    last = long[-len(short) :]
+    last = last[:, np.flatnonzero(last.any(axis=0)).max() - 40 :]
+    ink = np.flatnonzero(short.any(axis=0))
+    expected = short[:, ink.max() - 40 : ink.max() + 1]
+    assert np.array_equal(last[:, :41], expected)
+
+
+def test_text_is_broken_between_words_and_never_before_a_percent_sign() -> None:
+    from vit.explanation.render.overlay import _font, _wrap
+
+    for width in range(60, 400, 7):
+        lines = _wrap("predicted: Welsh springer spaniel-and-a-very-long-word  97.1 %", width)
+        assert all(_font().getlength(line) <= width for line in lines)
+        assert "".join(lines).replace(" ", "") == "predicted:Welshspringerspaniel-and-a-very-long-word97.1%"
+        assert not any(line.startswith("%") for line in lines)
+    assert _wrap("cat  3 %", 200) == ["cat  3 %"]
+
+
+def test_the_photo_is_visible_where_a_signed_map_is_zero() -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    geometry = Geometry(original_size=(40, 40), box=(0, 0, 40, 40))
+    values = np.zeros((4, 4), dtype=np.float32)
+    values[0, 0], values[3, 3] = 2.0, -2.0
+    scale = ColourScale(-2.0, 2.0, signed=True, label="")
+    blended = np.asarray(blend(Image.fromarray(photo), values, geometry, scale=scale, opacity=1.0)).astype(int)
+    assert np.array_equal(blended[:10, 30:], photo[:10, 30:])
+    assert blended[0, 0].tolist() == palette(signed=True)[255].tolist()
+    assert blended[-1, -1].tolist() == palette(signed=True)[0].tolist()

@@ -263,3 +263,22 @@ def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
     assert found.paths == ["image-00000", "image-00001", "image-00002"]
     sheets = explain(bundle, pixels[0], methods="raw", options=MapOptions(layer=None, head=None))
     assert sheets.maps["raw"].shape == (1, 2, 3, 4, 4)
+
+
+@pytest.mark.parametrize("picture", ["jpeg", "webp"])
+def test_overlays_can_be_smaller_and_of_another_format(
+    bundle: Bundle, photos: list[str], tmp_path: Path, picture: str
+) -> None:
+    settings, found = Settings(sanity_checks=False), {}
+    for name, formats, side in (("png", ("png",), 640), (picture, (picture, "npz"), 40)):
+        with MapWriter(tmp_path / name, bundle, settings, formats=formats, max_side=side) as writer:
+            collect_explanations(bundle, items_from_files(photos), settings, observers=[writer.add])
+        entry = json.loads((tmp_path / name / "manifest.json").read_text())["images"][0]
+        assert entry["overlay"].endswith(f".rollout.{name}")
+        found[name] = tmp_path / name / entry["overlay"]
+    with Image.open(found["png"]) as large, Image.open(found[picture]) as small:
+        assert small.format == picture.upper()
+        assert small.height < large.height - 100
+    assert found[picture].stat().st_size < found["png"].stat().st_size / 4
+    with pytest.raises(ValueError, match="one format, not png and webp; choose one"):
+        MapWriter(tmp_path, bundle, settings, formats=("png", "webp"))
