@@ -178,8 +178,8 @@ def explain(
     model's own test split. `methods`: names; "best" is the one that `measure_faithfulness` found. `target`: "auto" (the
     predicted class), a class's name or index, "all" or "top3". `sanity_checks` are made by default of up to 64 images.
     With `output` every batch is written there as soon as it is explained, in the `formats` png (or jpeg
-    or webp; photos of at most `max_side` pixels), npz, html and tensorboard; `resume` continues such an export, and only
-    the images that it lacks are in the result.
+    or webp; photos of at most `max_side` pixels), npz, html and tensorboard; `resume` continues such an export, and
+    only the images that it lacks are in the result.
 
     Raises ValueError for an unknown method, option or class, and where no image can be read.
     """
