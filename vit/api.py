@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from vit.build.recipe import ConfigLike, resolve_config
@@ -152,6 +153,7 @@ def iterate_predictions(
     yield from predict_images(_load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision)
 
 
+@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
 def explain(
     model: ModelLike,
     images: ImageInputs | None = None,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,3 +147,13 @@ def test_the_older_name_of_the_sanity_checks_is_accepted_and_not_shown(
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["images"][0]["maps"][0]["sanity_check"] is None
     assert "--trust" not in cli.succeed("attention", "--help").out
+
+
+def test_paths_are_read_from_standard_input(cli: Launcher, model_file: Path, photos: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    program = cli.start(
+        "attention", model_file, "-", "-o", output, "--no-checks", "--device", "cpu", stdin=subprocess.PIPE
+    )
+    cli.finish(program, input=f"{photos / 'grey.png'}\n{photos / 'deep.png'}\n")
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert [Path(image["path"]).name for image in manifest["images"]] == ["deep.png", "grey.png"]

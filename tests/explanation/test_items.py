@@ -3,10 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from tests.explanation.model_zoo import build
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.explanation.items import clean_name, items_from_files, items_from_source, name_images
+from vit.explanation.explain import explain_images
+from vit.explanation.items import clean_name, items_from_files, items_from_images, items_from_source, name_images
+from vit.explanation.methods.table import MapOptions
+from vit.explanation.methods.targets import build_target_chooser
 
 
 def test_a_stem_is_the_name_where_it_is_the_only_one() -> None:
@@ -72,3 +79,34 @@ def test_images_of_a_data_set_are_named_by_their_ids() -> None:
     assert len(items) == 3
     assert all(item.name.startswith("digits-") for item in items)
     assert items[0].read()[0].mode == "RGB"
+
+
+def test_a_class_is_found_by_one_of_its_synonyms() -> None:
+    names = ["great white shark, white shark", "crane, bird", "crane", "Cat", "drake, crane machine"]
+    logits = torch.zeros(2, 5)
+    for target, expected in [("great white shark", 0), ("White Shark", 0), ("cat", 3), ("crane", 2), ("2", 2)]:
+        assert build_target_chooser(target, names)(logits).tolist() == [[expected]] * 2
+    with pytest.raises(ValueError, match=r"class 'CRANE' is not unique: 1 .* 2 .*; give the index"):
+        build_target_chooser("CRANE", names)
+    with pytest.raises(ValueError, match="unknown class 'shark'"):
+        build_target_chooser("shark", names)
+
+
+def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_path: Path) -> None:
+    model, _ = build("ours")
+    bundle = Bundle.from_model(model, class_names=list("abcde"), preprocess=Preprocess((32, 48)))
+    Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
+    images = [Image.new(mode, (50, 40)) for mode in ("L", "RGBA", "P", "CMYK", "1")]
+    found = explain_images(bundle, [*images, tmp_path / "red.png", str(tmp_path)], "gae", target="top3")
+    assert found.maps.shape == (7, 3, 4, 6)
+    assert found.prefix_mass.shape == found.entropy.shape == found.targets.shape == (7, 3)
+    assert bundle.preprocess(images).shape == (5, 3, 32, 48)
+    sheet = explain_images(bundle, images, "raw", options=MapOptions(layer=None, head=None))
+    assert sheet.maps.shape == (5, 3, 3, 4, 6)
+
+
+def test_the_reason_of_an_unreadable_file_names_the_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"nonsense")
+    (item,) = items_from_images(tmp_path / "bad.png")
+    with pytest.raises(ValueError, match=r"bad\.png can't be read as an image: it is none of [\w, ]+$"):
+        item.read()

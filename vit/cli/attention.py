@@ -7,12 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from vit.cli.common import Batch, Device, Model, Output, Overwrite, Precision, RandomWeights
+from vit.cli.common import Batch, Device, Model, Output, Overwrite, Precision, RandomWeights, list_names
 
 _METHOD = "one or more of the methods, separated by commas; best: the one that vit faithfulness found"
 _CLASS = "auto (the predicted one), a name, an index, all or top3"
 _CHECKS = "sanity checks of every map; default: up to 64 images"
-Images = Annotated[list[str] | None, typer.Argument(help="files or folders; without, images of the model's test split")]
+Images = Annotated[
+    list[str] | None,
+    typer.Argument(help="files, folders, or - for a list on standard input; without, images of the model's test split"),
+]
 
 
 def attention(
@@ -59,7 +62,7 @@ def attention(
     from vit.explanation.faithfulness.best_method import describe_best_method
     from vit.explanation.methods.table import MapOptions
 
-    paths = sorted({str(path) for path in list_images(images)}) if images else None
+    paths = sorted({str(path) for path in list_images(list_names(images))}) if images else None
     methods, wanted = ([name.strip() for name in text.split(",")] for text in (method, formats))
     of_rollout: dict[str, Any] = {"head_fusion": head_fusion, "discard_ratio": discard_ratio, "residual": residual}
     layer_index = _read_index(layer, option="--layer", words={"all": None})

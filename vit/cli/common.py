@@ -1,6 +1,8 @@
 """What the commands share: the options that several of them have, and how facts are shown."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,3 +45,11 @@ def build_facts_table(facts: Mapping[str, object]) -> "Table":
     for name, value in facts.items():
         table.add_row(Text(printable(name), style="bold"), Text(printable(str(value))))
     return table
+
+
+def list_names(names: Iterable[str]) -> Iterator[str]:
+    """`names`, and in the place of - the lines of standard input; file names of any bytes pass through."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for name in names:
+        yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip()) if name == "-" else [name]

@@ -1,13 +1,12 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 import sys
-from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from typing import Annotated, Any, Literal
 
 import typer
 
-from vit.cli.common import Device, Model, Precision
+from vit.cli.common import Device, Model, Precision, list_names
 
 
 def predict(
@@ -28,11 +27,10 @@ def predict(
     from vit.evaluation.prediction import write_csv, write_jsonl
     from vit.runtime.progress import show_progress
 
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
     running: dict[str, Any] = {"batch_size": batch_size, "device": device, "precision": precision}
-    predictions = api.iterate_predictions(model, _list_names(images, listed=sys.stdin), top_k=top_k, **running)
+    predictions = api.iterate_predictions(model, list_names(images), top_k=top_k, **running)
     write = write_jsonl if output_format == "jsonl" else write_csv
     count = unreadable = 0
     with show_progress("images", None) as advance:
@@ -43,9 +41,3 @@ def predict(
         raise ValueError("there were no images to predict")
     if unreadable:
         typer.echo(f"{unreadable} of {count} images could not be read; their lines say why", err=True)
-
-
-def _list_names(names: Iterable[str], *, listed: Iterable[str]) -> Iterator[str]:
-    """`names`, and in the place of - the lines that are `listed`."""
-    for name in names:
-        yield from (line.rstrip("\r\n") for line in listed if line.strip()) if name == "-" else [name]

@@ -163,8 +163,8 @@ class Preprocess:
         return round(height / self.crop_pct), round(width / self.crop_pct)
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
-        """Pixels [H, W, 3] of an RGB image."""
-        size = self.resize_size[::-1]
+        """Pixels [H, W, 3] of an image of any mode."""
+        size, image = self.resize_size[::-1], image if image.mode == "RGB" else to_rgb(image)
         if image.size != size:
             image = image.resize(size, _RESAMPLING[self.interpolation], box=self._cover(image.size))
         return self.crop(np.asarray(image))

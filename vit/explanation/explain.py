@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.data.inputs import ImageInputs
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.readout import Forward
 from vit.explanation.explanations import Explanation, Explanations
@@ -48,6 +49,7 @@ def explain_items(bundle: Bundle, items: Sequence[ImageItem], settings: Settings
     return found
 
 
+@torch.inference_mode(False)  # copies of the model made in it could not be differentiated
 def collect_explanations(
     bundle: Bundle,
     items: Sequence[ImageItem],
@@ -86,19 +88,23 @@ def collect_explanations(
 
 def explain_images(
     bundle: Bundle,
-    images: Sequence[Image.Image],
+    images: ImageInputs,
     method: str = "rollout",
     *,
     target: int | str = "auto",
     options: MapOptions | None = None,
     batch_size: int = 32,
 ) -> Explanation:
-    """Explain RGB images with one method and one class each: with tensors as the result."""
+    """Explain images of any kind (`vit.data.inputs`) with one method: with tensors as the result."""
     options = options or MapOptions()
     settings = Settings((method,), options, target, sanity_checks=False, batch_size=batch_size)
     found = explain_items(bundle, items_from_images(images), fit_settings(bundle, settings))
-    maps = [of_image.maps[0] for of_image in found.images]
-    mass, entropy = (torch.tensor([getattr(m, name) for m in maps]) for name in ("prefix_mass", "entropy"))
+    mass, entropy = (
+        torch.tensor([[getattr(m, name) for m in of_image.maps] for of_image in found.images])
+        for name in ("prefix_mass", "entropy")
+    )
+    if mass.shape[1] == 1:
+        mass, entropy = mass[:, 0], entropy[:, 0]
     return Explanation(method, found.maps[method], found.targets, found.probabilities, mass, entropy)
 
 

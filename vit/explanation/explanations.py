@@ -25,11 +25,11 @@ class Explanation:
     """Maps of a batch on the patch grid, and what the model answered."""
 
     method: str
-    maps: Float[Tensor, "B rows columns"]
-    targets: Int[Tensor, " B"]  # the class each map is about; the predicted one where a method depends on none
+    maps: Float[Tensor, "B ..."]  # [B, rows, columns], or [B, T, rows, columns] of T classes an image, as below
+    targets: Int[Tensor, "B ..."]  # the class each map is about; the predicted one where a method depends on none
     probabilities: Float[Tensor, "B C"]
-    prefix_mass: Float[Tensor, " B"]  # fraction of the relevance in class, distillation and register tokens
-    entropy: Float[Tensor, " B"]  # nats, 0 to log(patches)
+    prefix_mass: Float[Tensor, "B ..."]  # fraction of the relevance in class, distillation and register tokens
+    entropy: Float[Tensor, "B ..."]  # nats, 0 to log(patches)
 
 
 @dataclass

@@ -29,7 +29,18 @@ def build_target_chooser(target: int | str, class_names: Sequence[str]) -> Choos
         index = list(class_names).index(str(target))
     elif str(target).isdigit() and int(target) < len(class_names):
         index = int(target)  # no class is called so
+    elif found := _find_synonym(str(target), class_names):
+        if len(found) > 1:
+            known = "; ".join(f"{place} ({class_names[place]})" for place in found)
+            raise ValueError(f"class {target!r} is not unique: {known}; give the index")
+        index = found[0]
     else:
         shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
         raise ValueError(f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}")
     return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
+
+
+def _find_synonym(name: str, class_names: Sequence[str]) -> list[int]:
+    """Classes called `name`, in whole or by one of the synonyms that commas separate, as ImageNet's; any case."""
+    called = [{known.casefold(), *(part.strip().casefold() for part in known.split(","))} for known in class_names]
+    return [place for place, names in enumerate(called) if name.casefold() in names]

@@ -1,0 +1,157 @@
+"""Every model of the list is read right, or refused in a sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
+from vit.explanation.capture.capture import capture_attention
+from vit.explanation.capture.readout import classify_token, run_forward
+from vit.explanation.capture.tokens import can_drop_tokens, check_places, keep_tokens
+from vit.explanation.methods.table import compute_maps
+from vit.model.logits import compute_logits
+
+POSITIONS_IN_ATTENTION = {name for name in MODELS if "rotary" in name or "beit" in name}
+POSITIONS_IN_ATTENTION |= {"timm-eva", "timm-perception-encoder", "hugging-face-dinov3"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_what_the_model_computes_in_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = build(name)
+    with torch.no_grad(), capture_attention(model) as record:
+        compute_logits(model, images)
+        attentions = record.attentions
+    weights: list[Tensor] = []
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+    ) -> Tensor:
+        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+        weights.append((scores if attn_mask is None else scores + attn_mask).softmax(dim=-1))
+        return weights[-1] @ value
+
+    model, images = model.double(), images.double()
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        compute_logits(model, images.requires_grad_())  # with gradients, no fused layer of torch
+    for found, expected in zip(attentions, weights, strict=False):  # an attention pooling comes last
+        assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("hugging-face")])
+def test_attention_is_hugging_faces_own(name: str) -> None:
+    model, images = build(name)
+    backbone: Any = getattr(model, "backbone", model)
+    with torch.no_grad():
+        with capture_attention(model) as record:
+            compute_logits(model, images)
+        backbone.set_attn_implementation("eager")
+        expected = backbone(images, output_attentions=True).attentions
+    for found, theirs in zip(record.attentions, expected, strict=True):
+        assert (found - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_readout_is_what_the_classifier_reads(name: str) -> None:
+    model, images = build(name)
+    forward = run_forward(model, images)
+    torch.testing.assert_close(forward.logits, compute_logits(model, images).detach())
+    check_places(model, images[:1], num_prefix=forward.num_prefix_tokens, grid=forward.grid)
+    first, readout, reads = forward.num_prefix_tokens, forward.readout, MODELS[name].reads
+    assert (readout.sum(dim=1) - 1).abs().max() < 1e-5
+    prefix, patches = readout[:, :first], readout[:, first:]
+    if reads == "class token":
+        assert (prefix[:, 0] == 1).all()
+    elif reads == "class and distillation token":
+        assert (prefix > 0.3).all()
+        assert not patches.any()
+    elif "mean" in reads:
+        assert (patches - patches[:, :1]).abs().max() < 1e-6
+        assert (patches > 0).all()
+        class_token = "class token" in reads
+        assert bool(prefix[:, :1].any()) == class_token
+        assert not prefix[:, 1:].any()
+    else:
+        assert patches.std() > 0
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "max"])
+def test_what_is_measured_of_a_wrapped_model_is_what_the_model_says(from_timm: Callable[..., Any], pool: str) -> None:
+    model, images = from_timm(global_pool=pool)
+    expected, _, maps = compute_maps(model, images, methods=["rollout", "gae", "legrad"])
+    found, _, of_wrapped = compute_maps(
+        nn.Sequential(nn.Identity(), model), images, methods=["rollout", "gae", "legrad"]
+    )
+    assert (found.readout - expected.readout).abs().max() < 1e-6
+    for one, other in zip(maps, of_wrapped, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_left_out_or_the_model_is_refused(name: str) -> None:
+    model, images = build(name)
+    forward = run_forward(model, images)
+    patches = forward.grid[0] * forward.grid[1]
+    if name in POSITIONS_IN_ATTENTION:
+        assert not can_drop_tokens(model)
+        with pytest.raises(ValueError, match="rotary positions"), keep_tokens(model, torch.arange(3).expand(2, -1)):
+            pass
+        return
+    assert can_drop_tokens(model)
+    kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
+    logits = []
+    for subset in (torch.arange(patches).expand(2, -1), kept, kept.flip(1)):
+        with torch.no_grad(), keep_tokens(model, subset):
+            logits.append(compute_logits(model, images))
+    torch.testing.assert_close(logits[0], forward.logits)
+    torch.testing.assert_close(logits[1], logits[2])  # positions stay with their patches
+    assert (logits[1] - logits[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_alone_is_classified_by_the_models_own_classifier(name: str) -> None:
+    model, images = build(name)
+    forward = run_forward(model, images, gradients=True)
+    token = torch.randn(2, forward.tokens.shape[-1])
+    handle = forward.record.blocks[-1].register_forward_hook(
+        lambda module, args, output: token[:, None].expand_as(output)
+    )
+    expected = compute_logits(model, images)
+    handle.remove()
+    torch.testing.assert_close(classify_token(forward, token), expected, rtol=1e-4, atol=1e-4)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "pit": (lambda: timm.create_model("pit_ti_224"), "computes something else|attends within windows"),
+    "crossvit": (lambda: timm.create_model("crossvit_tiny_240"), "attends within windows, in branches"),
+    "samvit": (lambda: timm.create_model("samvit_base_patch16_224", depth=1), "attends within windows"),
+    "dlittle": (lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1), "computes something else"),
+    "no head": (lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)), "gives no logits"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_in_a_sentence(name: str) -> None:
+    create, message = REFUSED[name]
+    model = create().eval()
+    size = model.pretrained_cfg["input_size"][1:] if hasattr(model, "pretrained_cfg") else (64, 64)
+    with pytest.raises(ValueError, match=message):
+        compute_maps(model, torch.randn(1, 3, *size), methods=["rollout", "gae"])
+
+
+@pytest.mark.parametrize("name", ["ours", "timm", "hugging-face-dinov2"])
+def test_checkpointing_and_inference_mode_change_no_map(name: str) -> None:
+    model, images = build(name)
+    methods = ["rollout", "gae", "legrad"]
+    _, _, expected = compute_maps(model, images, methods=methods)
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    with torch.inference_mode():
+        _, _, found = compute_maps(model, images.clone(), methods=methods)
+    assert all(torch.equal(one.values, other.values) for one, other in zip(expected, found, strict=True))
