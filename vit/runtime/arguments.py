@@ -1,5 +1,6 @@
 """What arguments may be, said where they are wrong."""
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -15,8 +16,8 @@ def shorten(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says first, or else its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What an error of another library says first, without addresses in memory, or else its type."""
+    return re.sub(r" at 0x[0-9a-f]+", "", (str(error).splitlines() or [type(error).__name__])[0])
 
 
 def printable(text: str) -> str:

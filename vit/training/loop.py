@@ -83,6 +83,8 @@ class Trainer:
                 self.identity.check(state["identity"], origin=f"the checkpoint of step {state['progress']['step']}")
             progress = Progress(**state["progress"]).to(self.step.device)
             restore_state(self.step, state["state"], shards)
+        except ValueError as error:  # ours, or torch's
+            raise ValueError(first_line(error)) from error
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"a checkpoint does not hold the state of this run ({reason}); remove it") from error
