@@ -13,6 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import attention_programs
 import faithfulness
 
 ROOT = Path(__file__).parents[1]
@@ -169,6 +170,10 @@ def build_faithfulness(results: Results) -> str:
     return "\n\n".join(tables) or (RESULTS / "faithfulness-cifar10-cpu.md").read_text().strip()
 
 
+def build_attention_programs(results: Results) -> str:
+    return "\n\n".join(map(attention_programs.build_tables, results.values())) or "Not measured yet."
+
+
 def draw_curves(results: Results, path: Path) -> None:
     """Validation accuracy against minutes since process start: ours by seed, and the baseline's."""
     import matplotlib
@@ -210,6 +215,7 @@ def build_tables() -> dict[str, str]:
         "summary": build_summary(recipes),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
+        "attention-programs": build_attention_programs(load_results(attention_programs.NAME)),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }

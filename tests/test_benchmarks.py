@@ -1,12 +1,16 @@
 """The tables of results say what the result files say."""
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attention_programs
 import faithfulness
+import numpy as np
 import pytest
 from ablation import CHANGES, RECIPE, list_steps
+from PIL import Image
 from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
 from time_to_accuracy import compare
 
@@ -91,6 +95,54 @@ def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
     assert rows[2] == ["gae", *["**0.500 (0.250–0.750), 80 %**"] * 2]
     assert rows[3] == ["cdam", "0.500 (0.250–0.750), 80 %", "–"]
     assert rows[4] == ["random", *["0.500 (0.250–0.750)"] * 2]
+
+
+VIT_EXPLAIN = """
+import numpy as np
+class VITAttentionRollout:
+    def __init__(self, model, head_fusion, discard_ratio):
+        assert (head_fusion, discard_ratio) == ("max", 0.9) and not any(b.attn.fused_attn for b in model.blocks)
+    def __call__(self, image):
+        assert image.shape == (1, 3, 16, 16)
+        return np.ones((2, 2), dtype=np.float32)
+def show_mask_on_image(pixels, mask):
+    return np.uint8(pixels * mask[..., None])
+"""
+
+
+def test_programs_that_are_there_are_compared_and_the_others_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cv2")
+    (tmp_path / "vit_explain.py").write_text(VIT_EXPLAIN)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)  # as if it weren't installed
+    for number in range(5):
+        pixels = np.full((20, 30, 3), 50 * number, dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    images = attention_programs.choose_images(tmp_path, 2)
+    assert [Path(path).name for path in images] == ["0.png", "2.png"]
+    tiny = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    measured = attention_programs.measure_programs(tiny, images, vit_explain=tmp_path, rounds=1)
+    sys.modules.pop("vit_explain")
+    assert "pytorch-grad-cam, Grad-CAM is left out: " in capsys.readouterr().out
+    rates, other = measured["images_per_second"], "vit-explain, rollout"
+    ours = {name: rate for name, rate in rates.items() if name.startswith("vit attention, ")}
+    assert (len(ours), set(rates) - set(ours)) == (5, {other})
+    assert measured["ratios"] == {f"{name} / {other}": rate / rates[other] for name, rate in ours.items()}
+
+
+def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
+    programs = {
+        "images_per_second": {"vit-explain, rollout": 4.0, "x": 10.0},
+        "ratios": {"x / vit-explain, rollout": 2.5},
+    }
+    cost = {"methods": ["a", "b"], "formats": ["npz"], "without checks": 9.0, "with checks": 3.0, "times": 3.0}
+    tables = attention_programs.build_tables({"programs": {"ViT": programs}, "checks": {"digits": [cost]}})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if line]
+    assert rows[0] == ["ViT", "images/s", "/ vit-explain, rollout"]
+    assert rows[2:4] == [["vit-explain, rollout", "4.0", ""], ["x", "10.0", "2.5 ×"]]
+    assert rows[6] == ["digits", "a, b", "npz", "9.0", "3.0", "3.0"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
