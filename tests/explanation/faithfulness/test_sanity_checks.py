@@ -7,7 +7,9 @@ import pytest
 import torch
 from scipy.ndimage import gaussian_filter
 from scipy.stats import pearsonr, rankdata, spearmanr
+from torch import nn
 
+from tests.explanation.model_zoo import build_timm, prepare
 from vit.explanation.capture.readout import run_forward
 from vit.explanation.faithfulness.sanity_checks import (
     FEWEST_ALTERNATIVES,
@@ -177,6 +179,17 @@ def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     assert torch.allclose(evidence, maps[1].values[:, 0].flatten(1), rtol=1e-4, atol=1e-7)
     libra_only, _, _ = compute_maps(larger, images, methods=["libra-fullgrad"], keep_graph=True)
     assert torch.allclose(find_evidence(libra_only, targets[:, 0]).drops, evidence, rtol=1e-4, atol=1e-7)
+
+
+def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out() -> None:
+    model, images = prepare(nn.Sequential(nn.Identity(), build_timm(global_pool="max", class_token=False)), (64, 96))
+    images = images.repeat(1, 1, 2, 2)
+    model[1].set_input_size((128, 192))
+    forward, targets, maps = compute_maps(model, images, methods=["rollout"], keep_graph=True)
+    with pytest.raises(ValueError, match="pools by something else than a mean"):
+        compute_maps(model, images, methods=["removal-gradient"])
+    assert {checks[0].evidence for checks in check_maps(forward, targets, maps)[0]} == {"leave-one-out"}
+    assert len(find_evidence(forward, targets[:, 0]).patches) == LEAVE_OUT_SOME
 
 
 @pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])

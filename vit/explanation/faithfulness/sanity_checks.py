@@ -3,9 +3,10 @@ the same values in other places would say?
 
 Evidence is what the probability of the class loses without each patch: left out one after another on grids of up to
 `LEAVE_OUT_ALL` patches, by the removal gradient on larger ones, where the two hardly differ. Maps made of the removal
-gradient are compared with leaving out `LEAVE_OUT_SOME` patches instead. The alternatives are the map itself, moved
-around the edges by whole patches and mirrored: they keep its values and smoothness. All are compared once more without
-what a quadratic in the position explains, so that a map of the middle does not pass for one of the object.
+gradient, and all maps of a pooling that has none, are compared with leaving out `LEAVE_OUT_SOME` patches instead. The
+alternatives are the map itself, moved around the edges by whole patches and mirrored: they keep its values and
+smoothness. Where there is evidence of every patch, all are compared once more without what a quadratic in the position
+explains, so that a map of the middle does not pass for one of the object.
 
 benchmarks/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian are supported."""
 
@@ -82,13 +83,17 @@ def find_evidence(forward: Forward, classes: Int[Tensor, " B"], *, circular: boo
     small = count <= LEAVE_OUT_ALL and can_drop_tokens(forward.model)
     if circular or small:
         generator = torch.Generator().manual_seed(0)
-        chosen = torch.arange(count) if small else torch.randperm(count, generator=generator)[:LEAVE_OUT_SOME]
+        some = torch.randperm(count, generator=generator)[:LEAVE_OUT_SOME].sort().values
+        chosen = torch.arange(count) if small else some
         predict = build_predictor(forward.model, forward.images.detach(), classes, grid=forward.grid)
         drops = leave_one_out(predict, batch=len(classes), patches=count, device=device, chosen=chosen.tolist())
         return Evidence("leave-one-out", drops, chosen)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         probability = forward.logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
-        gradient = compute_removal_gradient(forward, probability).detach()
+        try:
+            gradient = compute_removal_gradient(forward, probability).detach()
+        except ValueError:  # a pooling whose gates are unknown
+            return find_evidence(forward, classes, circular=True)
     return Evidence("removal-gradient", gradient[:, forward.num_prefix_tokens :], torch.arange(count))
 
 
