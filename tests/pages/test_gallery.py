@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from vit.explanation.methods.table import MapOptions
 from vit.explanation.render.explained import Settings
 from vit.explanation.render.write import MapWriter
 from vit.model.vision_transformer import VisionTransformer
+from vit.pages.explanation_files import EXTRA_FORMATS
 from vit.pages.gallery import Gallery
 
 NASTY = "<img src=x onerror=alert(1)>.png"
@@ -140,6 +142,25 @@ def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
         tmp_path, make_bundle(), make_items(["a"]), sanity_checks=False, methods=("raw", "rollout"), options=options
     )
     assert [found["method"] for found in data["images"][0]["maps"]] == ["rollout"]
+
+
+def test_an_image_that_is_gone_when_the_gallery_is_saved_takes_no_others_place(tmp_path: Path) -> None:
+    bundle, reads = make_bundle(), []
+
+    def read() -> tuple[Image.Image, str]:
+        if reads:
+            raise OSError("removed")
+        reads.append(1)
+        return Image.new("RGB", (60, 40)), ""
+
+    items = make_items(["a", "b", "c"])
+    items[1] = replace(items[1], read=read)
+    found = collect_explanations(bundle, items, Settings(sanity_checks=False))
+    replace(found, extra_formats=EXTRA_FORMATS).save(tmp_path, formats=["npz", "html"])
+    shown = read_data(tmp_path / "gallery.html")["images"]
+    assert [of_image["path"] for of_image in shown] == ["a", "c"]
+    for of_image, expected in zip(shown, (found.images[0], found.images[2]), strict=True):
+        assert of_image["maps"][0]["high"] == expected.maps[0].scale.high
 
 
 # --- in the browser -----------------------------------------------------------------------------------------

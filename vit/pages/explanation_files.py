@@ -54,11 +54,11 @@ def write_explanations(items: Sequence[ImageItem], writer: MapWriter) -> Explana
 
 def _save_gallery(explanations: Explanations, directory: Path) -> None:
     """Explains the images once more, for what each of their tokens attends to."""
-    bundle, left = explanations.bundle, iter(explanations.images)
-    gallery = Gallery(bundle.class_names, count=len(explanations.images))
+    bundle, of_item = explanations.bundle, {id(of_image.item): of_image for of_image in explanations.images}
+    gallery = Gallery(bundle.class_names, count=len(of_item))
 
-    def add(batch: list[ExplainedImage]) -> None:
-        gallery.add([replace(next(left), tokens=again.tokens, image=again.image) for again in batch])
+    def add(batch: list[ExplainedImage]) -> None:  # without those that can no longer be read
+        gallery.add([replace(of_item[id(again.item)], tokens=again.tokens, image=again.image) for again in batch])
 
     collect_explanations(
         bundle,

@@ -462,7 +462,7 @@ class Card {
       ? `What ${image.name(token)} attends to` : `What attends to ${image.name(token)}`) + ", each in its own scale. Click one to enlarge it."
       + (kept === heads ? "" : " Single heads of tokens are not in this page: explain fewer images at once to have them.");
     const focused = table.contains(document.activeElement) ? document.activeElement.dataset.at : null;
-    const line = (cells, ...classes) => {
+    const line = cells => {
       const row = document.createElement("tr");
       row.append(...cells);
       return row;

@@ -39,14 +39,12 @@ class Gallery:
         """Take a batch; its photos are kept as small JPEGs, its maps in 8 bits."""
         for of_image in explained:
             described = self._describe(of_image)
-            # all heads go together, then all layers, then the rest
-            for left_out in ("head", "layer", None):
-                text = htmlsafe_json_dumps(described)
+            text = htmlsafe_json_dumps(described)
+            for left_out in ("head", "layer"):  # all heads go together, then all layers
                 if len(text) <= self._bytes or described["tokens"] is None:
                     break
-                kept = described["tokens"]["attention"]
-                kept = [each for each in kept if left_out and each[left_out] is None]
-                described["tokens"] = described["tokens"] | {"attention": kept} if left_out else None
+                kept = [each for each in described["tokens"]["attention"] if each[left_out] is None]
+                text = htmlsafe_json_dumps(described | {"tokens": described["tokens"] | {"attention": kept}})
             self._images.append(text)
             self._summaries.append(summary := self._summarise(of_image))
             self._methods += [name for name in summary["verdicts"] if name not in self._methods]
