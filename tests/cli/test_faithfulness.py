@@ -96,8 +96,11 @@ def test_a_best_method_of_other_weights_is_refused(
     )
     assert not (tmp_path / "maps").exists()
     assert "was measured of other weights" in cli.succeed(*arguments, tmp_path / "maps").text
-    (run / "model.faithfulness.json").write_text("{")
-    assert "is damaged; run vit faithfulness" in cli.fail(*arguments, tmp_path / "more", "--method", "best")
+    best = content["best_method"]
+    without_gain = content | {"gains": {"srg": {best: {"mean": 0.5}}}}
+    for damaged in ("{", json.dumps(without_gain)):
+        (run / "model.faithfulness.json").write_text(damaged)
+        assert "is damaged; run vit faithfulness" in cli.fail(*arguments, tmp_path / "more", "--method", "best")
 
 
 def test_best_needs_a_measurement_of_a_model_file(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def attention(
     layer: Annotated[str, typer.Option(help="raw: a layer, or all as one picture; -1 is the last")] = "-1",
     head: Annotated[str, typer.Option(help="raw: a head, mean, or all as one picture")] = "mean",
     passes: Annotated[
-        int, typer.Option(min=1, help="removal-gradient: mean over so many random halves of the patches")
+        int, typer.Option(min=1, help="removal-gradient: above 1, mean over so many random halves of the patches")
     ] = 1,
     count: Annotated[int, typer.Option("--images", min=1, help="how many, where no IMAGES are named")] = 16,
     batch_size: Batch = None,
@@ -75,7 +75,7 @@ def attention(
     checks = trust if checks is None else checks
     found = api.explain(model, paths, **maps, **running, **export, sanity_checks=checks, batch_size=batch_size)
     _show(output, formats=wanted)
-    if best := describe_best_method(found.bundle):
+    if best := "" if random_weights else describe_best_method(found.bundle):
         typer.echo(best)
 
 

@@ -65,7 +65,8 @@ def read_best_method(bundle: Bundle) -> BestMethod:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         name, gains, count = content["best_method"], content["gains"]["srg"], content["num_images"]
-        found = BestMethod(name, tuple(content["best"]["srg"]), gains[name], count)
+        gain = {key: float(gains[name][key]) for key in ("mean", "low", "high")}
+        found = BestMethod(name, tuple(content["best"]["srg"]), gain, count)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged; {cure} again") from error
     if content.get("model_sha256") != bundle.sha256:
@@ -80,7 +81,7 @@ def describe_best_method(bundle: Bundle) -> str:
         return ""
     try:
         return f"{read_best_method(bundle)}; --method best takes it"
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return str(error)
 
 

@@ -25,7 +25,7 @@ class Settings:
     options: MapOptions = field(default_factory=MapOptions)
     target: int | str = "auto"  # the classes to explain, see `build_target_chooser`
     scale: str = "image"  # of the colours: image, batch or fixed
-    sanity_checks: bool = True  # with every map: about two forward passes an image
+    sanity_checks: bool = True  # with every map
     batch_size: int = 16
     precision: str = "float32"  # of the forward pass; maps are float32
 
