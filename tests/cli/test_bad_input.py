@@ -351,11 +351,12 @@ class TestDataSets:
             for _ in range(1500):
                 os.mkdir("d")
                 os.chdir("d")
-        finally:
             os.chdir(here)
-        assert len(open_dataset("folder", root=root).split("all")) == 10
-        assert len(cli.succeed("predict", model_file, root, "--device", "cpu").out.splitlines()) == 10
-        os.system(f"rm -rf {root}/cat/d")
+            assert len(open_dataset("folder", root=root).split("all")) == 10
+            assert len(cli.succeed("predict", model_file, root, "--device", "cpu").out.splitlines()) == 10
+        finally:  # Python's own removal recurses too deep for it, and pytest's would fail
+            os.chdir(here)
+            os.system(f"rm -rf {root}/cat/d")
 
     def test_a_field_of_200_kilobytes_is_one_line(self, root: Path) -> None:
         (root / "labels.csv").write_text(f"path,label\ncat/0.png,{'x' * 200_000}\n")
