@@ -178,6 +178,60 @@ class TestImages:
             list(pool.map(read, range(16)))
         assert most == 1
 
+    @pytest.mark.parametrize("command", ["predict", "attention"])
+    def test_a_folder_without_images_or_that_cannot_be_read_is_a_row_of_a_list(
+        self,
+        cli: Launcher,
+        model_file: Path,
+        photo: Path,
+        tmp_path: Path,
+        command: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for name in ("empty", "secret"):
+            (tmp_path / name).mkdir()
+        scan = os.scandir
+
+        def scandir(path: Any) -> Any:
+            if "secret" in os.fspath(path):
+                raise PermissionError(13, "Permission denied", path)
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+        listed = [tmp_path / "empty", photo, tmp_path / "secret"]
+        output = ["--output", tmp_path / "maps", "--no-checks"] if command == "attention" else []
+        out = cli.succeed(command, model_file, *listed, "--device", "cpu", *output).out
+        assert out.count("is a folder that holds no images, or can't be read") == 2
+        if output:
+            assert (tmp_path / "maps" / "photo.rollout.png").is_file()
+        else:
+            assert ["error" in json.loads(line) for line in out.splitlines()] == [True, False, True]
+
+    def test_attention_holds_no_more_pixels_than_fit(
+        self, cli: Launcher, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vit.data import images
+
+        rng = np.random.default_rng(0)
+        (tmp_path / "photos").mkdir()
+        for number in range(6):
+            Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(
+                tmp_path / "photos" / f"{number}.png"
+            )
+        command = ["attention", model_file, tmp_path / "photos", "--device", "cpu", "--format", "png,npz,html"]
+        cli.succeed(*command, "--no-checks", "--output", tmp_path / "whole")
+        room = images._PixelsInFlight(1500)  # two of the six
+        monkeypatch.setattr(images, "_kept", room)
+        kept, keep = [], images.keep_pixels
+        monkeypatch.setattr("vit.explanation.explain.keep_pixels", lambda image: kept.append(keep(image)) or kept[-1])
+        cli.succeed(*command, "--no-checks", "--output", tmp_path / "small")
+        assert sum(image is not None for image in kept) == 2
+        kept.clear()
+        assert room._free == 1500  # all of it is given back
+        names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+        for name in names:  # the same bytes, though most were decoded twice
+            assert (tmp_path / "small" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
 
 class TestConfigurations:
     @pytest.mark.parametrize(

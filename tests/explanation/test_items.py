@@ -81,6 +81,12 @@ def test_images_of_a_data_set_are_named_by_their_ids() -> None:
     assert items[0].read()[0].mode == "RGB"
 
 
+def test_a_name_of_any_letters_fits_a_file_system() -> None:
+    assert clean_name("x" * 300) == "x" * 120
+    assert clean_name("猫" * 100) == "猫" * 40  # three bytes each
+    assert clean_name("x" + "é" * 100) == "x" + "é" * 59
+
+
 def test_a_class_is_found_by_one_of_its_synonyms() -> None:
     names = ["great white shark, white shark", "crane, bird", "crane", "Cat", "drake, crane machine"]
     logits = torch.zeros(2, 5)

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[Im
     random = np.random.default_rng(0)
     pictures = [random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8) for _ in names]
     return [
-        ImageItem(name, f"image-{number}", lambda p=picture: (Image.fromarray(p), "0" * 64))
+        ImageItem(name, f"image-{number}", lambda p=picture: nullcontext((Image.fromarray(p), "0" * 64)))
         for number, (name, picture) in enumerate(zip(names, pictures, strict=True))
     ]
 
@@ -147,14 +148,14 @@ def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
 def test_an_image_that_is_gone_when_the_gallery_is_saved_takes_no_others_place(tmp_path: Path) -> None:
     bundle, reads = make_bundle(), []
 
-    def read() -> tuple[Image.Image, str]:
+    def read() -> nullcontext[tuple[Image.Image, str]]:
         if reads:
             raise OSError("removed")
         reads.append(1)
-        return Image.new("RGB", (60, 40)), ""
+        return nullcontext((Image.new("RGB", (60, 40)), ""))
 
     items = make_items(["a", "b", "c"])
-    items[1] = replace(items[1], read=read)
+    items[1] = replace(items[1], open=read)
     found = collect_explanations(bundle, items, Settings(sanity_checks=False))
     replace(found, extra_formats=EXTRA_FORMATS).save(tmp_path, formats=["npz", "html"])
     shown = read_data(tmp_path / "gallery.html")["images"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import Launcher, Outcome
+from tests.conftest import ROOT, Launcher, Outcome
 from tests.training.conftest import TINY, read_metrics
 from tests.training.test_kill import done_steps
 from vit.bundle import load_bundle
@@ -28,6 +28,21 @@ OVERRIDES = [
     "optimizer.muon_lr=1e-3",
 ]
 
+
+# the command on a disk that is full once the checkpoint of step 5 is there
+FULL_DISK = """
+import errno, os, sys
+from pathlib import Path
+from vit.cli.main import main
+
+def fsync(descriptor, whole=os.fsync):
+    if list(Path(sys.argv[-1]).glob("checkpoints/step-00000005-*")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    whole(descriptor)
+
+os.fsync = fsync
+main()
+"""
 
 Start = Callable[..., subprocess.Popen[str]]
 Train = Callable[..., Outcome]
@@ -114,4 +129,19 @@ def test_a_dead_rank_ends_the_job_and_another_world_size_continues(
     assert time.monotonic() - died < 30
     assert 5 <= done_steps(tmp_path / "run") < 50
     train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=1)
+    assert_close(alone, tmp_path / "run")
+
+
+def test_a_full_disk_ends_the_job_and_with_room_it_continues(
+    alone: Path, cli: Launcher, train: Train, empty_yaml: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    arguments = ["train", empty_yaml, *OVERRIDES, "train.checkpoint_every_steps=1", "--output", tmp_path / "run"]
+    program, environment = (str(tmp_path / "full_disk.py"),), {"PYTHONPATH": str(ROOT)}
+    job = cli.start(*arguments, processes=2, program=program, env=environment, stdout=subprocess.DEVNULL)
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert "vit: error: No space left on device" in errors
+    assert done_steps(tmp_path / "run") == 5
+    train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=2)
     assert_close(alone, tmp_path / "run")

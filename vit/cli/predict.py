@@ -30,7 +30,8 @@ def predict(
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
     running: dict[str, Any] = {"batch_size": batch_size, "device": device, "precision": precision}
-    predictions = api.iterate_predictions(model, list_names(images), top_k=top_k, **running)
+    given = images[0] if len(images) == 1 and images[0] != "-" else list_names(images)
+    predictions = api.iterate_predictions(model, given, top_k=top_k, **running)
     write = write_jsonl if output_format == "jsonl" else write_csv
     count = unreadable = 0
     with show_progress("images", None) as advance:

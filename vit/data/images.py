@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -54,7 +55,10 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
     that they fit into memory. Open no second one inside it."""
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     with ExitStack() as stack:
-        opened = stack.enter_context(open_regular(file)) if isinstance(file, Path) else file
+        try:
+            opened = stack.enter_context(open_regular(file)) if isinstance(file, Path) else file
+        except IsADirectoryError as error:
+            raise ValueError(f"{name} is a folder that holds no images, or can't be read") from error
         try:
             # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
             with warnings.catch_warnings(action="ignore"):
@@ -69,6 +73,11 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
             reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
             raise ValueError(f"{name} can't be read as an image: {reason}") from error
         yield image
+
+
+def keep_pixels(image: Image.Image) -> Image.Image | None:
+    """The image, where its pixels and those of all others that are kept so fit into memory."""
+    return image if _kept.keep(image) else None
 
 
 class _PixelsInFlight:
@@ -87,12 +96,25 @@ class _PixelsInFlight:
         try:
             yield
         finally:
-            with self._changed:
-                self._free += count
-                self._changed.notify_all()
+            self._release(count)
+
+    def keep(self, image: Image.Image) -> bool:
+        """Whether there is room for the image: it is taken until the image is freed."""
+        count = image.width * image.height
+        with self._changed:
+            if count > self._free:
+                return False
+            self._free -= count
+        weakref.finalize(image, self._release, count).atexit = False
+        return True
+
+    def _release(self, count: int) -> None:
+        with self._changed:
+            self._free += count
+            self._changed.notify_all()
 
 
-_in_flight = _PixelsInFlight(100_000_000)
+_in_flight, _kept = _PixelsInFlight(100_000_000), _PixelsInFlight(100_000_000)
 os.register_at_fork(after_in_child=lambda: _in_flight.__init__(_in_flight.most))  # type: ignore[misc]
 
 

@@ -18,13 +18,13 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """Each image as the path of a file or as an upright PIL image in RGB, in the order given.
 
     A folder stands for the image files below it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, of
-    several images, [N, H, W, 3]. A path that doesn't exist is passed on: reading it says so. Raises ValueError for a
-    folder without images and for an array of another kind.
+    several images, [N, H, W, 3]. A path that doesn't exist is passed on: reading it says so; in a list, a folder
+    without images too. Raises ValueError for such a folder by itself and for an array of another kind.
     """
     if isinstance(images, str | Path) and not os.path.isdir(images):  # Path.is_dir raises for a name of 300 characters
         yield str(images)
     elif isinstance(images, str | Path):
-        found = sorted(path for path in list_files(images) if Path(path).suffix.lower() in IMAGE_SUFFIXES)
+        found = _list_folder(images)
         if not found:
             raise ValueError(f"{images} holds no images")
         yield from found
@@ -39,4 +39,11 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             yield Image.fromarray(single).convert("RGB")
     else:
         for image in images:
-            yield from list_images(image)
+            if isinstance(image, str | Path) and os.path.isdir(image):
+                yield from _list_folder(image) or [str(image)]
+            else:
+                yield from list_images(image)
+
+
+def _list_folder(folder: str | Path) -> list[str]:
+    return sorted(path for path in list_files(folder) if Path(path).suffix.lower() in IMAGE_SUFFIXES)

@@ -4,11 +4,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.data.images import keep_pixels
 from vit.data.inputs import ImageInputs
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.readout import Forward
@@ -23,7 +26,13 @@ from vit.explanation.render.token_details import TokenDetails, collect_token_det
 from vit.runtime.device import autocast, choose_precision
 from vit.runtime.progress import show_progress
 
-Decoded = tuple[ImageItem, Image.Image, str]
+
+class _Decoded(NamedTuple):
+    item: ImageItem
+    pixels: np.ndarray  # [H, W, 3], as the model sees them
+    size: tuple[int, int]  # of the image
+    image: Image.Image | None
+    sha256: str
 
 
 def fit_settings(bundle: Bundle, settings: Settings) -> Settings:
@@ -65,19 +74,24 @@ def collect_explanations(
     explainer = _Explainer(bundle, settings, token_bytes)
     batches = [items[start : start + size] for start in range(0, len(items), size)]
 
-    def decode(batch: Sequence[ImageItem], reads: Sequence[Future[tuple[Image.Image, str]]]) -> Iterator[Decoded]:
-        for item, read in zip(batch, reads, strict=True):
+    def read(item: ImageItem) -> _Decoded:
+        with item.open() as (image, sha256):
+            # of images that are many and large the pixels are given back, and decoded again where they are drawn
+            return _Decoded(item, bundle.preprocess.to_uint8(image), image.size, keep_pixels(image), sha256)
+
+    def decode(batch: Sequence[ImageItem], reads: Sequence[Future[_Decoded]]) -> Iterator[_Decoded]:
+        for item, reading in zip(batch, reads, strict=True):
             try:
-                yield item, *read.result()
+                yield reading.result()
             except (ValueError, OSError) as error:
                 found.unreadable.append((item.path, " ".join(str(error).split())))
                 on_unreadable(*found.unreadable[-1])
 
     with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
-        coming = [pool.submit(item.read) for item in items[:size]]
+        coming = [pool.submit(read, item) for item in items[:size]]
         for batch, following in zip(batches, [*batches[1:], []], strict=False):
             decoded = list(decode(batch, coming))
-            coming = [pool.submit(item.read) for item in following]
+            coming = [pool.submit(read, item) for item in following]
             explained = explainer(decoded) if decoded else []
             for observe in observers:
                 observe(explained)
@@ -122,13 +136,13 @@ class _Explainer:
         self.device = next(bundle.model.parameters()).device
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
 
-    def __call__(self, decoded: Sequence[Decoded]) -> list[ExplainedImage]:
+    def __call__(self, decoded: Sequence[_Decoded]) -> list[ExplainedImage]:
         bundle, settings = self.bundle, self.settings
-        images = bundle.preprocess([image for _, image, _ in decoded]).to(self.device)
+        images = bundle.preprocess.normalize(torch.from_numpy(np.stack([each.pixels for each in decoded])))
         with autocast(self.device, choose_precision(settings.precision, self.device)):
             forward, targets, maps = compute_maps(
                 bundle.model,
-                images,
+                images.to(self.device),
                 methods=settings.methods,
                 choose_targets=self.choose_targets,
                 options=settings.options,
@@ -141,19 +155,19 @@ class _Explainer:
         probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
         explained = [
             ExplainedImage(
-                item=item,
-                size=image.size,
-                sha256=sha256,
-                geometry=bundle.preprocess.geometry(image.size),
+                item=each.item,
+                size=each.size,
+                sha256=each.sha256,
+                geometry=bundle.preprocess.geometry(each.size),
                 input_size=bundle.preprocess.image_size[::-1],
                 grid=forward.grid,
                 probabilities=probabilities[row],
                 targets=tuple(targets[row].tolist()),
                 maps=[],
                 tokens=self._collect_tokens(forward, row, tuple(targets[row].tolist())),
-                image=image,
+                image=each.image,
             )
-            for row, (item, image, sha256) in enumerate(decoded)
+            for row, each in enumerate(decoded)
         ]
         for of_method in maps:
             self._add_maps(explained, of_method, forward, None if of_method.is_sheet else next(checks, None))

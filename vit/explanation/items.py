@@ -1,10 +1,10 @@
 """What to explain: images as a user gives them or of a data set, each with a name its files can have."""
 
 import hashlib
-import io
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.images import read_image
+from vit.data.images import open_image
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.data.sets.source import ImageSource
-from vit.runtime.files import read_bytes
+from vit.runtime.files import compute_sha256
 
-_LONGEST_NAME = 120  # characters; file systems allow 255 bytes
+_LONGEST_NAME = 120  # bytes; file systems allow 255, with the method, the class and what marks a temporary file
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,13 @@ class ImageItem:
 
     path: str
     name: str
-    read: Callable[[], tuple[Image.Image, str]]  # the image and the SHA-256 of its file or pixels
+    # the image and the SHA-256 of its file or pixels; inside, its pixels count (`vit.data.images.open_image`)
+    open: Callable[[], AbstractContextManager[tuple[Image.Image, str]]]
+
+    def read(self) -> tuple[Image.Image, str]:
+        """`open`, for an image that is known to be small."""
+        with self.open() as found:
+            return found
 
 
 def find_items(
@@ -54,7 +60,7 @@ def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> li
     given = list(list_images(images))
     paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
     return [
-        ImageItem(path, name, partial(_read_file, image) if isinstance(image, str) else partial(_with_hash, image))
+        ImageItem(path, name, partial(_open_file, image) if isinstance(image, str) else partial(_with_hash, image))
         for path, name, image in zip(paths, name_images(paths, taken=taken), given, strict=True)
     ]
 
@@ -89,9 +95,9 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
 
 
 def clean_name(name: str) -> str:
-    """`name` without characters that file systems and shells don't allow."""
+    """`name` without characters that file systems and shells don't allow, at most 120 bytes."""
     name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
-    return name[:_LONGEST_NAME] or "image"
+    return name.encode()[:_LONGEST_NAME].decode(errors="ignore") or "image"
 
 
 def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]) -> list[str]:
@@ -100,14 +106,15 @@ def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collect
     return [name if counts[name.casefold()] == 1 else other for name, other in zip(names, alternatives, strict=True)]
 
 
-def _read_file(path: str) -> tuple[Image.Image, str]:
-    content = read_bytes(Path(path))
-    return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()
+@contextmanager
+def _open_file(path: str) -> Iterator[tuple[Image.Image, str]]:
+    with open_image(Path(path)) as image:
+        yield image, compute_sha256(Path(path))
 
 
-def _read_from(source: ImageSource, index: int) -> tuple[Image.Image, str]:
+def _read_from(source: ImageSource, index: int) -> AbstractContextManager[tuple[Image.Image, str]]:
     return _with_hash(source.read(index))
 
 
-def _with_hash(image: Image.Image) -> tuple[Image.Image, str]:
-    return image, hashlib.sha256(image.tobytes()).hexdigest()
+def _with_hash(image: Image.Image) -> AbstractContextManager[tuple[Image.Image, str]]:
+    return nullcontext((image, hashlib.sha256(image.tobytes()).hexdigest()))

@@ -1,10 +1,10 @@
 """What the JSON object of a model file may say: checked before anything is built of it."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vit.config import DataConfig, rename_old_keys
 from vit.model.vision_transformer import VisionTransformer
@@ -20,31 +20,19 @@ class _Values(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class ArchitectureValues(_Values):
-    """The arguments of a VisionTransformer that a file records: which of them fit together, the model says itself."""
-
-    img_size: _Sides
-    patch_size: _Sides
-    in_chans: int = Field(ge=1, le=64)
-    num_classes: int = Field(ge=0, le=2**20)
-    embed_dim: int = Field(ge=1, le=2**16)
-    depth: int = Field(ge=1, le=1000)
-    num_heads: int = Field(ge=1, le=2**16)
-    mlp_ratio: float = Field(gt=0, le=64)
-    mlp: str
-    qkv_bias: bool
-    qk_norm: bool
-    init_values: float | None
-    global_pool: str
-    class_token: bool
-    fc_norm: bool
-    stem: str
-    pos_embed: str
-    no_embed_class: bool
-    reg_tokens: int
-    distilled: bool
-    drop_path_rate: float = Field(ge=0, lt=1)
-    attention_backend: str
+# the arguments of a VisionTransformer that a file records: which of them fit together, the model says itself
+_LIMITS: dict[str, Any] = {
+    "in_chans": Field(ge=1, le=64),
+    "num_classes": Field(ge=0, le=2**20),
+    "embed_dim": Field(ge=1, le=2**16),
+    "depth": Field(ge=1, le=1000),
+    "num_heads": Field(ge=1, le=2**16),
+    "mlp_ratio": Field(gt=0, le=64),
+    "drop_path_rate": Field(ge=0, lt=1),
+}
+_TYPES = get_type_hints(VisionTransformer.__init__) | {"img_size": _Sides, "patch_size": _Sides}
+_FIELDS: dict[str, Any] = {name: (kind, _LIMITS.get(name, ...)) for name, kind in _TYPES.items() if name != "return"}
+ArchitectureValues = create_model("ArchitectureValues", __base__=_Values, **_FIELDS)
 
 
 class PreprocessValues(_Values):

@@ -79,10 +79,12 @@ class Gallery:
         }
 
     def _describe(self, explained: ExplainedImage) -> dict[str, Any]:
+        with explained.open() as image:
+            photo = _encode_photo(image, self._photo_bytes)
         width, height = explained.geometry.original_size
         left, top, right, bottom = explained.geometry.box
         return {
-            "photo": _encode_photo(explained.open(), self._photo_bytes),
+            "photo": photo,
             "size": _shown_size(explained.size),
             "box": [left / width, top / height, right / width, bottom / height],
             "input": explained.input_size,

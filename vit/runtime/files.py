@@ -4,9 +4,9 @@ import errno
 import hashlib
 import io
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,29 +80,27 @@ def read_tensors(path: Path) -> Any:
     return content
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, flush_name: bool = True) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it to `path`. A reader sees the old file or the new
     one, also after a crash or a power cut. Whatever `write` raises leaves `path` as it was and no temporary file
-    behind."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(descriptor)
-    temporary = Path(name)
+    behind. Without `flush_name` the new name is sure when the next file of the directory is written."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch(exist_ok=False)
         write(temporary)
-        os.umask(mask := os.umask(0))  # the only way to read it
-        temporary.chmod(0o666 & ~mask)
-        rename_durably(temporary, path)
+        rename_durably(temporary, path, flush_name=flush_name)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def rename_durably(source: Path, target: Path) -> None:
+def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
     """Rename a file, or a directory of files, when its content is on disk; return when its new name is too."""
     for path in (*source.iterdir(), source) if source.is_dir() else (source,):
         _flush(path)
     source.replace(target)
-    _flush(target.parent)
+    if flush_name:
+        _flush(target.parent)
 
 
 def default_cache_dir() -> Path:

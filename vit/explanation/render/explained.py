@@ -1,5 +1,7 @@
 """What explaining gives and drawing takes: an image with its maps, and the settings they were made with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +76,8 @@ class ExplainedImage:
     def predicted(self) -> int:
         return int(self.probabilities.argmax())
 
-    def open(self) -> Image.Image:
+    @contextmanager
+    def open(self) -> Iterator[Image.Image]:
         """The upright RGB image."""
-        return self.image or self.item.read()[0]
+        with nullcontext((self.image, "")) if self.image else self.item.open() as (image, _):
+            yield image

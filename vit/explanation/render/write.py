@@ -19,7 +19,7 @@ from vit.bundle import Bundle
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, draw_sheet, relative_to_uniform
 from vit.runtime.documents import check_schema, read_json
-from vit.runtime.files import read_arrays, write_arrays, write_text
+from vit.runtime.files import read_arrays, write_arrays, write_atomically, write_text
 
 SCHEMA_VERSION = 3
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
@@ -207,16 +207,17 @@ class MapWriter:
         assert self._picture is not None
         name = f"{found.key}.{self._picture}"
         picture = draw_map(explained, found, self.bundle.class_names, self._max_side)
-        temporary = self.output / f".{name}.tmp"
-        picture.save(temporary, format=self._picture, **PICTURES[self._picture])
-        temporary.replace(self.output / name)
+        options = {"format": self._picture, **PICTURES[self._picture]}
+        # the manifest, written after them, makes all their names sure
+        write_atomically(self.output / name, lambda path: picture.save(path, **options), flush_name=False)
 
 
 def draw_map(
     explained: ExplainedImage, found: ExplainedMap, class_names: Sequence[str], max_side: int = MAX_SIDE
 ) -> Image.Image:
     """The picture of one map, or the contact sheet of several."""
-    assert found.scale is not None
+    scale = found.scale
+    assert scale is not None
 
     def describe_class(index: int) -> str:
         return f"{class_names[index]}  {100 * explained.probabilities[index]:.1f} %"
@@ -228,18 +229,19 @@ def draw_map(
             found.values,
             layers=[f"layer {layer}" for layer in range(layers)] if layers > 1 else [""],
             heads=[f"head {head}" for head in range(heads)] if heads > 1 else ["mean"],
-            scale=found.scale,
+            scale=scale,
             caption=[*caption, found.method.title],
         )
     check = found.sanity_check
     shown = [f"{check.verdict}: {check.reason}"] if check and check.verdict != "supported" else []
     about = "does not depend on the class" if found.target is None else f"for {describe_class(found.target)}"
-    return draw_overlay(
-        explained.open(),
-        relative_to_uniform(found.values) if found.scale.relative else found.values,
-        explained.geometry,
-        scale=found.scale,
-        caption=[*caption, f"{found.method.title}, {about}"],
-        warnings=shown,
-        max_side=max_side,
-    )
+    with explained.open() as photo:
+        return draw_overlay(
+            photo,
+            relative_to_uniform(found.values) if scale.relative else found.values,
+            explained.geometry,
+            scale=scale,
+            caption=[*caption, f"{found.method.title}, {about}"],
+            warnings=shown,
+            max_side=max_side,
+        )
