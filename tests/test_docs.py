@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
-from generate import render_commands, render_configuration
+from generate import render_attention_maps, render_commands, render_configuration
 from PIL import Image
 
 from vit.build.recipe import find_recipe
@@ -140,7 +140,12 @@ def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "render"), [("configuration.md", render_configuration), ("commands.md", render_commands)]
+    ("page", "render"),
+    [
+        ("configuration.md", render_configuration),
+        ("commands.md", render_commands),
+        ("attention-maps.md", render_attention_maps),
+    ],
 )
 def test_generated_pages_are_up_to_date(page: str, render: Callable[[], str]) -> None:
     assert (ROOT / "docs" / page).read_text() == render(), "run `make docs`"

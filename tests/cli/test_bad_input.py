@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import vit
 from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.evaluation.records import write_evaluation
 from vit.bundle import load_bundle
@@ -540,6 +541,11 @@ class TestCommand:
 
         monkeypatch.setattr("vit.bundle.load_bundle", fail)
         assert "not enough memory" in cli.fail("info", "m")
+
+
+def test_the_version_needs_no_command(cli: Launcher) -> None:
+    assert cli.succeed("--version").out == f"vit {vit.__version__}\n"
+    assert "Missing command" in cli.fail("--")
 
 
 def test_a_crop_that_needs_too_many_pixels_is_refused() -> None:

@@ -9,6 +9,8 @@ import torch
 import torchvision
 import transformers
 
+from tests.explanation.model_zoo import _HUGGING_FACE, build_hugging_face_tower
+from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.model.families import count_classes, find_class_names, find_preprocess
 from vit.model.vision_transformer import VisionTransformer
@@ -102,6 +104,29 @@ class TestHuggingFace:
         assert Preprocess.from_dict(find_preprocess(module)) == Preprocess(
             (32, 32), 1.0, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic"
         )
+
+    @pytest.mark.parametrize(
+        ("family", "processor"),
+        [("CLIP", "CLIPImageProcessor"), ("MetaClip2", "CLIPImageProcessor"), ("Siglip", "SiglipImageProcessor")],
+    )
+    def test_models_of_images_and_texts_are_fed_what_their_processor_makes(self, family: str, processor: str) -> None:
+        published = getattr(transformers, processor)()
+        tower = getattr(transformers, f"{family}VisionModel")(
+            getattr(transformers, f"{family}VisionConfig")(**_HUGGING_FACE)
+        )
+        for module in (build_hugging_face_tower(family), tower):
+            found = Preprocess.from_dict(find_preprocess(module))
+            assert found == Preprocess(
+                (64, 64), 1.0, tuple(published.image_mean), tuple(published.image_std), "bicubic"
+            )
+        mean = (0.5,) * 3 if family == "Siglip" else (0.48145466, 0.4578275, 0.40821073)
+        assert Bundle.from_model(build_hugging_face_tower(family)).preprocess.mean == mean
+
+    def test_another_model_of_images_and_texts_is_told_to_give_preprocess(self) -> None:
+        module = build_hugging_face_tower("CLIP")
+        module.config.model_type = "other"
+        with pytest.raises(ValueError, match=r"doesn't tell the mean and std of its images; give preprocess="):
+            Bundle.from_model(module)
 
 
 def test_own_models_know_their_size_alone() -> None:

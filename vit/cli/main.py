@@ -33,11 +33,18 @@ for command in (train, evaluate, attention, info, predict, compare, faithfulness
     app.command()(command)
 
 
-@app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"vit {vit.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[  # printed while the options are read: without a command nothing is called
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,6 +10,9 @@ from torch import nn
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
+# `model_type` of a model of images and texts in Hugging Face → the image processor whose defaults it was trained with
+_PROCESSORS = {"clip": "CLIPImageProcessor", "metaclip_2": "CLIPImageProcessor", "siglip": "SiglipImageProcessor"}
+
 
 def count_classes(model: nn.Module) -> int | None:
     """The number of logits; None where the model doesn't say."""
@@ -40,8 +43,9 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
 
     timm: its pretrained_cfg. torchvision: the transforms of its weights for this architecture and image size (of
     several, IMAGENET1K_V1). Hugging Face: preprocessor_config.json beside the weights or among the downloads, else
-    the defaults of its ViTImageProcessor; it changes the aspect ratio of images that aren't square, we crop them.
-    Others: the image size alone. Raises ValueError for a model that doesn't tell it.
+    the defaults of its image processor for CLIP, MetaCLIP 2 and SigLIP, for others of ViTImageProcessor; it changes the
+    aspect ratio of images that aren't square, we crop them. Others: the image size alone. Raises ValueError for a model
+    that doesn't tell it, and for another model of images and texts without preprocessor_config.json.
     """
     library = _find_library(model)
     if library == "timm":
@@ -54,7 +58,8 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
         geometry = {"image_size": crop * 2, "crop_pct": crop[0] / transform.resize_size[0]}
         return geometry | {"mean": transform.mean, "std": transform.std, "interpolation": interpolation}
     config = getattr(model, "config", None)
-    size: Any = getattr(config, "image_size", getattr(model, "image_size", None))
+    tower = getattr(config, "vision_config", None)
+    size: Any = getattr(tower or config, "image_size", getattr(model, "image_size", None))
     size = getattr(getattr(model, "patch_embed", None), "img_size", size)
     if size is None:
         raise ValueError(f"{type(model).__name__} doesn't tell its image size; give preprocess=Preprocess(…)")
@@ -68,7 +73,18 @@ def find_preprocess(model: nn.Module) -> dict[str, Any]:
     if name:
         with suppress(OSError):
             path = cached_file(name, "preprocessor_config.json", local_files_only=True)
-    processor = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    family = config.model_type.removesuffix("_vision_model")
+    if path:
+        processor = json.loads(Path(path).read_text(encoding="utf-8"))
+    elif family in _PROCESSORS:
+        import transformers
+
+        processor = getattr(transformers, _PROCESSORS[family])().to_dict()
+    elif tower:
+        kind = type(model).__name__
+        raise ValueError(f"{kind} doesn't tell the mean and std of its images; give preprocess=Preprocess(…)")
+    else:
+        processor = {}
     values |= {key: processor.get(f"image_{key}", [0.5, 0.5, 0.5]) for key in ("mean", "std")}
     interpolation = Resampling(processor.get("resample", Resampling.BILINEAR)).name.lower()
     return values | {"interpolation": interpolation}
