@@ -34,7 +34,8 @@ _WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_selec
 class _Backend:
     """What torch asks of a device's module."""
 
-    is_available = is_initialized = staticmethod(lambda: True)
+    in_use = False  # outside `pretend_device`, torch must not take it for this machine's accelerator
+    is_available = is_initialized = staticmethod(lambda: _Backend.in_use)
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
@@ -170,4 +171,5 @@ def pretend_device() -> Iterator[collections.Counter[str]]:
     with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
         patch.setattr(torch.UntypedStorage, "data_ptr", _address)
         patch.setattr(torch, "inference_mode", torch.no_grad)
+        patch.setattr(_Backend, "in_use", True)
         yield TRANSFERS

@@ -182,8 +182,8 @@ def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> 
 def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
     assert load_history(str(tmp_path)) == []
     assert load_history("timm:vit_tiny_patch16_224") == []
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
-    assert load_history(str(tmp_path / "model.safetensors")) == [{"epoch": 1}, {"epoch": 2}]
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5}\n{"epoch": 2, "step": 10}\n{"epo')
+    assert load_history(str(tmp_path / "model.safetensors")) == [{"epoch": 1, "step": 5}, {"epoch": 2, "step": 10}]
 
 
 # --- in a browser ------------------------------------------------------------------------------------------
