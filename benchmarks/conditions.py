@@ -34,10 +34,15 @@ def describe_conditions(device: torch.device | str) -> dict[str, Any]:
 
 def write_result(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
     """`result`, which holds what `describe_conditions` said under "machine", as `<name>-<machine>.json`."""
-    path = folder / f"{name}-{machine_slug(result['machine']['device'])}.json"
+    path = find_result(folder, name, result["machine"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def find_result(folder: Path, name: str, machine: Mapping[str, Any]) -> Path:
+    """Where `write_result` puts it."""
+    return folder / f"{name}-{machine_slug(machine['device'])}.json"
 
 
 def machine_slug(device: str) -> str:

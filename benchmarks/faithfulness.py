@@ -4,15 +4,17 @@
 
 Each model is a training directory or a model file, then = and its data where that is not what it was trained on.
 Prints a table for each operator and score: symmetric relevance gain with its 95 % interval, and in percent of
-leave-one-out's; in bold the methods that may be the best of the model.
+leave-one-out's; in bold the methods that may be the best of the model. Each model is written when it is measured;
+what the file holds of others stays.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
 
-from conditions import describe_conditions, write_result
+from conditions import describe_conditions, find_result, write_result
 
 import vit
 from vit.explanation.faithfulness.faithfulness_result import format_estimate
@@ -70,11 +72,15 @@ def main() -> None:
     parser.add_argument("--filled", type=int, default=256, help="images whose patches are also filled with the mean")
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
-    machine = describe_conditions("cpu")
-    models = dict(measure(model, images=options.images, filled=options.filled) for model in options.models)
+    machine, models = describe_conditions("cpu"), dict[str, Any]()
+    for model in options.models:
+        name, found = measure(model, images=options.images, filled=options.filled)
+        models[name] = {**found, "machine": machine}
+        if options.output:
+            path = find_result(options.output, NAME, machine)
+            before = json.loads(path.read_text())["models"] if path.exists() else {}
+            write_result(options.output, NAME, {"machine": machine, "models": before | models})
     print(build_tables(models))
-    if options.output:
-        write_result(options.output, NAME, {"machine": machine, "models": models})
 
 
 if __name__ == "__main__":
