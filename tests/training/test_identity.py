@@ -244,6 +244,21 @@ def test_an_odd_index_of_the_cache_is_built_again(tmp_path: Path, name: str, con
     assert (folder / name).read_bytes() != content
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_killed_while_it_sends_a_batch_is_one_line(
+    make_run: MakeRun, tmp_path: Path, error: Exception
+) -> None:
+    run = make_run(tmp_path / "run", "train.epochs=1")
+
+    class Receiving(type(run.trainer.step)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> Any:
+            raise error
+
+    run.trainer.step.__class__ = Receiving
+    with pytest.raises(OSError, match="a process that decodes images was killed"):
+        run.trainer.run()
+
+
 def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
     overrides = ["data.pipeline=workers", "data.workers=1", "train.checkpoint_every_steps=1", "train.epochs=1"]
     overrides += ["data.mean=[0.5, 0.5, 0.5]", "data.std=[0.5, 0.5, 0.5]"]

@@ -100,8 +100,9 @@ class Trainer:
                 while self.progress.step < self.plan.total_steps:
                     self._train_epoch()
                     self._finish_epoch()
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):  # which torch raises wherever the loop is
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                # torch raises the first wherever the loop is; the others are of a batch that was being received
+                if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
                 cure = "continue with --resume, perhaps with fewer data.workers"
                 raise OSError(f"a process that decodes images was killed, for want of memory? {cure}") from error
