@@ -165,9 +165,8 @@ def build_ablation(ablations: Results) -> str:
 
 
 def build_faithfulness(results: Results) -> str:
-    """The tables over models of each machine; where there are none yet, that of an earlier model."""
-    tables = [faithfulness.build_tables(result["models"]) for result in results.values()]
-    return "\n\n".join(tables) or (RESULTS / "faithfulness-cifar10-cpu.md").read_text().strip()
+    """The tables over models of each machine."""
+    return "\n\n".join(faithfulness.build_tables(result["models"]) for result in results.values())
 
 
 def build_attention_programs(results: Results) -> str:
