@@ -365,6 +365,9 @@ def test_the_logit_lens_is_shown_for_each_token_and_layer(browser, page: tuple) 
     predicted = image["predicted"]["name"]
     assert about(browser) == f"probability of {predicted} that each patch alone would give after layer 0"
     assert read_view(browser)["values"] == pytest.approx(of_targets[0, 0, 1:], abs=1e-4)
+    row, column = divmod(int(of_targets[0, 0, 1:].argmax()), 4)
+    highest = f"row {row} column {column} ({of_targets[0, 0, 1:].max():.0f} %)"
+    assert read(browser, "most").startswith(f"highest: {highest}, ")
     browser.find_element("css selector", "canvas.map").send_keys("\ue014")  # arrow right: the patch in the middle
     assert read(browser, "most").startswith(f"patch (row 2, column 2) alone: {CLASSES[classes[0, 11]]} ")
     browser.find_element("class name", "expand").click()

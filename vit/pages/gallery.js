@@ -448,7 +448,7 @@ class Card {
     const [, columns] = view.grid, whole = view.grid[0] === image.grid[0] && columns === image.grid[1];
     const patches = [...view.values].map((value, i) => [value, `${whole ? "" : "around "}row ${whole ? Math.floor(i / columns)
       : Math.floor(Math.floor(i / columns) * image.grid[0] / view.grid[0])} column ${whole ? i % columns : Math.floor(i % columns * image.grid[1] / columns)}`]);
-    const said = patches.sort((a, b) => b[0] - a[0]).map(([value, where]) => `${where} ${show(value, view.unit)}`);
+    const said = patches.sort((a, b) => b[0] - a[0]).map(([value, where]) => `${where} (${show(value, view.unit)})`);
     const lowest = view.signed ? `; lowest: ${said.at(-1)}` : "";
     return `highest: ${said.slice(0, 3).join(", ")}${lowest}`;
   }
