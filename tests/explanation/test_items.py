@@ -11,7 +11,7 @@ from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.explanation.explain import explain_images
-from vit.explanation.items import clean_name, items_from_files, items_from_images, items_from_source, name_images
+from vit.explanation.items import clean_name, items_from_images, items_from_source, name_images
 from vit.explanation.methods.table import MapOptions
 from vit.explanation.methods.targets import build_target_chooser
 
@@ -56,12 +56,12 @@ def test_what_file_systems_trip_over_is_replaced(name: str, clean: str) -> None:
     assert clean_name(name) == clean
 
 
-def test_files_come_sorted_and_once(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("b.png", "a.png", "b.png")]
+def test_files_are_read_with_their_hash_in_the_order_given(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("b.png", "a.png")]
     for path in paths:
         Image.new("RGB", (4, 4)).save(path)
-    items = items_from_files(paths)
-    assert [item.name for item in items] == ["a", "b"]
+    items = items_from_images(paths)
+    assert [item.name for item in items] == ["b", "a"]
     image, sha256 = items[0].read()
     assert image.size == (4, 4)
     assert len(sha256) == 64
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"\xff\xd8\xff\xe0 no image")
     with pytest.raises(ValueError, match=r"broken\.jpg"):
-        items_from_files([str(path)])[0].read()
+        items_from_images([str(path)])[0].read()
 
 
 def test_images_of_a_data_set_are_named_by_their_ids() -> None:

@@ -65,11 +65,6 @@ def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> li
     ]
 
 
-def items_from_files(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[ImageItem]:
-    """Image files in sorted order, without repeats."""
-    return items_from_images(sorted(set(paths)), taken=taken)
-
-
 def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
     """`count` images spread evenly over a data set's split, named by their ids."""
     chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist()

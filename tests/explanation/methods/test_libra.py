@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.capture import capture_attention
 from vit.explanation.capture.readout import run_forward
+from vit.explanation.methods import table
 from vit.explanation.methods.gradients import compute_fullgrad_plus, compute_input_x_gradient
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.table import compute_maps
@@ -143,3 +144,18 @@ def test_the_combination_is_the_mean_of_standardised_maps() -> None:
     values = torch.stack([of_method.values[:, 0].flatten(1) for of_method in maps])
     expected = (values / values.std(dim=-1, keepdim=True)).mean(dim=0)
     torch.testing.assert_close(combined.values[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
+    monkeypatch: pytest.MonkeyPatch, keep_graph: bool
+) -> None:
+    model, images = build("ours")
+    counted = []
+    monkeypatch.setattr(
+        table, "run_forward", lambda *args, **options: counted.append(1) or run_forward(*args, **options)
+    )
+    several: dict = {"methods": ["libra-removal"], "choose_targets": lambda logits: logits.topk(3, dim=1).indices}
+    _, _, (maps,) = table.compute_maps(model, images, **several, keep_graph=keep_graph)
+    assert maps.values.shape[1] == 3
+    assert len(counted) == 2

@@ -13,7 +13,7 @@ from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.explain import collect_explanations, explain_images
-from vit.explanation.items import ImageItem, items_from_files
+from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.table import METHODS, MapOptions
 from vit.explanation.render.explained import ExplainedImage, Settings
 from vit.explanation.render.overlay import FIXED_END
@@ -42,7 +42,7 @@ def photos(tmp_path: Path) -> list[str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(folder / name)
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
-    return [str(path) for path in folder.rglob("*.*")]
+    return sorted(str(path) for path in folder.rglob("*.*"))
 
 
 def write(bundle: Bundle, items: list[ImageItem], writer: MapWriter) -> list[ExplainedImage]:
@@ -55,7 +55,7 @@ def write(bundle: Bundle, items: list[ImageItem], writer: MapWriter) -> list[Exp
 
 def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -> dict:
     settings = Settings(**{"batch_size": 2} | choices)
-    write(bundle, items_from_files(photos), MapWriter(output, bundle, settings))
+    write(bundle, items_from_images(photos), MapWriter(output, bundle, settings))
     return json.loads((output / "manifest.json").read_text())
 
 
@@ -124,7 +124,7 @@ class Stop(Exception):
 
 def test_an_interrupted_export_continues_where_it_was(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
-    settings, output, items = Settings(batch_size=1), tmp_path / "parts", items_from_files(photos)
+    settings, output, items = Settings(batch_size=1), tmp_path / "parts", items_from_images(photos)
     countdown = iter(range(2))
 
     def stop(explained: list[ExplainedImage]) -> None:
@@ -195,7 +195,7 @@ def test_an_unknown_class_lists_the_known_ones(bundle: Bundle, target: str) -> N
 @pytest.mark.parametrize("scale", ["image", "batch", "fixed"])
 def test_scales_are_of_what_they_say(bundle: Bundle, photos: list[str], tmp_path: Path, scale: str) -> None:
     settings = Settings(scale=scale, sanity_checks=False, methods=("rollout", "cdam"))
-    seen = write(bundle, items_from_files(photos), MapWriter(tmp_path / "out", bundle, settings))
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, settings))
     for number, name in enumerate(settings.methods):
         signed = METHODS[name].signed
         found = [of_image.maps[number] for of_image in seen]
@@ -234,7 +234,7 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
 
 def test_half_precision_is_of_the_forward_pass_alone(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
     settings = Settings(precision="bfloat16", sanity_checks=False, methods=("rollout", "gae"))
-    seen = write(bundle, items_from_files(photos), MapWriter(tmp_path / "out", bundle, settings))
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, settings))
     for of_image in seen:
         rollout = of_image.maps[0]
         assert abs(rollout.values.sum() / (1 - rollout.prefix_mass) - 1) < 1e-5  # bfloat16 would give 1e-3
@@ -272,7 +272,7 @@ def test_overlays_can_be_smaller_and_of_another_format(
     settings, found = Settings(sanity_checks=False), {}
     for name, formats, side in (("png", ("png",), 640), (picture, (picture, "npz"), 40)):
         with MapWriter(tmp_path / name, bundle, settings, formats=formats, max_side=side) as writer:
-            collect_explanations(bundle, items_from_files(photos), settings, observers=[writer.add])
+            collect_explanations(bundle, items_from_images(photos), settings, observers=[writer.add])
         entry = json.loads((tmp_path / name / "manifest.json").read_text())["images"][0]
         assert entry["overlay"].endswith(f".rollout.{name}")
         found[name] = tmp_path / name / entry["overlay"]

@@ -38,6 +38,7 @@ class Forward:
     grid: Grid
     tokens: Float[Tensor, "B N D"]  # what is pooled: after the last norm, in the graph with gradients
     pooling: dict[str, Tensor]  # what an attention pooling computed, see `capture_attention_pooling`
+    plain: "Forward | None" = None  # of a pass within LibraGradients: the same with the model's own, where it was run
 
 
 @torch.inference_mode(False)  # there is no graph in it, and a graph is what gradients and readouts come from

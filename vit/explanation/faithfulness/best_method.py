@@ -8,6 +8,7 @@ from typing import Any
 
 from vit.bundle import MODEL_FILE, Bundle
 from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
+from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
 
 BEST = "best"  # stands for the method in the file
@@ -63,7 +64,7 @@ def read_best_method(bundle: Bundle) -> BestMethod:
     if not path.is_file():
         raise ValueError(f"no best method is known of {bundle.name}; {cure} first")
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
         name, gains, count = content["best_method"], content["gains"]["srg"], content["num_images"]
         gain = {key: float(gains[name][key]) for key in ("mean", "low", "high")}
         found = BestMethod(name, tuple(content["best"]["srg"]), gain, count)

@@ -61,13 +61,13 @@ class Evidence:
 def check_maps(forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps]) -> list[list[list[SanityCheck]]]:
     """By method, image and class. `forward` keeps its graph; maps that don't depend on the class are checked for the
     predicted one."""
-    predicted = forward.logits.argmax(dim=1)
+    predicted, small = forward.logits.argmax(dim=1), _is_small(forward)
     found: dict[tuple[tuple[int, ...], bool], Evidence] = {}
     checks = []
     for of_method in maps:
         by_class = []
         for column, values in enumerate(of_method.values.unbind(dim=1)):
-            circular = "removal" in of_method.method.name
+            circular = of_method.method.of_removal and not small
             classes = targets[:, column] if of_method.method.class_specific else predicted
             key = (tuple(classes.tolist()), circular)
             if key not in found:
@@ -80,7 +80,7 @@ def check_maps(forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Map
 def find_evidence(forward: Forward, classes: Int[Tensor, " B"], *, circular: bool = False) -> Evidence:
     """Evidence for `classes`; with `circular` none of the removal gradient."""
     count, device = forward.grid[0] * forward.grid[1], forward.images.device
-    small = count <= LEAVE_OUT_ALL and can_drop_tokens(forward.model)
+    small = _is_small(forward)
     if circular or small:
         generator = torch.Generator().manual_seed(0)
         some = torch.randperm(count, generator=generator)[:LEAVE_OUT_SOME].sort().values
@@ -95,6 +95,11 @@ def find_evidence(forward: Forward, classes: Int[Tensor, " B"], *, circular: boo
         except ValueError:  # a pooling whose gates are unknown
             return find_evidence(forward, classes, circular=True)
     return Evidence("removal-gradient", gradient[:, forward.num_prefix_tokens :], torch.arange(count))
+
+
+def _is_small(forward: Forward) -> bool:
+    """Whether every patch is left out, for all methods."""
+    return forward.grid[0] * forward.grid[1] <= LEAVE_OUT_ALL and can_drop_tokens(forward.model)
 
 
 def compare(maps: PatchMaps, evidence: Evidence) -> list[SanityCheck]:

@@ -41,6 +41,7 @@ class Method:
     class_specific: bool = False
     signed: bool = False
     libra: bool = False  # from a forward pass within LibraGradients
+    of_removal: bool = False  # made of the removal gradient, in whole or in part: that is no evidence for it
 
 
 @dataclass
@@ -83,17 +84,16 @@ def compute_maps(
                 gradients = wanted or any(method.class_specific for method in of_pass)
                 forwards[libra] = run_forward(model, images, gradients=gradients, block_tokens=block_tokens)
     forward = next(iter(forwards.values()))  # their results are the same
+    if len(forwards) == 2 and forward.logits.requires_grad:  # the first is the plain one
+        forwards[True].plain = forward
     check_options(options, forward.record.layers)
     logits = forward.logits.detach()
     targets = logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
     # the forward pass may be in half precision; the products of many matrices are not
     full_precision = torch.autocast(images.device.type, enabled=False)
     with full_precision, torch.enable_grad():
-        return (
-            forward,
-            targets,
-            [_compute_method(method, forwards[method.libra], targets, options) for method in chosen],
-        )
+        maps = [_compute_method(method, forwards[method.libra], targets, options) for method in chosen]
+    return forward, targets, maps
 
 
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
@@ -184,16 +184,18 @@ def _legrad(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
 def _combine(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """The mean of libra-fullgrad, libra-input-x-gradient and removal-gradient, each divided by its standard deviation
     over the patches: where patches are left out, where they are painted over, and for one patch alone."""
-    plain = run_forward(forward.model, forward.images.detach(), gradients=True)
+    if forward.plain is None:
+        forward.plain = run_forward(forward.model, forward.images.detach(), gradients=True)
     logit, first = _score(forward, classes), forward.num_prefix_tokens
     maps = [gradients.compute_fullgrad_plus(forward, logit), _PIXELS(forward, logit)]
-    maps.append(_remove(plain, classes, options, probability=True))
+    maps.append(_remove(forward.plain, classes, options, probability=True))
     patches = torch.stack([of_method.detach().float()[:, first:] for of_method in maps])
     combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
     return torch.nn.functional.pad(combined, (first, 0))
 
 
 _PIXELS = partial(gradients.compute_input_x_gradient, from_mean=True)
+_of_removal = partial(Method, class_specific=True, signed=True, of_removal=True)
 _GAE, _GAE_SCALE_FREE = gradients.compute_gae, partial(gradients.compute_gae, scale_free=True)
 _ALL = (
     Method("rollout", "attention rollout", _rollout),
@@ -210,8 +212,8 @@ _ALL = (
     _of_logit("libra-fullgrad", "Libra FullGrad+", gradients.compute_fullgrad_plus, signed=True, libra=True),
     _of_logit("libra-gae", "Libra generic attention explanation", _GAE, "start_layer", libra=True),
     _of_logit("libra-input-x-gradient", "Libra input times gradient", _PIXELS, signed=True, libra=True),
-    Method("removal-gradient", "removal gradient", partial(_remove, probability=True), True, True),
-    Method("removal-gradient-logit", "removal gradient of the logit", partial(_remove, probability=False), True, True),
-    Method("libra-removal", "Libra FullGrad+, pixels and removal gradient", _combine, True, True, libra=True),
+    _of_removal("removal-gradient", "removal gradient", partial(_remove, probability=True)),
+    _of_removal("removal-gradient-logit", "removal gradient of the logit", partial(_remove, probability=False)),
+    _of_removal("libra-removal", "Libra FullGrad+, pixels and removal gradient", _combine, libra=True),
 )
 METHODS = {method.name: method for method in _ALL}
