@@ -219,7 +219,7 @@ def measure_faithfulness(
     root: str | Path | None = None,
     split: str | None = None,
     methods: Literal["all"] | Sequence[str] = "all",
-    count: int = 256,
+    count: int = 128,
     filled: int = 64,
     batch_size: int | None = None,
     seed: int = 0,

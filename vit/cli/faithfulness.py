@@ -19,7 +19,7 @@ def faithfulness(
     root: Root = None,
     split: Split = None,
     methods: Annotated[str, typer.Option(help="all, or names separated by commas")] = "all",
-    count: Annotated[int, typer.Option("--images", min=8, help="correctly predicted images to measure on")] = 256,
+    count: Annotated[int, typer.Option("--images", min=8, help="correctly predicted images to measure on")] = 128,
     batch_size: Batch = None,
     seed: Annotated[int, typer.Option(help="of the choice of images and of random maps")] = 0,
     device: Device = "auto",

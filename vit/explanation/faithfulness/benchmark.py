@@ -54,7 +54,7 @@ class Benchmark:
     options: MapOptions = field(default_factory=MapOptions)
     batch_size: int = 64
     # how many of the images, the first ones, for what costs more:
-    grouped: int = 128  # SaCo
+    grouped: int = 64  # SaCo
     filled: int = 64  # patches filled with the mean
     blurred: int = 8
     few: int = 16  # randomised weights and sensitivity
@@ -77,9 +77,10 @@ class Benchmark:
     def plan(self) -> tuple[float, float]:
         """What `measure` will take, from the first images: forward passes of an image, and seconds."""
         images, classes = self.images[: self.few], self.classes[: self.few, None]
-        forward = _time(partial(compute_logits, self.model, images)) / len(images)
+        whole = self.images[: self.batch_size]
+        forward = _time(partial(compute_logits, self.model, whole)) / len(whole)
         with autocast(self.device, self.precision):
-            faster = _time(partial(compute_logits, self.model, images)) / len(images)
+            faster = _time(partial(compute_logits, self.model, whole)) / len(whole)
         for method in self.methods:
             explain = partial(self._compute_maps, self.model, images, classes, methods=[method])
             self.result.milliseconds[method] = 1000 * _time(explain) / len(images)
