@@ -44,6 +44,25 @@ def test_intervals_hold_what_they_promise(make_predictions: MakePredictions) -> 
     assert 88 <= held <= 100
 
 
+@pytest.mark.parametrize(("count", "classes"), [(12, 5), (200, 10), (1000, 10), (1000, 200)])
+def test_every_metric_lies_in_its_interval(make_predictions: MakePredictions, count: int, classes: int) -> None:
+    """Resampling raises the calibration error of a calibrated model until every replicate lies above it."""
+    for seed in range(5):
+        scores = score_logits(*make_predictions(count, classes, seed=seed))
+        metrics, intervals = compute_metrics(scores), compute_intervals(scores, resamples=200)
+        assert {name for name, (low, high) in intervals.items() if not 0 <= low <= metrics[name] <= high} == set()
+
+
+def test_the_interval_of_a_biased_metric_is_as_wide_as_it_varies(make_predictions: MakePredictions) -> None:
+    draws = [score_logits(*make_predictions(1000, seed=seed + 1)) for seed in range(100)]
+    values = [compute_metrics(scores) for scores in draws]
+    intervals = [compute_intervals(scores, resamples=200) for scores in draws[:50]]
+    for name in ("ece", "macro_f1"):
+        mean = np.mean([each[name] for each in values])
+        held = sum(low <= mean <= high for low, high in (each[name] for each in intervals))
+        assert held >= 44, (name, held)
+
+
 def test_fifty_thousand_predictions_take_seconds(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions(50_000, 100))
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,52 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     session = selenium.Chrome(options=options, service=selenium.ChromeService(executable_path=driver))
     yield session
     session.quit()
+
+
+_LOW_CONTRAST = """
+const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+const colour = text => {
+  context.clearRect(0, 0, 1, 1);
+  context.fillStyle = text;
+  context.fillRect(0, 0, 1, 1);
+  return [...context.getImageData(0, 0, 1, 1).data].map(value => value / 255);
+};
+const over = (front, back) => back.map((value, i) => front[i] * front[3] + value * (1 - front[3]));
+const background = element => {
+  if (!element) return [1, 1, 1];
+  const own = colour(getComputedStyle(element).backgroundColor);
+  return own[3] === 1 ? own.slice(0, 3) : over(own, background(element.parentElement));
+};
+const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+for (let text; text = texts.nextNode();) {
+  const element = text.parentElement;
+  if (!text.data.trim() || !element.checkVisibility() || element.closest("option, script, noscript")) continue;
+  const style = getComputedStyle(element), back = background(element);
+  const front = over(colour(element.closest("svg") ? style.fill : style.color), back);
+  const [dark, light] = [luminance(front), luminance(back)].sort((a, b) => a - b), ratio = (light + .05) / (dark + .05);
+  if (ratio < 4.5) found.push(`${text.data.trim().slice(0, 40)}: ${ratio.toFixed(2)}`);
+}
+return found;
+"""
+
+
+def find_low_contrast(browser) -> list[str]:
+    """Visible text of less than 4.5:1 against its background (WCAG 2 AA), in light and in dark."""
+    found = []
+    for _ in range(2):
+        found += browser.execute_script(_LOW_CONTRAST)
+        browser.find_element("id", "theme").click()
+    return found
+
+
+@contextmanager
+def phone(browser) -> Iterator[None]:
+    """A screen of 390 × 844."""
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.explain import collect_explanations
@@ -248,7 +249,7 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
     assert read(browser, "facts") == ""  # folded
-    browser.find_element("tag name", "summary").click()
+    browser.find_element("css selector", ".numbers summary").click()
     facts = read(browser, "facts")
     assert "correlation with the effect of the patches" in facts
     assert "in prefix tokens" in facts
@@ -455,7 +456,9 @@ def test_methods_stand_side_by_side(browser, page: tuple) -> None:
     open_page(browser, page[0])
     choose(browser, "view", "methods side by side")
     panels = browser.find_elements("css selector", "figure:first-of-type .panels > div")
-    assert [panel.text for panel in panels] == ["photo", "rollout", "gae", "cdam"]
+    of_image = {found["method"]: found["sanity_check"]["verdict"] for found in page[1]["images"][0]["maps"][::-1]}
+    verdicts = [f"{method}: {of_image[method]}" for method in ("rollout", "gae", "cdam")]  # of the most probable class
+    assert [panel.text for panel in panels] == ["photo", *verdicts]
     canvases = browser.find_elements("css selector", "figure:first-of-type canvas.map")
     pictures = [browser.execute_script(PIXELS, canvas) for canvas in canvases]
     assert pictures[0] != pictures[1] != pictures[2]
@@ -494,6 +497,14 @@ def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, man
     name, count = counts.most_common()[-1]
     choose(browser, "predicted", f"{name} ({count})")
     assert browser.find_element("id", "count").text == f"{count} of 90 images."
+    choose(browser, "predicted", "every class")
+    sure = sorted(path for path, percent in confidence.items() if 50 <= percent < 90)
+    choose(browser, "sort", "as given")
+    choose(browser, "confidence", f"50 to 90 % ({len(sure)})")
+    assert browser.find_element("id", "count").text == f"{len(sure)} of 90 images."
+    assert (found := shown(browser)) == sure[: len(found)] != []
+    choose(browser, "confidence", "every confidence")
+    choose(browser, "predicted", f"{name} ({count})")
     predicted = {image["path"]: image["predicted"]["name"] for image in data["images"]}
     assert {predicted[path] for path in shown(browser)} == {name}
 
@@ -544,3 +555,64 @@ def test_light_and_dark_follow_the_system(browser, page: tuple) -> None:
         colours[scheme] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert colours == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}
+
+
+@pytest.mark.browser
+def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> None:
+    bundle, items = make_bundle(), make_items(["a"])
+    settings = Settings(methods=("rollout", "gae", "cdam"), sanity_checks=False)
+    for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
+        gallery = Gallery(CLASSES, count=1, best=best)
+        collect_explanations(bundle, items, settings, observers=[gallery.add], token_bytes=gallery.token_bytes)
+        gallery.write(tmp_path / "gallery.html", title="best")
+        open_page(browser, tmp_path / "gallery.html")
+        chosen = browser.execute_script("return document.getElementById('method').selectedOptions[0].text")
+        assert chosen == first + (" (best)" if best == first else "")
+    assert read(browser, "verdict").lower().startswith("not checked: ")
+
+
+FIRST_PICTURE = """
+const put = CanvasRenderingContext2D.prototype.putImageData;
+CanvasRenderingContext2D.prototype.putImageData = function (...values) {
+  window.firstPicture ??= performance.now();
+  return put.apply(this, values);
+};
+"""
+
+
+@pytest.mark.browser
+def test_the_first_of_a_thousand_photos_is_there_in_three_seconds(browser, tmp_path: Path) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    bundle = make_bundle(size=224, patch=16, depth=12, heads=12)
+    settings, gallery = Settings(methods=("rollout", "gae"), sanity_checks=False), Gallery(CLASSES, count=1000)
+    items = make_items(["a", "b"], size=(640, 480))
+    collect_explanations(bundle, items, settings, observers=[gallery.add], token_bytes=gallery.token_bytes)
+    gallery._images *= 500
+    gallery._summaries *= 500
+    gallery.write(path := tmp_path / "gallery.html", title="a thousand")
+    assert 20e6 < path.stat().st_size < 70e6
+    browser.execute_cdp_cmd("Page.enable", {})
+    script = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": FIRST_PICTURE})
+    try:
+        browser.get(path.as_uri())
+        WebDriverWait(browser, 60).until(lambda _: browser.execute_script("return window.firstPicture"))
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+    print(f"first picture of 1,000 after {browser.execute_script('return window.firstPicture'):.0f} ms")
+    assert browser.execute_script("return window.firstPicture") < 3000
+    assert browser.find_element("id", "count").text == "1000 images."
+    browser.execute_script("scrollTo(0, document.body.scrollHeight)")  # on to those that came after the script
+    WebDriverWait(browser, 10).until(lambda _: len(shown(browser)) > 48)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.browser
+def test_text_is_legible_and_a_phone_scrolls_down_only(browser, page: tuple) -> None:
+    open_page(browser, page[0])
+    for element in browser.find_elements("css selector", "details > summary, button.expand"):
+        element.click()
+    assert find_low_contrast(browser) == []
+    with phone(browser):
+        open_page(browser, page[0])
+        assert browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]") == [390, 390]

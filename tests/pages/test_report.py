@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.pages.conftest import find_low_contrast, phone
 from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
@@ -163,6 +165,34 @@ def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) 
     assert "attention map of" not in page
 
 
+def test_no_card_says_what_another_says(case: EvaluationResult) -> None:
+    def titles(evaluation: Evaluation) -> list[str]:
+        page = build(replace(case, evaluation=evaluation))
+        return re.findall(r'<div class="card"><p>(.*?)</p>', page)
+
+    every = titles(case.evaluation)
+    assert "Top-5 accuracy" not in every  # of four classes
+    assert {"Top-1 accuracy", "Macro recall", "Negative log-likelihood", "Loss"} < set(every)
+    assert "Negative log-likelihood" not in titles(case.evaluation.model_copy(update={"calibration": None}))
+    balanced = [replace(each, support=75) for each in case.evaluation.per_class]
+    assert "Macro recall" not in titles(case.evaluation.model_copy(update={"per_class": balanced}))
+
+
+def test_the_title_names_the_run_and_the_data_set(case: EvaluationResult) -> None:
+    images = replace(case.images, title="holiday photos")
+    for model in ("/home/me/runs/first", "runs/first/model.safetensors"):
+        evaluation = case.evaluation.model_copy(update={"model": model})
+        page = build(replace(case, evaluation=evaluation, images=images))
+        assert "<title>first on holiday photos</title>" in page
+        assert "<h1>first on holiday photos</h1>" in page
+
+
+def test_a_thousand_classes_stay_small() -> None:
+    names = tuple(f"class {index}" for index in range(1000))
+    page = build(make_case(5000, names, side=32, examples=16), history=HISTORY)
+    assert len(page.encode()) < 5_000_000
+
+
 def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> None:
     names = tuple(f"class {index}" for index in range(100))
     case = make_case(50_000, names, side=64, examples=64)
@@ -250,6 +280,30 @@ def test_a_click_on_a_number_shows_its_images(page: Any, case: EvaluationResult)
 
 
 @pytest.mark.browser
+def test_a_wide_matrix_says_that_it_scrolls(page: Any, case: EvaluationResult, tmp_path: Path) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    assert not page.find_element("id", "wide").is_displayed()  # four classes
+    wide = make_case(2000, tuple(f"class {index}" for index in range(60)), side=16, examples=1)
+    (tmp_path / "wide.html").write_text(build(wide), encoding="utf-8")
+    before = page.current_url
+    page.get((tmp_path / "wide.html").as_uri())
+    assert page.find_element("id", "wide").is_displayed()
+    scroller = page.find_element("css selector", "[aria-label='Confusion matrix']")
+    cut = "return [arguments[0].tabIndex, getComputedStyle(arguments[0]).maskImage]"
+    assert (shown := page.execute_script(cut, scroller))[0] == 0
+    assert "gradient" in shown[1]
+    page.execute_script("arguments[0].scrollLeft = 1e6", scroller)
+    WebDriverWait(page, 5).until(lambda _: page.execute_script(cut, scroller)[1] == "none")  # nothing is left
+    page.get(before)
+
+
+@pytest.mark.browser
+def test_text_is_legible_everywhere(page: Any) -> None:
+    assert find_low_contrast(page) == []
+
+
+@pytest.mark.browser
 def test_the_theme_switches_and_both_are_legible(page: Any) -> None:
     def contrast() -> float:
         colours = page.execute_script(
@@ -274,15 +328,13 @@ def luminance(colour: list[int]) -> float:
 
 @pytest.mark.browser
 def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path) -> None:
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    )
-    try:
+    with phone(page):
+        page.refresh()
         widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        chart = page.execute_script("return document.querySelector('.chart > svg').getBoundingClientRect().bottom")
         page.save_screenshot(str(tmp_path / "phone.png"))
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert widths == [390, 390]
+    assert chart <= 844  # the first one, whole
     with Image.open(tmp_path / "phone.png") as picture:
         assert len(np.unique(np.asarray(picture.convert("L")))) > 50  # something is drawn
     assert page.title.startswith("<img src=x")  # the name, shown and not run

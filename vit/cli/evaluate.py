@@ -57,7 +57,8 @@ def _show(evaluation: "Evaluation", output: Path) -> None:
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("95 % interval", justify="right")
-    for name, (low, high) in evaluation.intervals.items():
+    for name in evaluation.list_metrics():
+        low, high = evaluation.intervals[name]
         table.add_row(name, f"{getattr(evaluation, name):.4f}", f"{low:.4f} … {high:.4f}")
     if evaluation.mean_corruption_error is not None:
         table.add_row("mean corruption error", f"{evaluation.mean_corruption_error:.4f}", "")

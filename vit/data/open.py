@@ -31,6 +31,7 @@ FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {
     "imagenette": named.find_imagenette,
     "webdataset": shards.find_shards,
 }
+_OWN_IMAGES = ("folder", "webdataset")  # named by their root
 SPLITS = ("train", "validation", "test", "all")
 TEST_FRACTION = 0.2  # of the images, where a set has no test split of its own
 
@@ -45,6 +46,7 @@ class ImageDataset:
     split_seed: int
     cache_dir: Path
     default_split: str = "test"
+    title: str = ""  # for readers: the name of a named set, or that of the folder of own images
     _sources: dict[str, ImageSource] = field(default_factory=dict, init=False)
 
     def split(self, name: str | None = None) -> ImageSource:
@@ -126,7 +128,8 @@ def open_dataset(
     cache_dir = cache_dir or default_cache_dir()
     found = FINDERS[name](FindOptions(root, classes, cache_dir))
     once = {split: FoundSplit(of_split.origin, cache(of_split.load)) for split, of_split in found.items()}
-    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir)
+    title = Path(root).expanduser().absolute().name if root and name in _OWN_IMAGES else name
+    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir, title=title)
 
 
 def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = None) -> ImageDataset:
@@ -143,7 +146,7 @@ def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = No
     if data is None or _is_same(str(data), trained_on):
         kept = {key: trained_on[key] for key in ("classes", "validation_fraction", "split_seed") if key in trained_on}
         return open_dataset(trained_on["name"], root=root or trained_on.get("root"), cache_dir=cache_dir, **kept)
-    sets = [name for name in FINDERS if name not in ("folder", "webdataset")]
+    sets = [name for name in FINDERS if name not in _OWN_IMAGES]
     text, path = str(data), Path(data).expanduser()
     if text in sets:
         return open_dataset(text, root=root, cache_dir=cache_dir)

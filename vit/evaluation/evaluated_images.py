@@ -23,6 +23,7 @@ class Images:
     ids: tuple[str, ...]  # the dataset's, as text that any file can hold
     labels: Ints  # indices of the model's classes
     preprocess: Preprocess
+    title: str = ""  # of the data set, for readers
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,7 +43,8 @@ def load_images(
     map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
     decoded = dataset.decode(split, preprocess, progress=progress)
     labels = map_labels(decoded.labels, source_classes=decoded.class_names, model_classes=class_names)
-    return Images(decoded, tuple(printable(name) for name in decoded.ids), labels, preprocess)
+    ids = tuple(printable(name) for name in decoded.ids)
+    return Images(decoded, ids, labels, preprocess, printable(dataset.title))
 
 
 def printable(name: str) -> str:

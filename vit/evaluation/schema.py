@@ -108,6 +108,15 @@ class Evaluation(BaseModel):
     seed: int | None = Field(description="of the training run")
     conditions: dict[str, str] = Field(description="device, precision, batch size, command, time, versions")
 
+    def list_metrics(self) -> list[str]:
+        """The metrics that say something each: no top-5 of five classes, no second name of another one's figure."""
+        left_out = {"top5"} if len(self.per_class) <= 5 else set()
+        if self.calibration is None:
+            left_out.add("nll")  # the loss
+        if len({each.support for each in self.per_class}) == 1:
+            left_out.add("macro_recall")  # top-1
+        return [name for name in self.intervals if name not in left_out]
+
     def list_warnings(self) -> list[str]:
         """What to know before a metric is quoted, in sentences."""
         warnings = list(self.notes)

@@ -1,16 +1,23 @@
 "use strict";
-// Each image is a JSON text of its own, decoded when its card is shown. Values are in multiples of an even share: 1 is
+// Each image is a JSON text of its own, decoded when its card is shown; all but the first follow this script. Values are in multiples of an even share: 1 is
 // what each patch would have if all had the same. Tokens are numbered as in the model: first those that are no patches.
 const element = name => document.getElementById(name);
 const page = JSON.parse(element("page").textContent);
-const stored = document.querySelectorAll("script.image");
 const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 const palettes = page.palettes.map(bytes);
 const ATTENTION = "attention of a layer", LENS = "logit lens";
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
 const NUMBERS = {agreement: "correlation with the effect of the patches", p_value: "p"};
 const CARDS_AT_ONCE = 24;
+const CONFIDENCES = [["0", "below 50\u00a0%"], ["50", "50 to 90\u00a0%"], ["90", "90\u00a0% and above"]];
 const unique = values => [...new Set(values)];
+
+let stored = [];
+/** Whether the text of an image is there: the first ones are drawn while the rest of the page still loads. */
+function isLoaded(index) {
+  if (!stored[index]) stored = document.querySelectorAll("script.image");
+  return Boolean(stored[index] && stored[index].nextElementSibling);
+}
 
 // --- an image and what can be shown of it ---------------------------------------------------------------------
 
@@ -306,7 +313,8 @@ class Card {
       for (const panel of this.panels) if (panel.method) this.listen(panel.canvas);
     }
     for (const {method, canvas, name} of this.panels) {
-      name.textContent = settings.view === "methods" ? method || "photo" : "";
+      const map = method && this.image.map(method, settings.target), check = map && map.sanity_check;
+      name.textContent = settings.view === "methods" ? (method || "photo") + (check ? `: ${check.verdict}` : "") : "";
       canvas.className = method ? "map" : "photo";
       canvas.setAttribute("role", method ? "application" : "img");
       canvas.setAttribute("aria-label", method ? `${this.image.path}: ${method}; the arrow keys move between patches` : `${this.image.path}: the photo`);
@@ -425,10 +433,10 @@ class Card {
   /** The verdict in a sentence, and the numbers folded below. */
   judge(map) {
     const check = map && map.sanity_check, line = this.part("verdict"), word = document.createElement("b");
-    word.textContent = check ? check.verdict : "";
-    line.className = `verdict ${check ? check.verdict : ""}`;
-    line.replaceChildren(word, check ? `: ${check.reason}` : "");
-    line.hidden = !check;
+    word.textContent = check ? check.verdict : "not checked";
+    line.className = `verdict ${check ? check.verdict : "muted"}`;
+    line.replaceChildren(word, `: ${check ? check.reason : "of more than 64 images, the option --checks asks for it"}`);
+    line.hidden = !map;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
     if (check) facts.push(`evidence: ${check.evidence}`);
@@ -548,7 +556,7 @@ function listClasses() {
   const ranks = Array.from({length: most}, (_, i) => [String(i), RANKS[i] || `${i + 1}th most probable`]);
   const names = unique(targets.flat()).map(index => [`class:${index}`, page.classes[index]]);
   if (most < 2) return [["0", names.length === 1 ? names[0][1] : "the predicted class"]];
-  return [...ranks, ...names.sort((a, b) => a[1].localeCompare(b[1]))];
+  return [...ranks, ...names.sort(byName)];
 }
 
 /** The menus that depend on the method. */
@@ -578,11 +586,12 @@ function redraw() { for (const card of shown()) if (card.near) card.draw(); }
 
 /** The images that the filters leave, in the order asked for. */
 function list() {
-  const method = element("method").value, predicted = element("predicted").value, verdict = element("verdict").value;
+  const [method, predicted, band, verdict] = ["method", "predicted", "confidence", "verdict"].map(name => element(name).value);
   const order = element("sort").value, images = page.images;
   const rank = index => page.verdicts.indexOf(worst(images[index], method));
   const kept = images.map((_, index) => index).filter(index =>
-    (predicted === "all" || String(images[index].predicted.index) === predicted)
+    (predicted === "all" || String(classOf(images[index])) === predicted)
+    && (band === "all" || bandOf(images[index]) === band)
     && (verdict === "all" || worst(images[index], method) === verdict));
   const confidence = index => images[index].predicted.percent;
   const orders = {
@@ -606,14 +615,14 @@ function worst(image, method) {
 }
 
 function more() {
-  for (const index of waiting.splice(0, CARDS_AT_ONCE)) {
-    const card = new Card(index);
+  for (let count = 0; count < CARDS_AT_ONCE && waiting.length && isLoaded(waiting[0]); count++) {
+    const card = new Card(waiting.shift());
     element("cards").append(card.figure);
     card.draw();
     near.observe(card.figure);
   }
   end.unobserve(element("end")); // asks again whether it is near: the cards may be few
-  end.observe(element("end"));
+  if (waiting.length) end.observe(element("end"));
 }
 
 let waiting = [];
@@ -628,17 +637,25 @@ const end = new IntersectionObserver(entries => { if (entries.at(-1).isIntersect
 const methods = [...page.methods];
 if (page.images.some(image => image.layers)) methods.push(ATTENTION);
 if (page.images.some(image => image.lens)) methods.push(LENS);
-fill("method", methods.map(method => [method, method]));
-const count = (key, value) => page.images.filter(image => key(image) === value).length;
-const classOf = image => image.predicted.index, predicted = unique(page.images.map(classOf));
-const counted = predicted.map(index => [String(index), `${page.classes[index]} (${count(classOf, index)})`]);
-fill("predicted", [["all", "every class"], ...(counted.length > 1 ? counted.sort((a, b) => a[1].localeCompare(b[1])) : [])]);
+fill("method", methods.map(method => [method, method + (method === page.best ? " (best)" : "")]));
+const classOf = image => image.predicted.index;
+const bandOf = image => CONFIDENCES.findLast(([least]) => image.predicted.percent >= Number(least))[0];
+/** A menu of the kinds of images that there are, with the number of each. */
+function fillFilter(name, all, kindOf, pairs) {
+  const kinds = page.images.map(kindOf), found = pairs.filter(([kind]) => kinds.includes(kind));
+  const counted = found.map(([kind, text]) => [String(kind), `${text} (${kinds.filter(each => each === kind).length})`]);
+  fill(name, [["all", all], ...(counted.length > 1 ? counted : [])]);
+}
+const byName = (a, b) => a[1].localeCompare(b[1]);
+fillFilter("predicted", "every class", classOf, unique(page.images.map(classOf)).map(index => [index, page.classes[index]]).sort(byName));
+fillFilter("confidence", "every confidence", bandOf, CONFIDENCES);
 const verdicts = page.verdicts.filter(verdict => page.images.some(image => Object.values(image.verdicts).includes(verdict)));
 fill("verdict", [["all", "every verdict"], ...(verdicts.length > 1 ? verdicts.map(verdict => [verdict, verdict]) : [])]);
 for (const name of ["class", "minus", "layer", "head", "direction", "view", "frame"]) element(name).addEventListener("change", redraw);
-for (const name of ["predicted", "verdict", "sort"]) element(name).addEventListener("change", list);
+for (const name of ["predicted", "confidence", "verdict", "sort"]) element(name).addEventListener("change", list);
 element("method").addEventListener("change", () => { update(); if (element("verdict").value !== "all" || element("sort").value === "verdict") list(); });
 element("opacity").addEventListener("input", redraw);
 element("direction").closest("label").hidden = !page.images.some(image => image.layers);
 update();
 list();
+document.addEventListener("DOMContentLoaded", more);

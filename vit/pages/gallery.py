@@ -25,9 +25,10 @@ _PHOTO_BYTES, _PHOTO_SIDE = 42_700, 400  # a JPEG of 32,000 bytes in base64; pix
 class Gallery:
     """Collects explained images and writes them as one page, whose size is planned for `count` of them."""
 
-    def __init__(self, class_names: Sequence[str], *, count: int) -> None:
+    def __init__(self, class_names: Sequence[str], *, count: int, best: str | None = None) -> None:
+        """`best`: the method that measured best for the model. The page opens on it, or else on the first."""
         count = max(count, 1)
-        self._class_names = class_names
+        self._class_names, self._best = class_names, best
         self._bytes = max(_SMALL_PAGE // count, min(_BYTES_AN_IMAGE, _LARGE_PAGE // count), _LEAST_BYTES)  # of an image
         self._photo_bytes = min(2 * self._bytes // 5, _PHOTO_BYTES)
         self.token_bytes = 7 * (self._bytes - self._photo_bytes) // 10  # of an image's `TokenDetails`, before base64
@@ -54,7 +55,8 @@ class Gallery:
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._class_names),
             "verdicts": VERDICTS,
-            "methods": self._methods,
+            "methods": sorted(self._methods, key=lambda name: name != self._best),
+            "best": self._best,
             "images": self._summaries,
         }
         write_text(path, render_page("gallery.html.jinja", {"title": title, "page": shared, "images": self._images}))

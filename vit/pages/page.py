@@ -3,9 +3,12 @@
 import base64
 import io
 from collections.abc import Mapping
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from PIL import Image
+
+from vit.bundle import MODEL_FILE, Bundle
 
 _SIDES = (160, 256)  # pixels: pictures are brought between these
 
@@ -19,6 +22,17 @@ def render_page(template: str, context: Mapping[str, object]) -> str:
     loader = PackageLoader("vit", "pages")
     environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(template).render(context)
+
+
+def name_classes(bundle: Bundle) -> tuple[str, ...]:
+    """What pages call the classes of a model."""
+    return bundle.class_names
+
+
+def name_model(source: str) -> str:
+    """What pages call a model: the name of its run directory, or of its file."""
+    path = Path(source).absolute()
+    return path.parent.name if path.name == MODEL_FILE else path.name
 
 
 def resize_picture(picture: Image.Image) -> Image.Image:

@@ -19,11 +19,10 @@ from vit.explanation.explain import explain_images
 from vit.explanation.render.overlay import ColourScale, blend, find_range
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
-from vit.pages.page import encode_picture, render_page, resize_picture
+from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
-_METRICS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "loss", "ece", "brier", "nll")
 
 Explain = Callable[[Sequence[Pixels]], list[Image.Image]]
 
@@ -40,6 +39,8 @@ def build_report(
     examples, maps_missing = _draw_examples(result, explain or (lambda pictures: draw_maps(result.bundle, pictures)))
     context = {
         "evaluation": evaluation,
+        "run": name_model(evaluation.model),
+        "data": result.images.title or evaluation.data,
         "warnings": evaluation.list_warnings(),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(result.bundle.name) if history is None else history),
@@ -86,7 +87,7 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
 
 def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:
     listed = []
-    for name in _METRICS:
+    for name in evaluation.list_metrics():
         field, numbers = Evaluation.model_fields[name], (getattr(evaluation, name), *evaluation.intervals[name])
         value, low, high = (f"{100 * each:.2f}" if name in _PER_CENT else f"{each:.4f}" for each in numbers)
         texts = (field.title, value + " %" * (name in _PER_CENT), f"{low} … {high}", field.description)
