@@ -44,6 +44,7 @@ class DataConfig(_Section):
     name: str = "digits"  # cifar10, folder, …: one of vit.data.open.FINDERS
     root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
+    class_names: AbsolutePath | dict[str, str] | None = None  # {class: name}, or a text file of classes and names
     image_size: Size = 32
     crop_pct: float | None = Field(None, gt=0, le=1)  # crop / resized side; None: the pretrained model's or 1
     mean: Triple | None = None  # None: measured on the training images, or the pretrained model's
@@ -60,8 +61,8 @@ class DataConfig(_Section):
     @classmethod
     def _absolute_root(cls, root: str | None, info: Any) -> str | None:
         """A folder stays the same one from every directory; shard patterns and commands are kept as written."""
-        pattern = r"[*?\[{$]|^pipe:|::|\.tar"
-        is_pattern = info.data.get("name") == "webdataset" and re.search(pattern, root or "")
+        pattern = {"webdataset": r"[*?\[{$]|^pipe:|::|\.tar", "huggingface": "^hf:"}.get(info.data.get("name"))
+        is_pattern = pattern is not None and re.search(pattern, root or "")
         return root if root is None or is_pattern else str(Path(root).expanduser().absolute())
 
 
@@ -152,6 +153,9 @@ class TrainConfig(_Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     image_sizes: list[tuple[float, Size]] | None = None  # [(fraction of the run until which, size), …]
     grad_checkpointing: bool = False
+    class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: sampler above 5:1
+    select_by: Literal["top1", "macro_f1", "loss"] = "top1"  # the best model's measure, on the validation images
+    early_stopping_patience: int | None = Field(None, gt=0)  # evaluations without a better one, then the run ends
     evaluate_every_epochs: int = Field(1, gt=0)
     checkpoint_every_steps: int | None = Field(None, gt=0)  # beside the one after every evaluation
     keep_every_epochs: int | None = Field(None, gt=0)  # checkpoints to keep for good, beside last and best
@@ -184,6 +188,8 @@ class Config(_Section):
                     lower = side // patch * patch
                     cure = f"; try {lower} or {lower + patch}" if lower else f"; try {patch}"
                     _check_multiple("image size", side, "model.patch_size", patch, cure)
+        if train.early_stopping_patience and not self.data.validation_fraction:
+            raise ValueError("train.early_stopping_patience needs validation images; data.validation_fraction is 0")
         if train.grad_accum_steps != "auto":
             _check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", train.grad_accum_steps)
         return self

@@ -18,6 +18,7 @@ from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import open_dataset
+from vit.data.random import StatelessRandom
 from vit.data.sets.source import ImageSource
 
 MakeFolder = Callable[..., Path]
@@ -316,3 +317,80 @@ def test_cuda_gives_the_batches_of_the_cpu(dataset: DecodedDataset, augment: Aug
         assert torch.equal(one.sample_ids, other.sample_ids.cpu())
         torch.testing.assert_close(one.images, other.images.cpu(), atol=2e-2, rtol=0)
         torch.testing.assert_close(one.targets, other.targets.cpu(), atol=1e-5, rtol=0)
+
+
+# --- balanced classes -------------------------
+
+
+@pytest.fixture
+def skewed(dataset: DecodedDataset, tmp_path: Path) -> DecodedDataset:
+    """Thirty images of three classes: 24, 4 and 2."""
+    chosen = np.sort(np.concatenate([np.flatnonzero(dataset.labels == label)[:20] for label in range(3)]))
+    labels = np.repeat([0, 1, 2], [24, 4, 2])
+    source = replace(dataset.source.subset(chosen[:30]), labels=labels)
+    return decode_dataset(source, size=(12, 10), cache_dir=tmp_path / "cache", progress=False)
+
+
+def test_balanced_classes_are_equally_frequent_and_large_ones_are_seen_whole_in_time(skewed: DecodedDataset) -> None:
+    loader = make(ResidentLoader, skewed, balanced=True, batch_size=10)
+    seen: set[int] = set()
+    for epoch in range(10):
+        ids = torch.cat([batch.sample_ids for batch in loader.epoch(epoch)])
+        labels = torch.from_numpy(skewed.labels)[ids]
+        assert torch.bincount(labels).tolist() == [10, 10, 10]
+        times = torch.bincount(ids, minlength=30)
+        assert times[:24].max() == 1  # a large class's images at most once an epoch
+        assert set(times[24:28].tolist()) == {2, 3}
+        assert set(times[28:].tolist()) == {5}
+        seen |= set(ids.tolist())
+    assert len(seen) == 30
+    assert not torch.equal(next(loader.epoch(0)).labels, torch.sort(next(loader.epoch(0)).labels).values)
+
+
+def test_the_remainder_of_balanced_classes_is_shared_out_and_the_epoch_keeps_its_length(skewed: DecodedDataset) -> None:
+    dataset = replace(skewed, labels=np.repeat([0, 1, 2, 3], [20, 6, 2, 2]))
+    loader = make(ResidentLoader, dataset, balanced=True, batch_size=30)
+    (batch,) = loader.epoch(0)
+    assert torch.bincount(batch.labels).tolist() == [8, 8, 7, 7]
+
+
+def test_a_sample_that_is_drawn_again_is_augmented_anew(skewed: DecodedDataset) -> None:
+    augment = Augment(color_jitter=0.4)
+    (batch,) = make(ResidentLoader, skewed, balanced=True, batch_size=30, augment=augment).epoch(0)
+    for sample in (28, 29):
+        pictures = batch.images[batch.sample_ids == sample]
+        assert len({picture.numpy().tobytes() for picture in pictures}) == 5
+    assert torch.equal(batch.labels, torch.from_numpy(skewed.labels)[batch.sample_ids])
+
+
+@pytest.mark.parametrize("augment", [Augment(), FULL], ids=["plain", "full"])
+def test_balanced_batches_are_a_function_of_seed_and_epoch(skewed: DecodedDataset, augment: Augment) -> None:
+    alone = make(ResidentLoader, skewed, augment=augment, balanced=True)
+    whole = list(alone.epoch(3))
+    assert_same(iter(whole[1:]), alone.epoch(3, start_step=1))
+    ranks = [
+        list(make(ResidentLoader, skewed, augment=augment, balanced=True, rank=rank, world_size=2).epoch(3))
+        for rank in range(2)
+    ]
+    assert_same(iter(whole), join_ranks(ranks))
+    assert not torch.equal(whole[0].sample_ids, next(alone.epoch(4)).sample_ids)
+
+
+def test_workers_balance_classes_as_the_resident_dataset_does(
+    make_folder: MakeFolder, file_dataset: DecodedDataset, tmp_path: Path
+) -> None:
+    chosen = [*range(12), 12, 13]  # 12 cats, two dogs
+    source = file_dataset.source.subset(chosen)
+    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
+    decoded = decode_dataset(source, size=(12, 10), cache_dir=tmp_path / "c", progress=False)
+    options: dict[str, Any] = {"augment": FULL, "balanced": True, "batch_size": 4, "num_classes": 2}
+    resident = make(ResidentLoader, decoded, **options)
+    for workers in (0, 2):
+        loader = make(WorkerLoader, scan, workers=workers, **options)
+        assert_same(resident.epoch(1), loader.epoch(1))
+        loader.close()
+
+
+def test_without_balance_an_epoch_is_the_permutation_that_it_always_was(dataset: DecodedDataset) -> None:
+    ids = torch.cat([batch.sample_ids for batch in make(ResidentLoader, dataset, batch_size=12).epoch(2)])
+    assert torch.equal(ids, StatelessRandom(3, 2).permutation(60))

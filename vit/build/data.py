@@ -9,6 +9,7 @@ import torch
 
 from vit.config import Config
 from vit.data.augment import Augment
+from vit.data.balance import ClassBalance, choose_class_balance
 from vit.data.cache import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import Pipeline, ResidentLoader, WorkerLoader, choose_pipeline
@@ -30,6 +31,9 @@ class Data:
     preprocess: Preprocess
     pipeline: Pipeline
     pipeline_reason: str
+    class_names: dict[str, str]  # class → the name that data.class_names gives it
+    class_balance: ClassBalance
+    class_balance_reason: str
 
     def describe(self) -> dict[str, Any]:
         """What the model file says of the data."""
@@ -46,7 +50,7 @@ class Data:
 
 def build_dataset(config: Config) -> ImageDataset:
     """The data set of the configuration, found but not decoded."""
-    keys = {"name", "root", "classes", "validation_fraction", "split_seed", "cache_dir"}
+    keys = {"name", "root", "classes", "class_names", "validation_fraction", "split_seed", "cache_dir"}
     return open_dataset(**config.data.model_dump(include=keys))
 
 
@@ -74,7 +78,10 @@ def build_data(
     if pretrained is None:
         mean, std = _measure_normalization(decoded["train"].images)
     preprocess = replace(preprocess, mean=data.mean or mean, std=data.std or std)
-    return Data(decoded["train"], decoded.get("validation"), dataset.describe_splits(), preprocess, pipeline, reason)
+    train, of_splits = decoded["train"], dataset.describe_splits()
+    balance, why = choose_class_balance(train.labels, wanted=config.train.class_balance)
+    chosen = (preprocess, pipeline, reason, dataset.class_names, balance, why)
+    return Data(train, decoded.get("validation"), of_splits, *chosen)
 
 
 def build_train_loader(config: Config, data: Data, *, device: torch.device, process: Process) -> Loader:
@@ -85,6 +92,7 @@ def build_train_loader(config: Config, data: Data, *, device: torch.device, proc
     batches: dict[str, Any] = {"batch_size": size, "augment": Augment(**augment), "preprocess": data.preprocess}
     place: dict[str, Any] = {"device": device, "rank": process.rank, "world_size": process.world_size}
     shared = {**batches, **place, "seed": config.train.seed, "num_classes": len(data.train.class_names)}
+    shared["balanced"] = data.class_balance == "sampler"
     if data.pipeline == "resident":
         return ResidentLoader(data.train, **shared)
     return WorkerLoader(data.train, workers=config.data.workers, **shared)

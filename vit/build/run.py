@@ -18,6 +18,7 @@ from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, flatten_config, load_config, plain_values
+from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
 from vit.model.model_file import read_model_file
 from vit.model.presets import PRESETS, compute_flops
@@ -116,6 +117,9 @@ def build_run(
     if is_compiled:
         keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
     step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
+    if data.class_balance == "weights":
+        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
+        step_settings["class_weights"] = torch.from_numpy(weights).to(device)
     if observers is None and process.is_main:
         observers = build_observers(config, data, train_loader, directory=directory)
     identity = RunIdentity.from_config(config, data_fingerprint=data.train.fingerprint)
@@ -168,6 +172,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> Trai
     train = config.train
     total_steps = train.epochs * steps_per_epoch
     keys = {"epochs", "seed", "on_nonfinite", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
+    keys |= {"select_by", "early_stopping_patience"}
     return TrainingPlan(
         steps_per_epoch=steps_per_epoch,
         total_steps=min(total_steps, train.max_steps or total_steps),
@@ -216,11 +221,12 @@ def has_model(path: Path, identity: RunIdentity) -> bool:
 def _model_writer(
     config: Config, data: Data, directory: Path, process: Process, *, identity: RunIdentity
 ) -> Callable[[nn.Module], None]:
-    """Writes the model file of the run."""
+    """Writes the model file of the run: class names are in it, whatever becomes of the file that they are from."""
+    values = plain_values(config)
     contents: dict[str, Any] = {
         "preprocess": data.preprocess,
         "class_names": data.train.class_names,
-        "config": plain_values(config),
+        "config": values | {"data": values["data"] | {"class_names": data.class_names or None}},
         "data": data.describe(),
         "run_id": identity.run_id,
         "training_hashes": (np.asarray(data.train.digests), np.asarray(data.train.perceptual)),

@@ -28,6 +28,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "splits": "; ".join(data.split_descriptions),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
+        "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
         "device": f"{describe_device(run.trainer.step.device)}, {torch.get_num_threads()} threads, "
         f"{run.trainer.step.precision}, "

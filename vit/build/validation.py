@@ -7,28 +7,30 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from vit.build.data import Data
-from vit.evaluation.metrics import score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.predictor import Predictor, choose_batch_size
 from vit.runtime.device import Precision
 from vit.training.parallel import ShardedLogits
+from vit.training.plan import Validation
 
 
 def build_evaluate(
     data: Data, *, device: torch.device, precision: Precision
-) -> Callable[[nn.Module], tuple[float, float]] | None:
-    """A function from a model to its (mean cross-entropy, top-1 from 0 to 1) on the validation images, to be called
-    in all processes; None without such images."""
+) -> Callable[[nn.Module], Validation] | None:
+    """A function from a model to its measures on the validation images, to be called in all processes; None without
+    such images."""
     dataset, preprocess = data.validation, data.preprocess
     if dataset is None:
         return None
     images, labels, num_classes = dataset.images, dataset.labels, len(dataset.class_names)
     assert images is not None, "validation images are always decoded"
 
-    def evaluate(model: nn.Module) -> tuple[float, float]:
+    def evaluate(model: nn.Module) -> Validation:
         model = ShardedLogits(model) if isinstance(model, FSDPModule) else model
         predictor = Predictor(model, preprocess, num_classes, choose_batch_size(device), device, precision)
         logits = predictor.predict(lambda start, stop: preprocess.crop(images[start:stop]), count=len(labels))
         scores = score_logits(logits, labels)
-        return float(scores.loss.mean()), float(scores.correct.mean())
+        macro_f1 = compute_metrics(scores)["macro_f1"]
+        return Validation(float(scores.loss.mean()), float(scores.correct.mean()), macro_f1)
 
     return evaluate

@@ -1,7 +1,8 @@
 """Batches whose order and random numbers are functions of (seed, epoch, sample).
 
 So a run that stops in mid-epoch goes on at `start_step` with the batches it would have had, and neither the
-number of workers nor of ranks changes a sample's augmentation.
+number of workers nor of ranks changes a sample's augmentation. A sample that is drawn for the k-th time in an epoch of
+balanced classes has its index + k · (number of samples) for an id, hence an augmentation of its own.
 """
 
 import os
@@ -28,7 +29,6 @@ from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, use_one_thread
 
 Pipeline = Literal["resident", "workers"]
-_order = lru_cache(maxsize=2)(StatelessRandom.permutation)
 Steps = Generator[tuple[SampleIds, Tensor], None, None]
 
 
@@ -41,11 +41,12 @@ class Batch(NamedTuple):
     sample_ids: Int64[Tensor, " B"]  # index in the dataset
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Schedule:
     """Which samples a rank takes in which step."""
 
-    num_samples: int
+    labels: Int64[Tensor, " n"]
+    balanced: bool  # every class as often as the others
     batch_size: int  # of all ranks together
     seed: int
     rank: int
@@ -54,7 +55,27 @@ class _Schedule:
     def sample_ids(self, epoch: int, step: int) -> SampleIds:
         each = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * each
-        return _order(StatelessRandom(self.seed, epoch), self.num_samples)[first : first + each]
+        return _order(self, epoch)[first : first + each]
+
+
+@lru_cache(maxsize=2)
+def _order(schedule: _Schedule, epoch: int) -> SampleIds:
+    """The ids of an epoch's samples: all in random order or, of balanced classes, as many in all, of each class the
+    same number but for one: some of a large one, all of a small one again and again."""
+    rng, count = StatelessRandom(schedule.seed, epoch), len(schedule.labels)
+    order = rng.permutation(count)
+    if not schedule.balanced:
+        return order
+    labels = schedule.labels[order]
+    sizes = torch.bincount(labels)
+    classes = torch.split(order[labels.argsort(stable=True)], sizes[sizes > 0].tolist())  # type: ignore[no-untyped-call]
+    each, rest = divmod(count, len(classes))
+    drawn = []
+    for place, members in enumerate(classes):
+        draws = torch.arange(each + (place < rest))
+        drawn.append(members[draws % len(members)] + count * (draws // len(members)))
+    ids = torch.cat(drawn)
+    return ids[rng.bits("balanced order", ids).argsort()]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,6 +89,7 @@ class _Loader(ABC):
     preprocess: Preprocess
     augment: Augment
     num_classes: int
+    balanced: bool = False  # samples are drawn so that every class is there as often as the others
     rank: int = 0
     world_size: int = 1
 
@@ -81,7 +103,7 @@ class _Loader(ABC):
         if size > count:
             raise ValueError(f"batch_size {size} is more than the {count} images")
         self.labels = torch.from_numpy(self.dataset.labels)
-        self._schedule = _Schedule(count, size, self.seed, self.rank, processes)
+        self._schedule = _Schedule(self.labels, self.balanced, size, self.seed, self.rank, processes)
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -103,11 +125,12 @@ class _Loader(ABC):
 
     def _finish(self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool) -> Batch:
         drawn: dict[str, Any] = {"rng": rng, "augment": self.augment}
+        index = ids % len(self.labels)
         images = finish_images(pixels, ids, **drawn, preprocess=self.preprocess, size=size)
-        targets = labels = self.labels[ids].to(self.device, non_blocking=True)
+        targets = labels = self.labels[index].to(self.device, non_blocking=True)
         if mix:
             images, targets = mix_batch(images, labels, ids, **drawn, num_classes=self.num_classes)
-        return Batch(images, targets, labels, ids.to(self.device, non_blocking=True))
+        return Batch(images, targets, labels, index.to(self.device, non_blocking=True))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,7 +147,8 @@ class ResidentLoader(_Loader):
         cut_size = self.preprocess.image_size if self.augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
             ids = self._schedule.sample_ids(rng.epoch, step)
-            yield ids, cut_pixels(self.images, ids, ids, rng=rng, augment=self.augment, size=cut_size)
+            index = ids % len(self.labels)
+            yield ids, cut_pixels(self.images, index, ids, rng=rng, augment=self.augment, size=cut_size)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,7 +210,8 @@ class _DecodedSteps(Dataset[Tensor | str]):
         (epoch, _), ids = place, self.schedule.sample_ids(*place)
         seeds = StatelessRandom(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
         pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
-        for row, (index, seed) in enumerate(zip(ids.tolist(), seeds.tolist(), strict=True)):
+        indices = (ids % len(self.source)).tolist()
+        for row, (index, seed) in enumerate(zip(indices, seeds.tolist(), strict=True)):
             try:
                 pixels[row] = self.geometry(self.source.read(index), seed=seed)
             except (ValueError, OSError) as error:

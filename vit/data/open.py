@@ -1,4 +1,4 @@
-"""The one door to images: a data set's name, folder or shards → its splits, found once and decoded once.
+"""The one door to images: a data set's name, folder, table or shards → its splits, found once and decoded once.
 
 A split with a folder of its own is that folder. What is missing is held out of the training images, stratified by
 class, by the rank of a hash of (seed, id): adding images moves few others between splits. A validation folder without a
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.class_names import name_classes, read_words
 from vit.data.images import Preprocess
-from vit.data.sets import folders, named, shards
+from vit.data.sets import folders, huggingface, named, shards, tables
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
 from vit.runtime.files import default_cache_dir
 
@@ -27,11 +28,12 @@ FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {
     "cifar100": partial(named.find_cifar, "cifar100"),
     "digits": named.find_digits,
     "folder": folders.find_folder,
+    "huggingface": huggingface.find_huggingface,
     "imagenet": named.find_imagenet,
     "imagenette": named.find_imagenette,
     "webdataset": shards.find_shards,
 }
-_OWN_IMAGES = ("folder", "webdataset")  # named by their root
+_OWN_IMAGES = ("folder", "huggingface", "webdataset")  # named by their root
 SPLITS = ("train", "validation", "test", "all")
 TEST_FRACTION = 0.2  # of the images, where a set has no test split of its own
 
@@ -47,6 +49,8 @@ class ImageDataset:
     cache_dir: Path
     default_split: str = "test"
     title: str = ""  # for readers: the name of a named set, or that of the folder of own images
+    # class → name for those that were given one, of the splits that were listed
+    class_names: dict[str, str] = field(default_factory=dict)
     _sources: dict[str, ImageSource] = field(default_factory=dict, init=False)
 
     def split(self, name: str | None = None) -> ImageSource:
@@ -111,13 +115,15 @@ def open_dataset(
     *,
     root: Root = None,
     classes: Sequence[str] | None = None,
+    class_names: Path | Mapping[str, str] | None = None,
     validation_fraction: float = 0.1,
     split_seed: int = 0,
     cache_dir: Path | None = None,
 ) -> ImageDataset:
     """Find a data set by its name in `FINDERS`.
 
-    `root`: where the data is or goes; `classes` keeps only those in the set's order, `cache_dir` takes decoded images.
+    `root`: where the data is or goes; `classes` keeps only those in the set's order, `class_names` names them in words
+    (`vit.data.class_names`), `cache_dir` takes decoded images.
     Raises ValueError for an unknown name or class, FileNotFoundError for a missing root, OSError if a download fails.
     """
     if name not in FINDERS:
@@ -126,34 +132,62 @@ def open_dataset(
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1")
     cache_dir = cache_dir or default_cache_dir()
+    if class_names is not None and classes is not None:
+        words = class_names if isinstance(class_names, Mapping) else read_words(class_names)
+        of_word = {word: of_class for of_class, word in words.items()}
+        classes = [of_word.get(given, given) for given in classes]
     found = FINDERS[name](FindOptions(root, classes, cache_dir))
-    once = {split: FoundSplit(of_split.origin, cache(of_split.load)) for split, of_split in found.items()}
+    in_words: dict[str, str] = {}
+
+    def load(of_split: FoundSplit) -> ImageSource:
+        source = of_split.load()
+        if class_names is None:
+            return source
+        names = name_classes(source.class_names, class_names)
+        in_words.update(zip(source.class_names, names, strict=True))
+        return replace(source, class_names=names)
+
+    once = {split: FoundSplit(of_split.origin, cache(partial(load, of_split))) for split, of_split in found.items()}
     title = Path(root).expanduser().absolute().name if root and name in _OWN_IMAGES else name
-    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir, title=title)
+    shown: dict[str, Any] = {"title": title, "class_names": in_words}
+    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir, **shown)
+
+
+def find_kind(data: Path | str) -> str | None:
+    """The `data.name` of a data set's name, or of what is at a path, pattern or "hf:NAME"; None for anything else."""
+    text, path = str(data), Path(data).expanduser()
+    if text in FINDERS and text not in _OWN_IMAGES:
+        return text
+    if text.startswith("hf:") or huggingface.is_dataset(path):
+        return "huggingface"
+    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path)):
+        return "webdataset"
+    is_table = path.suffix.lower() in tables.SUFFIXES and path.is_file()
+    return "folder" if is_table or path.is_dir() else None
 
 
 def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = None) -> ImageDataset:
     """The data set on which a trained model is evaluated or explained.
 
-    `data` is a data set's name (at `root`, where that is given), a folder or WebDataset shards; None is what the model
-    was trained on: `trained_on`, the data section of its configuration. The default split is "test", and "all" for a
-    folder or shards without one: as far as we know, the model has seen none of it.
+    `data` is a data set's name (at `root`, where that is given), or what `find_kind` knows; None is what the model was
+    trained on: `trained_on`, the data section of its configuration. The default split is "test", and "all" for files
+    without one: as far as we know, the model has seen none of it. Classes get the names that the model has for them.
     """
     recorded = trained_on.get("cache_dir")  # used while it exists
-    cache_dir = Path(recorded) if recorded and Path(recorded).is_dir() else None
+    cache_dir, names = Path(recorded) if recorded and Path(recorded).is_dir() else None, trained_on.get("class_names")
+    options: dict[str, Any] = {"cache_dir": cache_dir, "class_names": Path(names) if isinstance(names, str) else names}
     if data is None and not trained_on:
         raise ValueError("this model doesn't say what it was trained on; name the images with --data")
     if data is None or _is_same(str(data), trained_on):
         kept = {key: trained_on[key] for key in ("classes", "validation_fraction", "split_seed") if key in trained_on}
-        return open_dataset(trained_on["name"], root=root or trained_on.get("root"), cache_dir=cache_dir, **kept)
-    sets = [name for name in FINDERS if name not in _OWN_IMAGES]
-    text, path = str(data), Path(data).expanduser()
-    if text in sets:
-        return open_dataset(text, root=root, cache_dir=cache_dir)
-    is_sharded = text.startswith("pipe:") or ".tar" in text or (path.is_dir() and bool(shards.list_shards(path)))
-    if not is_sharded and not path.is_dir():
-        raise ValueError(f"--data {data} is no data set ({', '.join(sets)}), no folder and no shards (.tar)")
-    dataset = open_dataset("webdataset" if is_sharded else "folder", root=data, cache_dir=cache_dir)
+        return open_dataset(trained_on["name"], root=root or trained_on.get("root"), **options, **kept)
+    if (kind := find_kind(data)) is None:
+        sets = ", ".join(name for name in FINDERS if name not in _OWN_IMAGES)
+        files = "no table (.csv, .jsonl, .parquet), no folder and no shards (.tar)"
+        raise ValueError(f"--data {data} is no data set ({sets}), {files}")
+    if kind not in _OWN_IMAGES:
+        return open_dataset(kind, root=root, **options)
+    dataset = open_dataset(kind, root=data, **options)
     return replace(dataset, default_split="test" if "test" in dataset.found else "all")
 
 

@@ -10,8 +10,13 @@ from typing import Any, Self
 from vit.config import RENAMED_KEYS, Config, plain_values
 from vit.runtime.arguments import shorten
 
-# where the images lie or are cached, and how many processes decode them, changes no number
-NEUTRAL_KEYS = {"data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "train.keep_limit"}
+# where the images lie or are cached, and how many processes decode them, changes no number; class names are in the
+# fingerprint of the data
+NEUTRAL_KEYS = {
+    *("data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "data.class_names", "train.keep_limit")
+}
+# keys that came after the first run identities: while they have their default, a run keeps the identity that it had
+_LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience"}
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,15 @@ class RunIdentity:
 
     @classmethod
     def from_config(cls, config: Config, *, data_fingerprint: str) -> Self:
-        sections = plain_values(config).items()
-        settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-        return cls({key: settings[key] for key in settings if key not in NEUTRAL_KEYS}, data_fingerprint)
+        settings = {key: value for key, value in _flatten(config).items() if key not in NEUTRAL_KEYS}
+        return cls(settings, data_fingerprint)
 
     @cached_property
     def run_id(self) -> str:
         """16 hexadecimal digits."""
-        text = json.dumps([dict(self.settings), self.data_fingerprint], sort_keys=True)
+        default = _flatten(Config())
+        known = {k: v for k, v in self.settings.items() if k not in _LATER_KEYS or v != default[k]}
+        text = json.dumps([known, self.data_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,3 +56,8 @@ class RunIdentity:
         if found:
             cure = "resume with what it began with, or remove it"
             raise ValueError(f"{origin} belongs to another run: {'; '.join(found)}; {cure}")
+
+
+def _flatten(config: Config) -> dict[str, Any]:
+    sections = plain_values(config).items()
+    return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}

@@ -23,7 +23,7 @@ from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import Observer
-from vit.training.plan import Progress, TrainingPlan
+from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import Stopped, stop_on_signals
 from vit.training.state import collect_state, restore_state, save_shards
 from vit.training.step import StepResult, TrainStep
@@ -39,8 +39,7 @@ class Trainer:
     step: TrainStep
     plan: TrainingPlan
     train_batches: ResidentLoader | WorkerLoader
-    # (mean cross-entropy, top-1 from 0 to 1) on the validation images; called in all processes
-    evaluate: Callable[[nn.Module], tuple[float, float]] | None
+    evaluate: Callable[[nn.Module], Validation] | None  # on the validation images; called in all processes
     checkpoints: CheckpointStore
     save_model: Callable[[nn.Module], None]  # writes the model file, of the best model so far
     observers: list[Observer]
@@ -64,7 +63,7 @@ class Trainer:
         if found is None:
             return False
         self._restore(*found)
-        best_step, is_done = self.progress.best_step, self.progress.step >= self.plan.total_steps
+        best_step, is_done = self.progress.best_step, self.progress.is_done(self.plan)
         if best_step and not broadcast(self.has_model() if is_main else None):
             best = broadcast(self.checkpoints.load(best_step) if is_main else None)
             if best is not None:
@@ -97,7 +96,7 @@ class Trainer:
             try:
                 step, total_steps = self.progress.step, self.plan.total_steps
                 self._tell(lambda observer: observer.on_start(step=step, total_steps=total_steps))
-                while self.progress.step < self.plan.total_steps:
+                while not self.progress.is_done(self.plan):
                     self._train_epoch()
                     self._finish_epoch()
             except (RuntimeError, ConnectionError, EOFError) as error:
@@ -145,22 +144,24 @@ class Trainer:
         self._check_finite()
         is_due = progress.step >= plan.total_steps or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.step.averaged_model.eval()
-        val_loss, val_top1 = self.evaluate(model) if is_due and self.evaluate else (None, None)
+        found = self.evaluate(model) if is_due and self.evaluate else None
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
             "train_top1": int(progress.correct) / (progress.step_in_epoch * plan.batch_size),
-            "val_loss": val_loss,
-            "val_top1": val_top1,
+            **{f"val_{name}": found and getattr(found, name) for name in Validation._fields},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.step.nonfinite_steps),
         }
-        if is_due and progress.record_best(val_loss, val_top1):
+        if is_due and progress.record_best(found, select_by=plan.select_by):
             self.save_model(model)
         self._tell(lambda observer: observer.on_epoch(metrics, model))
+        if progress.is_done(plan) and progress.step < plan.total_steps:
+            count, measure = progress.evaluations_since_best, plan.select_by.replace("_", " ")
+            self._say(f"stopped early: {measure} was best at step {progress.best_step}, {count} evaluations ago")
         if plan.keep_every_epochs and (progress.epoch + 1) % plan.keep_every_epochs == 0:
             progress.keep_steps.append(progress.step)
         progress.start_epoch()

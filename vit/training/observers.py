@@ -108,6 +108,7 @@ class ProgressBar(Observer):
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
         if metrics["val_loss"] is not None:
             line += f"  validation loss {metrics['val_loss']:.3f}  top-1 {metrics['val_top1']:.2%}"
+            line += f"  macro F1 {metrics['val_macro_f1']:.2%}"
         line += f"  {metrics['images_per_second']:,.0f} images/s  {metrics['elapsed_seconds']:.0f} s"
         self.on_message(line)
 

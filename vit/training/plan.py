@@ -1,6 +1,7 @@
 """What a run is to do, and how far it has come."""
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,24 @@ class TrainingPlan:
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (fraction of the run until which, (H, W))
     mix_until: float = 1.0  # fraction of the run after which mixup and cutmix stop
     on_nonfinite: str = "stop"
+    select_by: str = "top1"  # or macro_f1, loss: what makes a model the best
+    early_stopping_patience: int | None = None  # evaluations without a better model after which the run ends
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
         """The size of epoch number `epoch`, counted from 0; None for the data's own."""
         return next((size for until, size in self.image_sizes if epoch < until * self.epochs), None)
+
+
+class Validation(NamedTuple):
+    """The measures on the validation images."""
+
+    loss: float  # mean cross-entropy
+    top1: float  # from 0 to 1, as is macro_f1
+    macro_f1: float
+
+    def rank(self, select_by: str) -> tuple[float, float]:
+        """Larger for a better model: the smaller loss breaks ties of accuracy, the larger accuracy ties of loss."""
+        return (-self.loss, self.top1) if select_by == "loss" else (getattr(self, select_by), -self.loss)
 
 
 @dataclass
@@ -37,6 +52,8 @@ class Progress:
     best_step: int = 0
     best_top1: float = -1.0
     best_loss: float = float("inf")
+    best_macro_f1: float = -1.0
+    evaluations_since_best: int = 0
     keep_steps: list[int] = field(default_factory=list)
     elapsed_seconds: float = 0.0
     # of the running epoch, on the device until the epoch ends
@@ -46,8 +63,16 @@ class Progress:
     epoch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        counts = (self.epoch, self.step_in_epoch, self.step, self.best_step, *self.keep_steps)
-        numbers = (self.best_top1, self.best_loss, self.elapsed_seconds, self.epoch_seconds)
+        counts = (
+            self.epoch,
+            self.step_in_epoch,
+            self.step,
+            self.best_step,
+            self.evaluations_since_best,
+            *self.keep_steps,
+        )
+        best = (self.best_top1, self.best_loss, self.best_macro_f1)
+        numbers = (*best, self.elapsed_seconds, self.epoch_seconds)
         sums = ((self.loss_sum, torch.float64), (self.correct, torch.int64), (self.finite_steps, torch.int64))
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
             raise TypeError(f"counts of steps and epochs are {counts}")
@@ -68,12 +93,18 @@ class Progress:
         for total in (self.loss_sum, self.correct, self.finite_steps):
             total.zero_()
 
-    def record_best(self, val_loss: float | None, val_top1: float | None) -> bool:
-        """Note the step's validation metrics if they are the best: the larger accuracy decides, the smaller loss breaks
-        ties; without validation images the last step is the best."""
-        if val_loss is not None and val_top1 is not None:
-            if not (val_top1, -val_loss) > (self.best_top1, -self.best_loss):
+    def is_done(self, plan: TrainingPlan) -> bool:
+        """Whether nothing is left to do."""
+        patience = plan.early_stopping_patience
+        return self.step >= plan.total_steps or (patience is not None and self.evaluations_since_best >= patience)
+
+    def record_best(self, found: Validation | None, *, select_by: str) -> bool:
+        """Note the step's validation metrics if they are the best; without validation images the last step is."""
+        if found is not None:
+            best = Validation(self.best_loss, self.best_top1, self.best_macro_f1)
+            if not found.rank(select_by) > best.rank(select_by):
+                self.evaluations_since_best += 1
                 return False
-            self.best_loss, self.best_top1 = val_loss, val_top1
-        self.best_step = self.step
+            self.best_loss, self.best_top1, self.best_macro_f1 = found
+        self.best_step, self.evaluations_since_best = self.step, 0
         return True

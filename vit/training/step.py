@@ -43,6 +43,7 @@ class TrainStep:
     _: KW_ONLY
     precision: Precision = "bfloat16"
     label_smoothing: float = 0.0
+    class_weights: Float[Tensor, " C"] | None = None  # a sample's loss counts as its class's; their mean is 1
     clip_grad: float | None = None
     grad_accum_steps: int = 1
     ema_decay: float | None = None
@@ -89,7 +90,11 @@ class TrainStep:
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(self.device, self.precision):
             logits = self.model(images)
-        loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
+        if self.class_weights is None:
+            loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
+        else:  # divided by the number of samples, so that micro-batches and processes add up to the batch
+            weighting: dict[str, Any] = {"weight": self.class_weights, "label_smoothing": self.label_smoothing}
+            loss = F.cross_entropy(logits.float(), targets, **weighting, reduction="none").mean()
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
 

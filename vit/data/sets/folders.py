@@ -1,47 +1,38 @@
-"""Image folders: root/<split>/<class>/*, root/<class>/*, or a root with a labels.csv."""
+"""Image folders: root/<split>/<class>/* or root/<class>/*, unless there is a table of the images."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from vit.data.images import read_image
-from vit.data.sets.source import Aliases, FindOptions, FoundSplit, FoundSplits, ImageSource, choose_classes
-from vit.runtime.arguments import shorten
-from vit.runtime.documents import read_table
+from vit.data.sets.source import (
+    SPLIT_NAMES,
+    Aliases,
+    FileReader,
+    FindOptions,
+    FoundSplit,
+    FoundSplits,
+    ImageSource,
+    choose_classes,
+    take_validation_as_test,
+)
+from vit.data.sets.tables import find_tables, list_tables
 
 IMAGE_SUFFIXES = tuple(".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split())  # noqa: SIM905
-_SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
-
-
-@dataclass(frozen=True, eq=False)
-class FileReader:
-    """Image files below a root."""
-
-    root: Path
-    paths: Sequence[str]  # relative to the root
-
-    def read(self, index: int) -> Image.Image:
-        return read_image(self.root / self.paths[index])
-
-    def cache_key(self) -> bytes:
-        stats = [os.stat(self.root / path) for path in self.paths]
-        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
-
-    def subset(self, indices: np.ndarray) -> FileReader:
-        return FileReader(self.root, [self.paths[index] for index in indices])
 
 
 def find_folder(options: FindOptions) -> FoundSplits:
-    """The splits below a folder of the user's own images."""
-    return find_splits("folder", existing_root("folder", options), options.classes)
+    """The splits below a folder of the user's own images, or of a table of them."""
+    path = Path(options.root or "").expanduser()
+    root = path if options.root and path.is_file() else existing_root("folder", options)
+    if tables := list_tables(root):
+        return find_tables("folder", root if root.is_dir() else root.parent, tables, options.classes)
+    return find_splits("folder", root, options.classes)
 
 
 def existing_root(name: str, options: FindOptions) -> Path:
@@ -56,12 +47,9 @@ def existing_root(name: str, options: FindOptions) -> Path:
 
 def find_splits(name: str, root: Path, classes: Sequence[str] | None, *, aliases: Aliases | None = None) -> FoundSplits:
     """The splits below `root`; one folder of classes is all "train". `aliases`: folder name → readable name."""
-    if (root / "labels.csv").is_file():
-        return _read_label_file(name, root, classes)
-    folders = split_folders(root) or {"train": root}
-    notes = []
-    if "validation" in folders and "test" not in folders:
-        folders["test"] = folders.pop("validation")
+    of_splits = split_folders(root) or {"train": root}
+    folders, notes = take_validation_as_test(of_splits), []
+    if folders.keys() != of_splits.keys():
         notes = [f"{folders['test'].name}/ is the test split; validation images are held out of train/"]
     first = folders.get("train") or next(iter(folders.values()))
     known = _list_classes(first)
@@ -79,7 +67,7 @@ def find_splits(name: str, root: Path, classes: Sequence[str] | None, *, aliases
 def split_folders(root: Path) -> dict[str, Path]:
     """Split → its folder, for those that exist below `root`."""
     entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
-    return {split: entries[alias] for split, names in _SPLITS.items() for alias in names if alias in entries}
+    return {split: entries[alias] for split, names in SPLIT_NAMES.items() for alias in names if alias in entries}
 
 
 def _list_classes(folder: Path) -> list[str]:
@@ -127,38 +115,3 @@ def list_files(folder: str | Path, *, follow_links: bool = False, hidden: bool =
             if os.path.commonpath([here, target]) == target:
                 raise ValueError(f"{link} leads back to {target}, in which it lies; remove the link")
         waiting += reversed(below)
-
-
-def _read_label_file(name: str, root: Path, classes: Sequence[str] | None) -> FoundSplits:
-    """root/labels.csv with the header path,label or path,label,split; a wrong line is named by its number."""
-    file = root / "labels.csv"
-    rows: dict[str, list[tuple[str, str]]] = {}
-    seen: set[str] = set()
-    table = read_table(file)
-    _, header = next(table, ("", []))
-    if header not in (["path", "label"], ["path", "label", "split"]):
-        raise ValueError(f"{file} line 1 must be path,label or path,label,split, not {shorten(','.join(header))!r}")
-    for where, row in table:
-        if len(row) != len(header) or not all(row):
-            given = f"{','.join(header)}: {shorten(','.join(row))!r}"
-            raise ValueError(f"{where} must have {len(header)} values, {given}")
-        split = row[2] if len(row) == 3 else "train"
-        if split not in _SPLITS:
-            raise ValueError(f"{where}: unknown split {shorten(split)!r}; known: {', '.join(_SPLITS)}")
-        if not os.path.isfile(root / row[0]):
-            raise ValueError(f"{where}: {shorten(row[0])} is not a file below {root}")
-        if row[0] in seen:
-            raise ValueError(f"{where}: {row[0]} was already listed")
-        seen.add(row[0])
-        rows.setdefault(split, []).append((row[0], row[1]))
-    class_names = tuple(sorted({label for listed in rows.values() for _, label in listed}))
-    if len(class_names) < 2:
-        raise ValueError(f"{file} names {len(class_names)} classes; a classifier needs at least two")
-
-    def load(split: str) -> ImageSource:
-        paths, names = zip(*rows[split], strict=True)
-        labels, reader = np.searchsorted(class_names, names), FileReader(root, paths)
-        source = ImageSource(name=name, class_names=class_names, labels=labels, ids=paths, reader=reader)
-        return source.keep_classes(classes)
-
-    return {split: FoundSplit(f"{split} in labels.csv", partial(load, split)) for split in rows}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.class_names import make_unique, read_words
 from vit.data.sets.folders import existing_root, find_splits, split_folders
 from vit.data.sets.source import ArrayReader, FindOptions, FoundSplit, FoundSplits, ImageSource
-from vit.runtime.files import default_cache_dir, read_text
+from vit.runtime.files import default_cache_dir
 
 _IMAGENETTE_SIZE = "320px"  # its shorter side: enough to train at 224, a quarter of the full download
 
@@ -87,16 +87,14 @@ def _imagenet_names(root: Path, train: Path) -> dict[str, str]:
     wnids = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
     mapping = root / "LOC_synset_mapping.txt"
     if mapping.is_file():
-        pairs = [line.split(maxsplit=1) for line in read_text(mapping).splitlines() if line.strip()]
-        names = {wnid: text.split(",")[0].strip() for wnid, text in pairs}
+        names = read_words(mapping)
     elif len(wnids) == 1000:
         from torchvision.models import ResNet18_Weights
 
         names = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
     else:
         return {}
-    uses = Counter(names.values())  # "crane" is a bird and a machine
-    return {wnid: name if uses[name] == 1 else f"{name} ({wnid})" for wnid, name in names.items()}
+    return dict(zip(names, make_unique(names), strict=True))
 
 
 def _download_root(name: str, options: FindOptions, *, class_folders: bool = False) -> Path:

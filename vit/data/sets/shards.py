@@ -78,13 +78,13 @@ def find_shards(options: FindOptions) -> FoundSplits:
     return {split: FoundSplit(origins[split], partial(load, split)) for split in splits}
 
 
-def list_shards(folder: Path) -> dict[str, list[Path]]:
+def list_shards(folder: Path, suffix: str = ".tar") -> dict[str, list[Path]]:
     """The shards of each split below a folder; {} where there are none."""
     found = {
-        split: sorted(folder.glob(f"{prefix}*/*.tar")) or sorted(folder.glob(f"{prefix}*.tar"))
+        split: sorted(folder.glob(f"{prefix}*/*{suffix}")) or sorted(folder.glob(f"{prefix}*{suffix}"))
         for split, prefix in _SPLIT_PREFIXES.items()
     }
-    found = found if any(found.values()) else {"train": sorted(folder.glob("*.tar"))}
+    found = found if any(found.values()) else {"train": sorted(folder.glob(f"*{suffix}"))}
     return {split: shards for split, shards in found.items() if shards}
 
 

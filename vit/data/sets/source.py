@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from PIL import Image
+
+from vit.data.images import read_image
+from vit.runtime.arguments import shorten
+
+# split → what its folder, its shards or the value in a table may be called
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
+Value = TypeVar("Value")
 
 
 @runtime_checkable
@@ -40,6 +53,24 @@ class ArrayReader:
 
     def subset(self, indices: np.ndarray) -> ArrayReader:
         return ArrayReader(self.pixels[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class FileReader:
+    """Image files below a root."""
+
+    root: Path
+    paths: Sequence[str]  # relative to the root
+
+    def read(self, index: int) -> Image.Image:
+        return read_image(self.root / self.paths[index])
+
+    def cache_key(self) -> bytes:
+        stats = [os.stat(self.root / path) for path in self.paths]
+        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
+
+    def subset(self, indices: np.ndarray) -> FileReader:
+        return FileReader(self.root, [self.paths[index] for index in indices])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,6 +135,21 @@ class FoundSplit:
 
 
 FoundSplits = Mapping[str, FoundSplit]  # "train", "validation", "test", those that there are
+
+
+def take_validation_as_test(splits: Mapping[str, Value]) -> dict[str, Value]:
+    """A validation split without a test split, as in ImageNet, is the test split."""
+    known = set(splits)
+    return {"test" if split == "validation" and "test" not in known else split: splits[split] for split in splits}
+
+
+def check_label(label: Any, *, origin: str) -> str:
+    """The class that a table names, a text or a whole number, as text."""
+    if isinstance(label, list | tuple | dict | np.ndarray):
+        raise ValueError(f"{origin}: label {shorten(str(label))} is several labels; an image has one class here")
+    if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+        raise ValueError(f"{origin}: label {shorten(repr(label))} is neither a text nor a whole number")
+    return str(label)
 
 
 def join_sources(sources: Sequence[ImageSource]) -> ImageSource:

@@ -1,0 +1,30 @@
+"""Classes of different sizes: how much they differ, and what is done about it."""
+
+import numpy as np
+import pytest
+from sklearn.utils.class_weight import compute_class_weight
+
+from vit.data.balance import choose_class_balance, compute_class_ratio, compute_class_weights
+
+LABELS = np.repeat([0, 1, 3], [20, 5, 1])
+
+
+def test_weights_are_scikit_learns_balanced_ones_and_zero_for_a_class_without_images() -> None:
+    weights = compute_class_weights(LABELS, 5)
+    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=LABELS)
+    np.testing.assert_allclose(weights, [expected[0], expected[1], 0, expected[2], 0], rtol=1e-6)
+    assert weights[LABELS].mean() == pytest.approx(1)
+    assert weights.dtype == np.float32
+
+
+def test_auto_is_the_sampler_above_five_to_one_and_says_so() -> None:
+    assert compute_class_ratio(LABELS) == 20
+    kind, reason = choose_class_balance(LABELS, wanted="auto")
+    assert (kind, reason) == ("sampler", "20.0 images of the largest class for one of the smallest")
+    five = np.repeat([0, 1], [25, 5])
+    assert choose_class_balance(five, wanted="auto") == (
+        "none",
+        "5.0 images of the largest class for one of the smallest",
+    )
+    assert choose_class_balance(np.append(five, 0), wanted="auto")[0] == "sampler"
+    assert choose_class_balance(five, wanted="weights")[0] == "weights"
