@@ -60,6 +60,23 @@ def test_mixed_targets_weigh_their_classes_and_count_the_larger_one():
     assert result.correct == (logits.argmax(1) == labels).sum()
 
 
+def test_class_weights_multiply_each_samples_loss_whatever_the_micro_batches():
+    """The mean is over samples, not over weights: micro-batches and processes then add up."""
+    class_weights = torch.tensor([0.2, 0.5, 1.0, 2.0, 0.0])
+    images, labels = draw_batch(10)
+    steps = [build_step(class_weights=class_weights, grad_accum_steps=count) for count in (1, 4)]
+    logits = steps[0].module(images).detach()
+    expected = (class_weights[labels] * F.cross_entropy(logits, labels, reduction="none")).mean()
+    results = [step(images, labels) for step in steps]
+    for result in results:
+        torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(weights(steps[1]), weights(steps[0]), rtol=0, atol=1e-6)
+    mixed = build_step(class_weights=class_weights)
+    probabilities = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
+    expected = -(class_weights * probabilities * logits.log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(mixed(images, probabilities).loss, expected)
+
+
 def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped():
     free, clipped, loose = build_step(), build_step(clip_grad=0.01), build_step(clip_grad=1e6)
     start = weights(free)

@@ -1,0 +1,106 @@
+"""The best model by the measure that was asked for, and an end when it is no longer found."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import f1_score
+
+from tests.conftest import TINY_RUN, Launcher
+from tests.training.conftest import MakeRun, read_curves, read_metrics, run_until
+from tests.training.test_resume import assert_equal_runs
+from vit.training.plan import Progress, TrainingPlan, Validation
+
+MEASURES = ["top1", "macro_f1", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("select_by", "better", "worse"),
+    [
+        ("top1", Validation(9.0, 0.6, 0.0), Validation(0.1, 0.4, 1.0)),
+        ("top1", Validation(0.9, 0.5, 0.0), Validation(1.1, 0.5, 1.0)),
+        ("macro_f1", Validation(9.0, 0.0, 0.6), Validation(0.1, 1.0, 0.4)),
+        ("loss", Validation(0.9, 0.0, 0.0), Validation(1.1, 1.0, 1.0)),
+        ("loss", Validation(1.0, 0.6, 0.0), Validation(1.0, 0.4, 1.0)),
+    ],
+)
+def test_the_measure_decides_and_ties_are_broken(select_by: str, better: Validation, worse: Validation) -> None:
+    progress = Progress(step=1)
+    assert progress.record_best(Validation(1.0, 0.5, 0.5), select_by=select_by)
+    progress.step = 2
+    assert not progress.record_best(worse, select_by=select_by)
+    assert (progress.best_step, progress.evaluations_since_best) == (1, 1)
+    assert progress.record_best(better, select_by=select_by)
+    assert (progress.best_step, progress.evaluations_since_best, progress.best_loss) == (2, 0, better.loss)
+
+
+@pytest.mark.parametrize("select_by", MEASURES)
+def test_the_model_file_is_the_one_that_the_log_says(make_run: MakeRun, tmp_path: Path, select_by: str) -> None:
+    run = make_run(tmp_path, f"train.select_by={select_by}", "train.epochs=5")
+    progress = run.trainer.run()
+    sign = -1 if select_by == "loss" else 1
+    best = max(read_metrics(tmp_path), key=lambda metrics: sign * metrics[f"val_{select_by}"])
+    assert progress.best_step == best["step"]
+
+
+def test_macro_f1_is_scikit_learns_in_the_log_and_the_curves(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "train.epochs=1")
+    run.trainer.run()
+    validation = run.data.validation
+    assert validation is not None
+    with torch.no_grad():
+        images = run.data.preprocess.normalize(torch.from_numpy(validation.images))
+        predicted = run.trainer.step.averaged_model(images).argmax(1).numpy()
+    (metrics,) = read_metrics(tmp_path)
+    assert metrics["val_macro_f1"] == pytest.approx(f1_score(validation.labels, predicted, average="macro"))
+    assert read_curves(tmp_path)["epoch/val_macro_f1"][0][1] == pytest.approx(metrics["val_macro_f1"], rel=1e-6)
+
+
+PATIENT = ["train.early_stopping_patience=2", "train.epochs=40", "optimizer.muon_lr=0.3", "optimizer.lr=0.3"]
+
+
+def test_a_run_without_a_better_model_ends_and_stays_ended(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path, *PATIENT)
+    progress = run.trainer.run()
+    metrics = read_metrics(tmp_path)
+    assert 3 <= len(metrics) < 40
+    ranks = [Validation(*(line[f"val_{name}"] for name in Validation._fields)).rank("top1") for line in metrics]
+    assert ranks.index(max(ranks)) == len(ranks) - 3  # the best, then two that are not
+    assert progress.evaluations_since_best == 2
+    again = make_run(tmp_path, *PATIENT)
+    assert again.trainer.resume()
+    again.trainer.run()
+    assert read_metrics(tmp_path) == metrics
+
+
+def test_patience_survives_a_kill(make_run: MakeRun, tmp_path: Path) -> None:
+    whole = make_run(tmp_path / "whole", *PATIENT)
+    whole.trainer.run()
+    total = whole.trainer.progress.step
+    for name, step in (("before", total - 6), ("after", total - 2)):  # of the last evaluation but one: epochs have 5
+        run_until(make_run(tmp_path / name, *PATIENT), step)
+        resumed = make_run(tmp_path / name, *PATIENT)
+        assert resumed.trainer.resume()
+        resumed.trainer.run()
+        assert_equal_runs(tmp_path / "whole", tmp_path / name)
+
+
+def test_the_user_is_told(cli: Launcher, empty_yaml: Path, tmp_path: Path) -> None:
+    bad = ["optimizer.lr=0.3", "optimizer.muon_lr=0.3", "train.epochs=30", "train.select_by=macro_f1"]
+    outcome = cli.succeed(
+        *("train", empty_yaml, *TINY_RUN, *bad, "train.early_stopping_patience=1", "-o", tmp_path / "run")
+    )
+    assert "stopped early: macro f1 was best at step" in outcome.text
+    assert "macro F1 " in outcome.text
+    line = cli.fail(
+        *("train", empty_yaml, *TINY_RUN, "data.validation_fraction=0", "train.early_stopping_patience=1"),
+        *("-o", tmp_path / "other"),
+    )
+    assert "train.early_stopping_patience needs validation images; data.validation_fraction is 0" in line
+
+
+def test_a_plan_is_done_at_its_end_or_out_of_patience() -> None:
+    plan = TrainingPlan(epochs=2, steps_per_epoch=5, total_steps=10, seed=0, batch_size=4, early_stopping_patience=2)
+    assert not Progress(step=9, evaluations_since_best=1).is_done(plan)
+    assert Progress(step=10).is_done(plan)
+    assert Progress(step=5, evaluations_since_best=2).is_done(plan)
