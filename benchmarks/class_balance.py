@@ -46,7 +46,12 @@ def measure(table: Path, choice: str, *, seed: int, directory: Path) -> dict[str
     run = vit.train(RECIPE, output=directory / f"{choice}-{seed}", overrides=[*OVERRIDES, *more])
     evaluation = vit.evaluate(run.bundle, num_examples=0).evaluation
     recall = {entry.name: round(entry.recall, 4) for entry in evaluation.per_class}
-    return {"seed": seed, "seconds": round(run.seconds, 1), **{m: getattr(evaluation, m) for m in METRICS}, "recall": recall}
+    return {
+        "seed": seed,
+        "seconds": round(run.seconds, 1),
+        **{m: getattr(evaluation, m) for m in METRICS},
+        "recall": recall,
+    }
 
 
 def main() -> None:

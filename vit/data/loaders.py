@@ -68,7 +68,7 @@ def _order(schedule: _Schedule, epoch: int) -> SampleIds:
         return order
     labels = schedule.labels[order]
     sizes = torch.bincount(labels)
-    classes = torch.split(order[labels.argsort(stable=True)], sizes[sizes > 0].tolist())  # type: ignore[no-untyped-call]
+    classes = torch.split(order[labels.argsort(stable=True)], sizes[sizes > 0].tolist())
     each, rest = divmod(count, len(classes))
     drawn = []
     for place, members in enumerate(classes):

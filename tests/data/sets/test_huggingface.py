@@ -160,7 +160,7 @@ def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launche
         (make_rows(3, label=[0.5, 1.0, 2.0]), "train row 0: label 0.5 is neither a text nor a whole number"),
         (make_rows(3, label=["a", None, "b"]), "train row 1: label None is neither a text nor a whole number"),
         (make_rows(3, label=[1, 1, 1]), "names 1 classes; a classifier needs at least two"),
-        (make_rows(0), "names 0 classes"),
+        (make_rows(0), "can't be read as a data set: .* no data"),
         ({"image": [encode(0)], "text": ["a"]}, "has no column label or class, only image, text"),
         ({"picture": [encode(0)], "label": ["a"]}, "has no column image or img, only picture, label"),
         ({"image": [1.5, 2.5], "label": ["a", "b"]}, "the column image holds .*, no images"),
@@ -169,7 +169,7 @@ def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launche
 )
 def test_a_broken_table_is_one_line(tmp_path: Path, cli: Launcher, rows: Rows, sentence: str) -> None:
     path = write_parquet(tmp_path / "x.parquet", rows)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, OSError), match=sentence):
         open_dataset("huggingface", root=path, cache_dir=tmp_path / "cache").split("train")
     assert str(path) in cli.fail(
         *("train", "digits", *TINY_RUN, "data.name=huggingface", f"data.root={path}", "-o", tmp_path / "run")

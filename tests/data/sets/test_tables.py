@@ -51,7 +51,9 @@ def test_columns_are_found_by_name_in_any_order(make_folder: MakeFolder, name: s
 def test_a_column_of_splits_takes_the_usual_names(make_folder: MakeFolder) -> None:
     root = make_folder(*NAMES)
     splits = ["train", "Training", "val", "valid", "test", "testing"]
-    lines = [f"{name},{split},{'ab'[number % 2]}" for number, (name, split) in enumerate(zip(NAMES, splits, strict=True))]
+    lines = [
+        f"{name},{split},{'ab'[number % 2]}" for number, (name, split) in enumerate(zip(NAMES, splits, strict=True))
+    ]
     write(root / "labels.csv", "path,split,label", *lines)
     dataset = open_dataset("folder", root=root)
     assert [list(dataset.split(split).ids) for split in ("train", "validation", "test")] == [

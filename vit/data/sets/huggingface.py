@@ -70,35 +70,33 @@ def find_huggingface(options: FindOptions) -> FoundSplits:
     """
     if options.root is None:
         raise ValueError("data.name=huggingface needs data.root: hf:NAME, or a folder or file of it")
-    root, origin = str(options.root), f"data.root {options.root}"
-    found = _load(root, options.cache_dir / "datasets")
-    tables = {SPLIT_OF[name.lower()]: table for name, table in found.items() if name.lower() in SPLIT_OF}
-    if not tables:
-        raise ValueError(f"{origin}: unknown split {', '.join(found)}; known: {', '.join(SPLIT_OF)}")
+    origin = f"data.root {options.root}"
+    tables = _load(str(options.root), options.cache_dir / "datasets")
     features = next(iter(tables.values())).features
     image, label = _find_column(features, _IMAGE, "Image", origin), _find_column(features, _LABEL, "ClassLabel", origin)
-    values = {split: _read_labels(table, label, f"{origin} {split}") for split, table in tables.items()}
-    left_out = [f"the split {name!r} was left out" for name in found if not values.get(SPLIT_OF.get(name.lower(), ""))]
-    values = {split: labels for split, labels in values.items() if labels}
-    names = getattr(features[label], "names", None) or sorted({value for labels in values.values() for value in labels})
+    values = {name: _read_labels(table, label, f"{origin} {name}") for name, table in tables.items()}
+    used = {name: SPLIT_OF[name.lower()] for name in tables if values[name] and name.lower() in SPLIT_OF}
+    if not used:
+        raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}, only {', '.join(tables)}")
+    named = getattr(features[label], "names", None)
+    names = named or sorted({value for name in used for value in values[name]})
     if len(names) < 2:
         raise ValueError(f"{origin} names {len(names)} classes; a classifier needs at least two")
+    notes = tuple(f"the split {name!r} was left out" for name in tables if name not in used)
 
-    def load(split: str) -> ImageSource:
-        ids, rows = (
-            [f"{split}/{row:05d}" for row in range(len(values[split]))],
-            _keep_images(tables[split], image, origin),
-        )
-        labels = np.array(values[split]) if hasattr(features[label], "names") else np.searchsorted(names, values[split])
-        if wrong := [row for row, number in enumerate(labels) if not 0 <= number < len(names)]:
-            raise ValueError(f"{origin} {ids[wrong[0]]}: label {labels[wrong[0]]} is none of the {len(names)} classes")
+    def load(name: str) -> ImageSource:
+        ids = [f"{name}/{row:05d}" for row in range(len(values[name]))]
+        labels = np.array(values[name]) if named else np.searchsorted(names, values[name])
+        if (wrong := labels[(labels < 0) | (labels >= len(names))]).size:
+            raise ValueError(f"{origin} {name}: label {wrong[0]} is none of the {len(names)} classes")
+        reader = RowReader(_keep_images(tables[name], image, origin), ids, np.arange(len(ids)))
         known: dict[str, Any] = {"class_names": tuple(map(str, names)), "labels": labels.astype(np.int64), "ids": ids}
-        reader = RowReader(rows, ids, np.arange(len(ids)))
-        source = ImageSource(name="huggingface", **known, reader=reader, notes=tuple(left_out))
+        source = ImageSource(name="huggingface", **known, reader=reader, notes=notes)
         return source.keep_classes(options.classes)
 
-    origins = {SPLIT_OF.get(name.lower()): f"the split {name!r}" for name in found}
-    return take_validation_as_test({split: FoundSplit(origins[split], partial(load, split)) for split in values})
+    return take_validation_as_test(
+        {split: FoundSplit(f"the split {name!r}", partial(load, name)) for name, split in used.items()}
+    )
 
 
 def _list_parquet(path: Path) -> dict[str, list[Path]]:
