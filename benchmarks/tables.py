@@ -1,7 +1,7 @@
-"""Write the tables of README.md and docs/benchmarks.md from the result files, and draw the learning curves.
+"""Write the tables of README.md, SECURITY.md and docs/benchmarks.md from the result files; draw the learning curves.
 
     python benchmarks/tables.py            # print them
-    python benchmarks/tables.py --write    # into the two pages, between their marks; and the picture
+    python benchmarks/tables.py --write    # into these pages, between their marks; and the picture
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is listed as not measured.
 """
@@ -18,7 +18,7 @@ import faithfulness
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "benchmarks.md")
 CURVES = ROOT / "docs" / "images" / "learning-curves.png"
 RECIPE = "cifar10-cpu"  # whose curves are drawn
 MINUTES = (1, 3, 5, 10, 20)
@@ -206,6 +206,23 @@ def draw_curves(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
+def build_fuzz(results: Results) -> str:
+    """How many cases of bad input were run, by kind, and how many failed."""
+    blocks = []
+    for name, result in results.items():
+        total, machine = result["total"], result["machine"]["device"]
+        lines = ["| kind | cases | slowest, s | most memory, MiB | failures |", "|---|---|---|---|---|"]
+        for kind, of in result["kinds"].items():
+            figures = f"{of['slowest_seconds']:.1f} | {of['largest_mib']:,} | {len(of['failures'])}"
+            lines.append(f"| {kind.replace('_', ' ')} | {of['cases']:,} | {figures} |")
+        failures = f"failures: {len(total['failures'])}"
+        where = f"{machine}, commit {result['machine']['commit']}: `{name}.json`"
+        blocks.append(
+            "\n".join([*lines, "", f"{total['cases']:,} cases in {result['seconds']:,} s, {failures} ({where})."])
+        )
+    return "\n\n".join(blocks)
+
+
 def build_tables() -> dict[str, str]:
     """Name of the mark → what stands below it."""
     recipes = load_results("recipe")
@@ -216,6 +233,7 @@ def build_tables() -> dict[str, str]:
         "ablation": build_ablation(load_results("ablation")),
         "attention-programs": build_attention_programs(load_results(attention_programs.NAME)),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
+        "fuzz": build_fuzz(load_results("fuzz")),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 
@@ -234,7 +252,7 @@ def fill_page(page: str, tables: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into README.md and docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into the pages")
     options = parser.parse_args()
     tables = build_tables()
     print("\n\n".join(tables.values()))

@@ -248,7 +248,8 @@ def measure_faithfulness(
     with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()
     device = describe_device(next(bundle.model.parameters()).device)
-    inputs = {"model": bundle.name, "model_sha256": bundle.sha256, "data": source.name, "split": source.split}
+    inputs = {"model": bundle.name, "model_sha256": bundle.sha256, "run_id": bundle.metadata.get("run_id")}
+    inputs |= {"data": source.name, "split": source.split}
     measured = {"num_images": len(ids), "seed": seed, "device": device, "precision": benchmark.precision}
     result = FaithfulnessResult(measurement, {**inputs, **measured, "versions": collect_versions()}, ids)
     if set(names) == set(METHODS) and not random_weights:

@@ -4,18 +4,25 @@ the right result. Never a traceback, never another result without a word."""
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
 import tarfile
+import weakref
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,9 +32,12 @@ from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.evaluation.records import write_evaluation
 from vit.bundle import load_bundle
 from vit.config import load_config
+from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess, open_image, read_image
 from vit.data.inputs import list_images
 from vit.data.open import open_dataset
+from vit.data.sets.source import ImageSource
+from vit.model.weights import read_weights
 from vit.runtime.device import choose_device
 
 
@@ -156,9 +166,7 @@ class TestImages:
         assert int(megabytes) < 700
 
     def test_pixels_in_flight_are_bounded_over_all_threads(self, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from concurrent.futures import ThreadPoolExecutor
         from threading import Lock
-        from time import sleep
 
         from vit.data import images
 
@@ -178,6 +186,87 @@ class TestImages:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(read, range(16)))
         assert most == 1
+
+    def test_large_images_are_decoded_by_one_process_at_a_time(
+        self, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from multiprocessing import get_context
+
+        from vit.data import images
+
+        monkeypatch.setattr(images, "_LARGE", 500)  # a photo has 600
+        fork = get_context("fork")
+        inside, most = fork.Value("i", 0), fork.Value("i", 0)
+
+        def read() -> None:
+            for _ in range(5):
+                with open_image(photo):
+                    with inside.get_lock():
+                        inside.value += 1
+                        most.value = max(most.value, inside.value)
+                    sleep(0.01)
+                    with inside.get_lock():
+                        inside.value -= 1
+
+        processes = [fork.Process(target=read) for _ in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * 4
+        assert most.value == 1
+
+    def test_a_data_sets_images_count_until_they_are_drawn(
+        self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`vit attention MODEL` reads the test images of its data set in many threads."""
+        from threading import Lock
+
+        from vit.data import images
+        from vit.explanation.items import items_from_source
+
+        for number in range(12):
+            folder = tmp_path / "images" / f"class {number % 2}"
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(photo, folder / f"{number}.png")
+        monkeypatch.setattr(images, "_in_flight", images._PixelsInFlight(1500))  # two photos
+        lock, inside, most = Lock(), 0, 0
+
+        def read(item: Any) -> None:
+            nonlocal inside, most
+            with item.open():
+                with lock:
+                    inside += 1
+                    most = max(most, inside)
+                sleep(0.01)
+                with lock:
+                    inside -= 1
+
+        items = items_from_source(open_dataset("folder", root=tmp_path / "images").split("all"), count=12)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, items))
+        assert most == 2
+
+    def test_images_that_are_measured_are_held_at_the_models_size(
+        self, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vit.explanation.faithfulness.selection import select_correct_images
+
+        last: list[weakref.ref[Image.Image]] = []
+
+        @dataclass(frozen=True)
+        class Reader:
+            def open(self, index: int) -> Any:
+                assert not last or last[-1]() is None, "the image before is still held"
+                image = Image.new("RGB", (400, 300), (index, 0, 0))
+                last.append(weakref.ref(image))
+                return nullcontext(image)
+
+        labels = np.zeros(12, dtype=np.int64)
+        names, ids = ("ant", "bee", "cow"), [str(number) for number in range(12)]
+        source = ImageSource(name="x", class_names=names, labels=labels, ids=ids, reader=Reader())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="predicts 0 of 12 images correctly"):
+            select_correct_images(load_bundle(model_file), source, labels - 1, count=12, batch_size=6)
 
     @pytest.mark.parametrize("command", ["predict", "attention"])
     def test_a_folder_without_images_or_that_cannot_be_read_is_a_row_of_a_list(
@@ -353,6 +442,22 @@ class TestModelFiles:
         save_file(load_file(model_file), tmp_path / "m.safetensors", metadata={"vit": text})
         cli.fail("info", tmp_path / "m.safetensors")
 
+    def test_a_pipe_is_no_model_file(self, cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.safetensors")
+        cli.fail("info", tmp_path / "pipe.safetensors")
+        with pytest.raises(OSError, match="not a regular file"):
+            read_weights(tmp_path / "pipe.safetensors")
+        shutil.copytree(tiny_run, tmp_path / "run")
+        for name in ("model.safetensors", ".lock"):
+            content = (tmp_path / "run" / name).read_bytes()
+            (tmp_path / "run" / name).unlink()
+            os.mkfifo(tmp_path / "run" / name)
+            if name == ".lock":
+                cli.fail("train", "--resume", "--output", tmp_path / "run")
+            else:
+                assert "written again" in cli.succeed("train", "--resume", "--output", tmp_path / "run").text
+                assert (tmp_path / "run" / name).read_bytes() == content
+
     def test_every_changed_byte_is_noticed(self, model_file: Path, tmp_path: Path) -> None:
         content, path = model_file.read_bytes(), tmp_path / "m.safetensors"
         rng = np.random.default_rng(0)
@@ -393,6 +498,60 @@ class TestDataSets:
         with pytest.raises(ValueError, match=r"cat/loop leads back to .*; remove the link"):
             open_dataset("folder", root=root).split("all")
         assert len(list(list_images(root))) == 10
+
+    def test_links_that_lead_back_together_are_refused(self, root: Path, tmp_path: Path) -> None:
+        """Neither link leads to a folder that it lies in, and each image was found 20 times."""
+        (tmp_path / "elsewhere").mkdir()
+        (root / "cat" / "there").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "back").symlink_to(root)
+        with pytest.raises(ValueError, match=r"there/back leads back to .*; remove the link"):
+            open_dataset("folder", root=root).split("all")
+
+    @pytest.mark.parametrize("kind", ["a link to nothing", "a link to itself", "a pipe"])
+    def test_an_image_that_is_no_file_is_named_and_left_out(self, root: Path, tmp_path: Path, kind: str) -> None:
+        odd = root / "cat" / "00.png"  # before others of its folder
+        if kind == "a pipe":
+            os.mkfifo(odd)
+        else:
+            odd.symlink_to("gone.png" if kind == "a link to nothing" else "00.png")
+        source = open_dataset("folder", root=root).split("all")
+        decoded = decode_dataset(source, size=(8, 8), cache_dir=tmp_path / "cache", max_unreadable_fraction=0.5)
+        assert [name for name, _ in decoded.unreadable] == ["cat/00.png"]
+        assert len(decoded) == 10
+
+    @pytest.mark.parametrize(
+        "pattern",
+        ["{0..999999999999}.tar", "{a,b}" * 40 + ".tar", "{a..z}" * 9 + ".tar", "{{0..999},{0..99999}}{0..99}.tar"],
+    )
+    def test_a_pattern_of_too_many_shards_is_refused(self, pattern: str) -> None:
+        with pytest.raises(ValueError, match="more than 1,000,000"):
+            open_dataset("webdataset", root=pattern)
+
+    def test_a_configuration_starts_no_program(self, cli: Launcher, tmp_path: Path) -> None:
+        command, mark = f"pipe:touch {tmp_path / 'mark'}", tmp_path / "mark"
+        tiny = [text for text in TINY_RUN if not text.startswith("data.name")]
+        path = tmp_path / "c.yaml"
+        path.write_text(yaml.safe_dump({"data": {"name": "webdataset", "root": command}}))
+        arguments = ["train", path, *tiny, f"data.cache_dir={tmp_path / 'cache'}", "--output", tmp_path / "run"]
+        assert "would start a program" in cli.fail(*arguments)
+        assert not mark.exists()
+        assert "gave no shard" in cli.fail(*arguments, f"data.root={command}")  # the user's own words
+        assert mark.exists()
+
+    def test_a_command_is_not_put_together(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="write pipe: out"):
+            open_dataset("webdataset", root="{pi,pi}pe:touch " + str(tmp_path / "mark"), cache_dir=tmp_path)
+        assert not (tmp_path / "mark").exists()
+
+    @pytest.mark.parametrize("command", ["evaluate", "attention"])
+    def test_a_model_file_starts_no_program(
+        self, cli: Launcher, model_file: Path, tmp_path: Path, command: str
+    ) -> None:
+        data = {"name": "webdataset", "root": f"pipe:touch {tmp_path / 'mark'}"}
+        path = change_metadata(model_file, tmp_path / "m.safetensors", set_value("config.data", data))
+        message = cli.fail(command, path, "--output", tmp_path / "out", "--device", "cpu")
+        assert "would start a program" in message
+        assert not (tmp_path / "mark").exists()
 
     def test_a_link_to_another_folder_is_followed(self, root: Path, tmp_path: Path) -> None:
         (root / "cat").rename(tmp_path / "elsewhere")

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import TINY_RUN, Launcher
+from vit.training.step import TrainStep
 
 
 @pytest.fixture
@@ -87,3 +90,38 @@ def test_two_sigterms_end_a_run_at_once_and_it_is_resumed_to_the_same_bytes(
     assert process.returncode in (75, -signal.SIGTERM)  # 75: the first one had already saved
     cli.succeed("train", "--resume", "--output", run)
     assert (run / "model.safetensors").read_bytes() == (tiny_run / "model.safetensors").read_bytes()
+
+
+def test_an_image_damaged_while_training_reads_it_is_named_and_when_it_is_whole_again_training_goes_on(
+    cli: Launcher, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "images" / f"class {number % 2}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    tiny = [text for text in TINY_RUN if not text.startswith(("data.name", "train.batch_size", "train.epochs"))]
+    images = ["data.name=folder", f"data.root={tmp_path / 'images'}", "data.pipeline=workers", "data.workers=1"]
+    images += ["train.batch_size=4", "train.epochs=3", "train.checkpoint_every_steps=1"]
+    command = ["train", empty_yaml, *tiny, *images, "--output"]
+    cli.succeed(*command, tmp_path / "whole")
+    kept, whole_step, steps = {}, TrainStep.__call__, count(1)
+
+    def damage(self: TrainStep, *arguments: object) -> object:
+        if next(steps) == 3:
+            kept.update({path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")})
+            for path in kept:
+                path.write_bytes(kept[path][:50])
+        return whole_step(self, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", damage)
+        outcome = cli.run(*command, tmp_path / "run")
+        assert outcome.code == 2
+        assert "png was readable before, but no longer" in outcome.err.splitlines()[-1]
+        assert "Traceback" not in outcome.err
+    for path, content in kept.items():
+        path.write_bytes(content)
+    cli.succeed("train", "--resume", "--output", tmp_path / "run")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run")]
+    assert weights[0] == weights[1]

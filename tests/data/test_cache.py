@@ -5,6 +5,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -44,11 +45,11 @@ class CountingReader(ArrayReader):
     reads: list[bytes] = field(default_factory=list)
     break_after: int = 10**9
 
-    def read(self, index: int) -> Image.Image:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         self.reads.append(self.pixels[index].tobytes())
         if len(self.reads) > self.break_after:
             raise KeyboardInterrupt
-        return super().read(index)
+        return super().open(index)
 
     def subset(self, indices: np.ndarray) -> "CountingReader":
         return CountingReader(self.pixels[indices], self.reads, self.break_after)

@@ -219,9 +219,9 @@ def test_resuming_decodes_only_what_is_left(file_dataset: DecodedDataset) -> Non
     source = file_dataset.source
 
     class Recording(ImageSource):
-        def read(self, index: int) -> Any:
+        def open(self, index: int) -> Any:
             read.append(index)
-            return source.read(index)
+            return source.open(index)
 
     recording = Recording(**{name: getattr(source, name) for name in source.__dataclass_fields__})
     loader = make(WorkerLoader, replace(file_dataset, source=recording), workers=0)

@@ -3,7 +3,7 @@
 Each case damages a real file (an image, a model file, a checkpoint, an archive of images, the decoded cache, a result),
 or puts odd values into a configuration, a checkpoint or metadata, and gives it to what reads such
 files. What may happen: success with finite results, or ValueError or OSError with one sentence (exit code 2). A case
-fails with any other exception, after 20 seconds, with a process started, or where this process has grown to 2 GiB.
+fails with any other exception, after 20 seconds, with a process started, or where it took more than 2 GiB.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import os
 import random
-import resource
+import re
 import shutil
 import signal
 import sys
@@ -23,12 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SECONDS, KIBIBYTES = 20, 2 * 2**20
+SECONDS, MEBIBYTES = 20, 2048
 PROCESSES = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn")
 Case = Callable[[random.Random, Path], None]
 
@@ -72,7 +73,9 @@ class Corpus:
         self.directory, self.run = directory, directory / "run"
         empty = directory / "empty.yaml"
         empty.touch()
-        Launcher().succeed("train", empty, *TINY_RUN, "train.epochs=1", "optimizer.name=adamw", "--output", self.run)
+        tiny, self.other = [*TINY_RUN, "train.epochs=1", "optimizer.name=adamw"], directory / "other"
+        Launcher().succeed("train", empty, *tiny, "--output", self.run)
+        Launcher().succeed("train", empty, *tiny, "train.seed=1", "--output", self.other)
         self.model, self.config = self.run / "model.safetensors", self.run / "config.yaml"
         (self.checkpoint,) = (self.run / "checkpoints").glob("step-*.pt")
         pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
@@ -110,8 +113,8 @@ class Corpus:
         Launcher().succeed(*command, "--output", directory / "maps")
 
 
-def run_command(*arguments: object) -> str:
-    """The command inside this process: its output where it succeeds, nothing where it refuses in one line."""
+def run_command(*arguments: object) -> str | None:
+    """The command inside this process: its output where it succeeds, None where it refuses in one line."""
     from tests.conftest import Launcher
 
     outcome = Launcher().run(*arguments)
@@ -120,7 +123,7 @@ def run_command(*arguments: object) -> str:
         assert outcome.err.startswith("vit: error: "), outcome.err
         assert len(outcome.err) < 3000
         assert " at 0x" not in outcome.err, outcome.err
-        return ""
+        return None
     assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err}"
     return outcome.out
 
@@ -151,7 +154,8 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             assert read_image(path).mode == "RGB"
 
     def predict(rng: random.Random, folder: Path) -> None:
-        for line in run_command("predict", corpus.model, damage(rng.choice(corpus.images), folder, rng)).splitlines():
+        out = run_command("predict", corpus.model, damage(rng.choice(corpus.images), folder, rng))
+        for line in (out or "").splitlines():
             for found in json.loads(line).get("predictions", []):
                 assert math.isfinite(found["probability"])
 
@@ -175,7 +179,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         path = folder / "model.safetensors"
         save_file(load_file(corpus.model), path, metadata={"vit": json.dumps(values)})
         if run_command("info", path):
-            for line in run_command("predict", path, corpus.images[4], "--device", "cpu").splitlines():
+            for line in (run_command("predict", path, corpus.images[4], "--device", "cpu") or "").splitlines():
                 for found in json.loads(line).get("predictions", []):
                     assert math.isfinite(found["probability"])
 
@@ -227,26 +231,79 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
 
     def evaluation(rng: random.Random, folder: Path) -> None:
         shutil.copytree(corpus.evaluations[1], folder / "b")
-        path = folder / "b" / rng.choice(("evaluation.json", "predictions.csv"))
-        path.write_bytes(mutate(path.read_bytes(), rng))
+        damage_text(folder / "b" / rng.choice(("evaluation.json", "predictions.csv")), rng)
         run_command("compare", corpus.evaluations[0], folder / "b")
 
     def maps(rng: random.Random, folder: Path) -> None:
         shutil.copytree(corpus.directory / "maps", folder / "maps")
-        path = folder / "maps" / rng.choice(("maps.npz", "manifest.json"))
-        path.write_bytes(mutate(path.read_bytes(), rng))
+        damage_text(folder / "maps" / rng.choice(("maps.npz", "manifest.json")), rng)
         command = ["attention", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
         run_command(*command, "--resume", "--output", folder / "maps")
 
     def labels(rng: random.Random, folder: Path) -> None:
         shutil.copy(corpus.images[4], folder / "a.png")
-        content = b"path,label,split\na.png,cat,train\na.png,dog,test\n"
+        shutil.copy(corpus.images[5], folder / "b.ppm")
+        content = b"path,label,split\na.png,cat,train\nb.ppm,dog,test\n"
         (folder / "labels.csv").write_bytes(mutate(content, rng))
         with refusals():
             open_dataset("folder", root=folder).split("all")
 
+    def class_names(rng: random.Random, folder: Path) -> None:
+        shutil.copy(corpus.shard, folder)
+        (folder / "classes.txt").write_bytes(mutate(b"cat\ndog\n", rng))
+        with refusals():
+            assert len(open_dataset("webdataset", root=folder).split("all").class_names) > 1
+
+    def pattern(rng: random.Random, folder: Path) -> None:
+        parts = (
+            "{0..9}",
+            "{00..99999999}",
+            "{a,b}",
+            "{",
+            "}",
+            "..",
+            ",",
+            "pipe:",
+            "pi",
+            "::",
+            "shard",
+            ".tar",
+            "*",
+            "$",
+        )
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
+        (folder / "c.yaml").write_text(json.dumps({"data": {"name": "webdataset", "root": text}}))
+        run_command("train", folder / "c.yaml", "--dry-run", "--output", folder / "run")
+
+    def run(rng: random.Random, folder: Path) -> None:
+        """What is in the directory of a run that has ended is damaged, or another run's."""
+        shutil.copytree(corpus.run, folder / "run")
+        place = rng.choice(("config.yaml", "model.safetensors", "checkpoints/step-*.pt"))
+        (path,), (others,) = (folder / "run").glob(place), corpus.other.glob(place)
+        if rng.random() < 0.2:
+            path.unlink()
+            shutil.copy(others, path.parent)
+        elif path.name == "config.yaml" and rng.random() < 0.5:
+            values = load_config(path).model_dump(mode="json")
+            change_value(values, rng)
+            path.write_text(json.dumps(values))
+        else:
+            path.write_bytes(mutate(path.read_bytes(), rng))
+        if run_command("train", "--resume", "--output", folder / "run") is not None:
+            assert (folder / "run" / "model.safetensors").read_bytes() == corpus.model.read_bytes(), "another model"
+
     cases = (image, predict, model, metadata, checkpoint, configuration, drawn_configuration, archive)
-    return {case.__name__: case for case in (*cases, cache, evaluation, maps, labels)}
+    return {case.__name__: case for case in (*cases, cache, evaluation, maps, labels, class_names, pattern, run)}
+
+
+def damage_text(path: Path, rng: random.Random) -> None:
+    """Change bytes or, of JSON, values."""
+    if path.suffix == ".json" and rng.random() < 0.5:
+        values = json.loads(path.read_text())
+        change_value(values, rng)
+        path.write_text(json.dumps(values))
+    else:
+        path.write_bytes(mutate(path.read_bytes(), rng))
 
 
 OVERRIDES = ["train.seed=!!timestamp x", "train.seed=" + "[" * 5000, "x=*a", "data.std=[0,0,0]", "model.patch_size=0"]
@@ -309,18 +366,44 @@ def _audit(event: str, _: object) -> None:
         raise Forbidden(f"{event}: a program was started")
 
 
-def fuzz(count: int, *, seed: int, seconds: float = math.inf, keep: Path | None = None) -> tuple[int, list[str]]:
-    """Run `count` cases, or as many as take `seconds`: how many ran, and what failed, with the number to repeat it."""
+@dataclass
+class Tally:
+    """What became of the cases of one kind."""
+
+    cases: int = 0
+    seconds: float = 0.0
+    slowest_seconds: float = 0.0
+    largest_mib: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        slowest, largest = max(self.slowest_seconds, other.slowest_seconds), max(self.largest_mib, other.largest_mib)
+        failures = self.failures + other.failures
+        return Tally(self.cases + other.cases, self.seconds + other.seconds, slowest, largest, failures)
+
+
+def measure_memory() -> int:
+    """MiB that this process has at most held since it was last asked."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    with contextlib.suppress(OSError):  # where it isn't allowed, the most since the process began
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(found[1]) // 1024 if found else 0
+
+
+def fuzz(count: int, *, seed: int, seconds: float = math.inf, keep: Path | None = None) -> dict[str, Tally]:
+    """Run `count` cases, or as many as take `seconds`; of each kind what became of them. A failure has the number with
+    which it is repeated: `--cases 1 --seed NUMBER`."""
     global _active
     sys.addaudithook(_audit)
-    failures, started, done = list[str](), time.monotonic(), 0
+    tallies, started = dict[str, Tally](), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         cases = list(build_cases(Corpus(Path(directory))).items())
+        measure_memory()
         for number in range(seed, seed + count):
             if time.monotonic() - started > seconds:
                 break
             name, case = cases[number % len(cases)]
-            folder = Path(directory) / "case"
+            folder, began, failures = Path(directory) / "case", time.monotonic(), list[str]()
             folder.mkdir()
             if keep is not None:  # a crash of the process leaves its number
                 keep.mkdir(parents=True, exist_ok=True)
@@ -335,15 +418,15 @@ def fuzz(count: int, *, seed: int, seconds: float = math.inf, keep: Path | None 
                     shutil.copytree(folder, keep / f"{number}-{name}", dirs_exist_ok=True)
             finally:
                 _active = False
-            done += 1
-            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > KIBIBYTES:
-                failures.append(f"case {number}, {name}: more than 2 GiB")
-                break
+            took, largest = time.monotonic() - began, measure_memory()
+            if largest > MEBIBYTES:
+                failures.append(f"case {number}, {name}: {largest:,} MiB")
+            tallies[name] = tallies.get(name, Tally()) + Tally(1, took, took, largest, failures)
             shutil.rmtree(folder)
-    return done, failures
+    return tallies
 
 
-def _fuzz_part(arguments: tuple[int, int, float, Path | None]) -> tuple[int, list[str]]:
+def _fuzz_part(arguments: tuple[int, int, float, Path | None]) -> dict[str, Tally]:
     count, seed, seconds, keep = arguments
     return fuzz(count, seed=seed, seconds=seconds, keep=keep)
 
@@ -355,16 +438,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1200, help="at most; fewer cases then")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path, help="where the files of failing cases go")
+    parser.add_argument("--output", type=Path, help="folder for fuzz-MACHINE.json, such as benchmarks/results")
     chosen = parser.parse_args()
-    started, each = time.monotonic(), -(-chosen.cases // chosen.processes)
-    parts = [(each, chosen.seed + rank * each, chosen.seconds, chosen.keep) for rank in range(chosen.processes)]
+    started, count = time.monotonic(), -(-chosen.cases // chosen.processes)
+    parts = [(count, chosen.seed + rank * count, chosen.seconds, chosen.keep) for rank in range(chosen.processes)]
+    tallies = dict[str, Tally]()
     with ProcessPoolExecutor(chosen.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(_fuzz_part, parts))  # a process that crashes is BrokenProcessPool
-    failures = [failure for _, found in results for failure in found]
-    print(*failures, sep="\n")
-    done, seconds = sum(count for count, _ in results), time.monotonic() - started
-    print(f"{done} cases in {seconds:.0f} s, failures: {len(failures)}")
-    sys.exit(bool(failures))
+        for part in pool.map(_fuzz_part, parts):  # a process that crashes is BrokenProcessPool
+            tallies |= {name: tallies.get(name, Tally()) + tally for name, tally in part.items()}
+    total, seconds = sum(tallies.values(), Tally()), time.monotonic() - started
+    for name, tally in tallies.items():
+        each, most = f"{tally.seconds / tally.cases:6.3f} s each", f"{tally.slowest_seconds:5.1f} s at most"
+        figures = f"{each}, {most}, {tally.largest_mib:5} MiB at most, failures: {len(tally.failures)}"
+        print(f"{name:20} {tally.cases:6} cases, {figures}")
+    print(*total.failures, sep="\n")
+    print(f"{total.cases} cases in {seconds:.0f} s, {total.largest_mib} MiB at most, failures: {len(total.failures)}")
+    if chosen.output:
+        from benchmarks.conditions import describe_conditions, write_result
+
+        result = {"machine": describe_conditions("cpu"), "processes": chosen.processes, "seconds": round(seconds)}
+        result |= {"total": asdict(total), "kinds": {name: asdict(tally) for name, tally in tallies.items()}}
+        print(write_result(chosen.output, "fuzz", result))
+    sys.exit(bool(total.failures))
 
 
 if __name__ == "__main__":

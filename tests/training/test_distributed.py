@@ -29,8 +29,9 @@ OVERRIDES = [
 ]
 
 
-# the command on a disk that is full once the checkpoint of step 5 is there
-FULL_DISK = """
+# the command where something fails: a disk that is full once the checkpoint of step 5 is there, and a full cache
+FAULTS = {
+    "disk": """
 import errno, os, sys
 from pathlib import Path
 from vit.cli.main import main
@@ -42,7 +43,18 @@ def fsync(descriptor, whole=os.fsync):
 
 os.fsync = fsync
 main()
-"""
+""",
+    "cache": """
+import errno, os
+from vit.cli.main import main
+
+def posix_fallocate(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+os.posix_fallocate = posix_fallocate
+main()
+""",
+}
 
 Start = Callable[..., subprocess.Popen[str]]
 Train = Callable[..., Outcome]
@@ -74,6 +86,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     train(directory, processes=1)
     assert read_metrics(directory)[-1]["step"] == 50
     return directory
+
+
+def list_children(job: subprocess.Popen[str]) -> list[int]:
+    """The processes that torchrun started."""
+    found = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True)
+    return [int(number) for number in found.stdout.split()]
 
 
 def halfway(directory: Path) -> None:
@@ -121,8 +139,7 @@ def test_a_dead_rank_ends_the_job_and_another_world_size_continues(
     deadline = time.monotonic() + 120
     while done_steps(tmp_path / "run") < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(list_children(job)[-1], signal.SIGKILL)
     died = time.monotonic()
     job.communicate(timeout=60)
     assert job.returncode != 0
@@ -132,16 +149,47 @@ def test_a_dead_rank_ends_the_job_and_another_world_size_continues(
     assert_close(alone, tmp_path / "run")
 
 
-def test_a_full_disk_ends_the_job_and_with_room_it_continues(
-    alone: Path, cli: Launcher, train: Train, empty_yaml: Path, tmp_path: Path
+@pytest.mark.parametrize("place", FAULTS)
+def test_a_full_disk_or_cache_ends_the_job_and_with_room_it_continues(
+    alone: Path, cli: Launcher, train: Train, empty_yaml: Path, tmp_path: Path, place: str
 ) -> None:
-    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    (tmp_path / "full.py").write_text(FAULTS[place])
     arguments = ["train", empty_yaml, *OVERRIDES, "train.checkpoint_every_steps=1", "--output", tmp_path / "run"]
-    program, environment = (str(tmp_path / "full_disk.py"),), {"PYTHONPATH": str(ROOT)}
+    program, environment = (str(tmp_path / "full.py"),), {"PYTHONPATH": str(ROOT)}
+    if place == "cache":
+        environment["VIT_CACHE"] = str(tmp_path / "cache")
     job = cli.start(*arguments, processes=2, program=program, env=environment, stdout=subprocess.DEVNULL)
     _, errors = job.communicate(timeout=120)
     assert job.returncode != 0
     assert "vit: error: No space left on device" in errors
+    if place == "cache":
+        assert "Traceback" not in errors.partition("torch")[0]
+        return
     assert done_steps(tmp_path / "run") == 5
     train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=2)
     assert_close(alone, tmp_path / "run")
+
+
+def test_two_sigterms_and_a_second_job_in_the_directory_lose_nothing(
+    alone: Path, start: Start, train: Train, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, "train.checkpoint_every_steps=1", processes=2)
+    deadline = time.monotonic() + 120
+    while done_steps(run) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes = list_children(job)
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    second = start(run, "train.checkpoint_every_steps=1", "--resume", processes=2)
+    _, errors = second.communicate(timeout=120)
+    assert second.returncode != 0
+    assert "another process is training" in errors
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    for _ in range(2):
+        job.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    job.communicate(timeout=120)
+    train(run, "train.checkpoint_every_steps=1", "--resume", processes=1)
+    assert_close(alone, run)

@@ -7,6 +7,7 @@ from typing import Any
 import vit
 from vit.build.run import find_changes
 from vit.config import Config, load_config, plain_values
+from vit.runtime.arguments import shorten
 from vit.training.run_directory import CONFIG_FILE
 
 ConfigLike = str | Path | Mapping[str, Any] | Config
@@ -21,6 +22,10 @@ def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: 
         raise ValueError("which configuration? vit train CONFIG.yaml [key.path=value …] --output DIR")
     source = plain_values(config) if isinstance(config, Config) else saved if config is None else config
     resolved = load_config(find_recipe(source) if isinstance(source, str | Path) else source, overrides)
+    root, is_given = resolved.data.root or "", any(text.startswith("data.root=") for text in overrides)
+    if isinstance(source, str | Path) and "pipe:" in root and not is_given:
+        cure = f"if you trust it, add {'data.root=' + shorten(root)!r} to the command"
+        raise ValueError(f"{source} would start a program for its images; {cure}")
     if continues and (changed := find_changes(resolved, saved)):
         text = f"--resume continues the run of {saved}, but {', '.join(changed)} differ"
         raise ValueError(f"{text}; resume without them or start another run")

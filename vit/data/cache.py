@@ -171,13 +171,12 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
         out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * math.prod(shape[1:]), shape=shape)
     for index in range(len(source)):
         try:
-            image = source.read(index)
+            with source.open(index) as image:
+                hashes[:, index] = hash_pixels(image), compute_dhash(image)
+                if preprocess is not None:
+                    out[index] = preprocess.to_uint8(image)
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
-            continue
-        hashes[:, index] = hash_pixels(image), compute_dhash(image)
-        if preprocess is not None:
-            out[index] = preprocess.to_uint8(image)
     return start, hashes, failures
 
 

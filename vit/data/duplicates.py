@@ -18,8 +18,9 @@ _CIFAR10 = frozenset("airplane automobile bird cat deer dog frog horse ship truc
 
 def hash_pixels(image: Image.Image) -> int:
     """64 bits of the sha256 of an RGB image's size and pixels."""
-    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).digest()
-    return int.from_bytes(digest[:8], "little")
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
+    digest.update(image.tobytes())
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def compute_dhash(image: Image.Image) -> int:

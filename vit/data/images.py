@@ -5,6 +5,7 @@ torch is imported only where tensors are made, so that decoding processes start 
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -37,6 +38,7 @@ _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling
 # what image files are opened as, whatever their names: some of Pillow's other formats start programs
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _BAND = 2**22  # pixels that are converted at once
+_LARGE = 50_000_000  # pixels of an image that one process decodes at a time: a file of some kB may hold so many
 
 
 def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
@@ -52,7 +54,7 @@ def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image
 @contextmanager
 def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
     """`read_image` for as long as the context lasts: of all threads together only so many pixels are decoded at once
-    that they fit into memory. Open no second one inside it."""
+    that they fit into memory, and of all processes one large image. Open no second one inside it."""
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     with ExitStack() as stack:
         try:
@@ -64,6 +66,8 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
             with warnings.catch_warnings(action="ignore"):
                 image: Image.Image = stack.enter_context(Image.open(opened, formats=FORMATS))
                 stack.enter_context(_in_flight.hold(image.width * image.height))
+                if image.width * image.height > _LARGE:
+                    stack.enter_context(_wait_for_other_processes())
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
                 image = to_rgb(image)
@@ -116,6 +120,15 @@ class _PixelsInFlight:
 
 _in_flight, _kept = _PixelsInFlight(100_000_000), _PixelsInFlight(100_000_000)
 os.register_at_fork(after_in_child=lambda: _in_flight.__init__(_in_flight.most))  # type: ignore[misc]
+
+
+@contextmanager
+def _wait_for_other_processes() -> Iterator[None]:
+    """Those that decode large images, too: each has an `_in_flight` of its own."""
+    with open(__file__, "rb") as file:  # any that all of them have
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

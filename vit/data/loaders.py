@@ -213,7 +213,8 @@ class _DecodedSteps(Dataset[Tensor | str]):
         indices = (ids % len(self.source)).tolist()
         for row, (index, seed) in enumerate(zip(indices, seeds.tolist(), strict=True)):
             try:
-                pixels[row] = self.geometry(self.source.read(index), seed=seed)
+                with self.source.open(index) as image:
+                    pixels[row] = self.geometry(image, seed=seed)
             except (ValueError, OSError) as error:
                 return f"{self.source.ids[index]} was readable before, but no longer: {error}"
         return torch.from_numpy(pixels)

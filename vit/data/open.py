@@ -20,6 +20,7 @@ from vit.data.class_names import name_classes, read_words
 from vit.data.images import Preprocess
 from vit.data.sets import folders, huggingface, named, shards, tables
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
+from vit.runtime.arguments import shorten
 from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set: a new data set is one line here
@@ -178,6 +179,9 @@ def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = No
     options: dict[str, Any] = {"cache_dir": cache_dir, "class_names": Path(names) if isinstance(names, str) else names}
     if data is None and not trained_on:
         raise ValueError("this model doesn't say what it was trained on; name the images with --data")
+    if root is None and "pipe:" in (command := str(trained_on.get("root"))) and str(data) != command:
+        cure = f"if you trust it, add --data {shorten(command)!r}"
+        raise ValueError(f"this model's file would start a program for its images; {cure}")
     if data is None or _is_same(str(data), trained_on):
         kept = {key: trained_on[key] for key in ("classes", "validation_fraction", "split_seed") if key in trained_on}
         return open_dataset(trained_on["name"], root=root or trained_on.get("root"), **options, **kept)

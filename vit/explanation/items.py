@@ -59,10 +59,10 @@ def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> li
     Their names avoid each other's and those `taken`."""
     given = list(list_images(images))
     paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
-    return [
-        ImageItem(path, name, partial(_open_file, image) if isinstance(image, str) else partial(_with_hash, image))
-        for path, name, image in zip(paths, name_images(paths, taken=taken), given, strict=True)
+    openers = [
+        partial(_open_file, image) if isinstance(image, str) else partial(_open_pixels, image) for image in given
     ]
+    return list(map(ImageItem, paths, name_images(paths, taken=taken), openers))
 
 
 def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
@@ -70,7 +70,7 @@ def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
     chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist()
     names = [re.sub(r"\.\w+$", "", source.ids[index]).replace("/", "-") for index in chosen]
     return [
-        ImageItem(source.ids[index], clean_name(name), partial(_read_from, source, index))
+        ImageItem(source.ids[index], clean_name(name), partial(_open_sample, source, index))
         for index, name in zip(chosen, names, strict=True)
     ]
 
@@ -107,9 +107,15 @@ def _open_file(path: str) -> Iterator[tuple[Image.Image, str]]:
         yield image, compute_sha256(Path(path))
 
 
-def _read_from(source: ImageSource, index: int) -> AbstractContextManager[tuple[Image.Image, str]]:
-    return _with_hash(source.read(index))
+def _open_pixels(image: Image.Image) -> AbstractContextManager[tuple[Image.Image, str]]:
+    return _with_hash(nullcontext(image))
 
 
-def _with_hash(image: Image.Image) -> AbstractContextManager[tuple[Image.Image, str]]:
-    return nullcontext((image, hashlib.sha256(image.tobytes()).hexdigest()))
+def _open_sample(source: ImageSource, index: int) -> AbstractContextManager[tuple[Image.Image, str]]:
+    return _with_hash(source.open(index))
+
+
+@contextmanager
+def _with_hash(opened: AbstractContextManager[Image.Image]) -> Iterator[tuple[Image.Image, str]]:
+    with opened as image:
+        yield image, hashlib.sha256(image.tobytes()).hexdigest()

@@ -48,6 +48,7 @@ def export_bundle(
     (export_onnx if to == "onnx" else export_torch)(model, path)
     facts: dict[str, Any] = {"preprocess": bundle.preprocess.to_dict(), "class_names": list(bundle.class_names)}
     facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256}
+    facts |= {"run_id": bundle.metadata.get("run_id")}
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
     return path
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vit.model.metadata import check_metadata
 from vit.runtime.documents import parse_json
-from vit.runtime.files import write_atomically
+from vit.runtime.files import open_regular, write_atomically
 
 MODEL_FILE = "model.safetensors"
 SCHEMA_VERSION = 3  # 2: no checksum; 1: the architecture says pool for global_pool, the configuration has its old keys
@@ -42,12 +42,11 @@ class ModelFile:
 def read_model_file(path: Path) -> ModelFile:
     """Raises ValueError for a file that is cut off or damaged, has NaN among its weights, says what no model can be, or
     comes from a newer version."""
+    open_regular(path).close()
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "{}")
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is not a whole model file ({error}); copy or train it again") from error
     metadata = parse_json(text, origin=str(path))

@@ -29,7 +29,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bo
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("a") as lock:
+    with (path / ".lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -100,18 +100,22 @@ def _scan(
 
 def list_files(folder: str | Path, *, follow_links: bool = False, hidden: bool = True) -> Iterator[str]:
     """Files below a folder, each directory's in sorted order, but for directories that can't be read. Raises ValueError
-    for a link to a directory that it lies in: every image would be found again below it."""
-    waiting = [os.fspath(folder)]
+    for links that lead back to a directory that they lie in: every image would be found again below it."""
+    waiting: list[tuple[str, tuple[str, ...]]] = [(os.fspath(folder), ())]  # with the places of the links on the way
     while waiting:
-        directory, below = waiting.pop(), []
+        directory, places = waiting.pop()
+        below = list[tuple[str, tuple[str, ...]]]()
         with suppress(OSError), os.scandir(directory) as found:
             for entry in sorted(found, key=lambda entry: entry.name):
-                if not entry.is_dir(follow_symlinks=follow_links):
+                is_linked = follow_links and entry.is_symlink()  # DirEntry.is_dir raises for a link to itself
+                if not (os.path.isdir(entry.path) if is_linked else entry.is_dir(follow_symlinks=False)):
                     yield entry.path
                 elif hidden or not entry.name.startswith("."):
-                    below.append(entry.path)
-        for link in filter(os.path.islink, below):
-            here, target = os.path.realpath(directory), os.path.realpath(link)
-            if os.path.commonpath([here, target]) == target:
-                raise ValueError(f"{link} leads back to {target}, in which it lies; remove the link")
+                    below.append((entry.path, places))
+        for number, (link, _) in enumerate(below):
+            if os.path.islink(link):
+                passed, target = (*places, os.path.realpath(directory)), os.path.realpath(link)
+                if any(os.path.commonpath([place, target]) == target for place in passed):
+                    raise ValueError(f"{link} leads back to {target}, in which it lies; remove the link")
+                below[number] = link, passed
         waiting += reversed(below)

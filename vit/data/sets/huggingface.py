@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.images import read_image
+from vit.data.images import open_image
 from vit.data.sets.shards import list_shards
 from vit.data.sets.source import (
     SPLIT_OF,
@@ -39,13 +39,13 @@ class RowReader:
     ids: Sequence[str]
     indices: np.ndarray
 
-    def read(self, index: int) -> Image.Image:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         (image,) = self.rows[int(self.indices[index])].values()
         if image is None or (image["bytes"] is None and image["path"] is None):
             raise ValueError(f"{self.ids[index]} has no image")
         if image["bytes"] is None:
-            return read_image(Path(image["path"]))
-        return read_image(io.BytesIO(image["bytes"]), name=self.ids[index])
+            return open_image(Path(image["path"]))
+        return open_image(io.BytesIO(image["bytes"]), name=self.ids[index])
 
     def cache_key(self) -> bytes:
         stats = [os.stat(file["filename"]) for file in self.rows.cache_files]

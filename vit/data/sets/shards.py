@@ -10,9 +10,11 @@ import glob
 import hashlib
 import io
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,13 +23,14 @@ from typing import IO, cast
 import numpy as np
 from PIL import Image
 
-from vit.data.images import read_image
+from vit.data.images import open_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text, rename_durably
 
 _MOST_CLASSES, _LABEL_BYTES = 1_000_000, 2**16  # that are numbered; of a label
+_MOST_SHARDS = 1_000_000
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
@@ -39,11 +42,11 @@ class ShardReader:
     names: Sequence[str]
     places: np.ndarray  # int64 [n, 3]: shard, offset, size in bytes
 
-    def read(self, index: int) -> Image.Image:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         shard, offset, size = self.places[index].tolist()
-        with self.shards[shard].open("rb") as file:
+        with open_regular(self.shards[shard]) as file:
             file.seek(offset)
-            return read_image(io.BytesIO(file.read(size)), name=self.names[index])
+            return open_image(io.BytesIO(file.read(size)), name=self.names[index])
 
     def cache_key(self) -> bytes:
         stats = map(os.stat, self.shards)
@@ -92,12 +95,29 @@ def _expand(pattern: str, spool_folder: Path) -> list[Path]:
     from webdataset.shardlists import expand_urls
 
     shards: list[Path] = []
+    if (count := _count_urls(pattern)) > _MOST_SHARDS:
+        raise ValueError(
+            f"data.root {shorten(pattern)} stands for {shorten(str(count))} shards, more than {_MOST_SHARDS:,}"
+        )
     for url in expand_urls(pattern):
+        if url.startswith("pipe:") and "pipe:" not in pattern:  # who wrote the pattern was asked about a literal one
+            raise ValueError(f"data.root {shorten(pattern)}: a command can't be put together; write pipe: out")
         found = [_spool(url, spool_folder)] if url.startswith("pipe:") else [*map(Path, sorted(glob.glob(url)))]
         if not found:
             raise FileNotFoundError(f"data.root {pattern}: no file matches {url}")
         shards += found
     return shards
+
+
+def _count_urls(pattern: str) -> int:
+    """No fewer than its braces stand for, counted before they are written out: of "{0..9}-{a,b}" 20."""
+    count = 1
+    while group := re.search(r"\{([^{}]*)\}", pattern):
+        ends = re.match(r"(-?\d+)\.\.(-?\d+)|\w\.\.\w", group[1])
+        letters = 64 if ends else group[1].count(",") + 1
+        count *= abs(int(ends[2]) - int(ends[1])) + 1 if ends and ends[1] else letters
+        pattern = pattern.replace(group[0], "", 1)
+    return count
 
 
 def _spool(url: str, folder: Path) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from vit.data.images import read_image
+from vit.data.images import open_image
 from vit.runtime.arguments import shorten
 
 # split → what its folder, its shards or the value in a table may be called
@@ -29,8 +29,9 @@ Value = TypeVar("Value")
 class ImageReader(Protocol):
     """Reads the images of a source, wherever they are stored."""
 
-    def read(self, index: int) -> Image.Image:
-        """The RGB image; raises ValueError or OSError naming it when it can't be decoded."""
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        """The RGB image, as `vit.data.images.open_image` gives it; raises ValueError or OSError naming it when it can't
+        be decoded."""
 
     def cache_key(self) -> bytes:
         """Bytes that change when an image changes, found without decoding any."""
@@ -45,8 +46,8 @@ class ArrayReader:
 
     pixels: np.ndarray
 
-    def read(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index])
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        return nullcontext(Image.fromarray(self.pixels[index]))
 
     def cache_key(self) -> bytes:
         return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
@@ -62,15 +63,22 @@ class FileReader:
     root: Path
     paths: Sequence[str]  # relative to the root
 
-    def read(self, index: int) -> Image.Image:
-        return read_image(self.root / self.paths[index])
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        return open_image(self.root / self.paths[index])
 
     def cache_key(self) -> bytes:
-        stats = [os.stat(self.root / path) for path in self.paths]
-        return np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64).tobytes()
+        return np.array([_measure(self.root / path) for path in self.paths], dtype=np.int64).tobytes()
 
     def subset(self, indices: np.ndarray) -> FileReader:
         return FileReader(self.root, [self.paths[index] for index in indices])
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:  # a link to nothing: it can't be read, and is named when it is tried
+        return -1, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,9 +96,15 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        """The RGB image at `index`, whose pixels count among those in flight until the context ends; raises ValueError
+        or OSError naming it when it can't be decoded."""
+        return self.reader.open(index)
+
     def read(self, index: int) -> Image.Image:
-        """The RGB image at `index`; raises ValueError or OSError naming it when it can't be decoded."""
-        return self.reader.read(index)
+        """`open` for an image that is the only one, or known to be small."""
+        with self.open(index) as image:
+            return image
 
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
@@ -171,9 +185,9 @@ class _JoinedReader:
     readers: Sequence[ImageReader]
     places: np.ndarray  # int64 [n, 2]: reader, index in it
 
-    def read(self, index: int) -> Image.Image:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         reader, place = self.places[index]
-        return self.readers[int(reader)].read(int(place))
+        return self.readers[int(reader)].open(int(place))
 
     def cache_key(self) -> bytes:
         return b"".join([reader.cache_key() for reader in self.readers]) + self.places.tobytes()

@@ -28,16 +28,19 @@ def select_correct_images(
     correct: list[tuple[Tensor, int, str]] = []
     order = np.random.default_rng(seed).permutation(len(source))
     for start in range(0, len(order), batch_size):
-        readable = {}
+        pixels = {}
         for index in order[start : start + batch_size].tolist():
             try:
-                readable[index] = source.read(index)
+                with source.open(index) as image:
+                    pixels[index] = bundle.preprocess.to_uint8(image)
             except (ValueError, OSError):
                 continue
-        images = bundle.preprocess(list(readable.values()))
+        if not pixels:
+            continue
+        images = bundle.preprocess.normalize(torch.from_numpy(np.stack(list(pixels.values()))))
         with torch.inference_mode():
             predicted = compute_logits(bundle.model, images.to(device)).argmax(dim=1).tolist()
-        answers = zip(readable, images, predicted, strict=True)
+        answers = zip(pixels, images, predicted, strict=True)
         correct += [(image, answer, source.ids[index]) for index, image, answer in answers if answer == labels[index]]
         if len(correct) >= count:
             break

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vit.data.images import Geometry, Preprocess, read_image
 from vit.data.inputs import ImageInput, list_images
+from vit.runtime.files import write_atomically
 
 # perceptually even, and told apart with any colour vision; blue is negative, red positive
 SEQUENTIAL, DIVERGING = "inferno", "RdBu_r"
@@ -120,7 +121,9 @@ def save_overlay(
     array = torch.as_tensor(values).detach().float().cpu().numpy()
     signed = bool((array < 0).any()) if signed is None else signed
     scale = ColourScale(*find_range([array], signed=signed), signed, "scale of this image")
-    draw_overlay(photo, array, geometry, scale=scale, caption=[caption] if caption else []).save(path)
+    picture = draw_overlay(photo, array, geometry, scale=scale, caption=[caption] if caption else [])
+    kind = Image.registered_extensions().get(Path(path).suffix.lower(), "PNG")
+    write_atomically(Path(path), lambda temporary: picture.save(temporary, format=kind))
 
 
 def draw_overlay(

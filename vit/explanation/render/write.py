@@ -161,6 +161,7 @@ class MapWriter:
             "parameters": self.settings.to_dict(),
             "model": self.bundle.name,
             "model_sha256": self.bundle.sha256,
+            "run_id": self.bundle.metadata.get("run_id"),
             "preprocess": self.bundle.preprocess.to_dict(),
             "versions": {name: version(name) for name in _LIBRARIES},
             "images": self.entries,
