@@ -257,7 +257,7 @@ class TestImages:
         @dataclass(frozen=True)
         class Reader:
             def open(self, index: int) -> Any:
-                assert not last or last[-1]() is None, "the image before is still held"
+                assert all(image() is None for image in last[:-1]), "images are still held"
                 image = Image.new("RGB", (400, 300), (index, 0, 0))
                 last.append(weakref.ref(image))
                 return nullcontext(image)
