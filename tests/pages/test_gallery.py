@@ -432,9 +432,15 @@ def test_it_says_to_screen_readers_what_is_shown(browser, page: tuple) -> None:
     assert unnamed == []
     canvas = browser.find_element("css selector", "canvas.map")
     assert canvas.get_attribute("aria-label") == "a.png: rollout; the arrow keys move between patches"
-    live = browser.find_element("css selector", "[aria-live=polite]").text
-    assert "attention rollout" in live
-    assert "highest: row " in live
+    (live,) = browser.find_elements("css selector", "[aria-live=polite]")  # of all cards one
+    assert "attention rollout" in live.text
+    assert "highest: row " in live.text
+    browser.find_elements("css selector", "canvas.map")[1].send_keys("\ue014")  # arrow right
+    live = browser.find_elements("class name", "said")[1]
+    assert live.get_attribute("aria-live") == "polite"
+    assert live.text.startswith("what patch (row 2, column 2) attends to: rollout")
+    choose(browser, "method", "gae")  # changes both
+    assert len(browser.find_elements("css selector", "[aria-live=polite]")) == 1
 
 
 @pytest.mark.browser

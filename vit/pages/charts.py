@@ -42,7 +42,7 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     bars: list[Mark] = field(default_factory=list)
     # pixels: the whole, and the area between the axes
-    width, height, left, right, top, bottom = 400, 250, 60, 388, 12, 208
+    width, height, left, right, top, bottom = 400, 250, 68, 388, 12, 208
 
 
 def build_line_chart(

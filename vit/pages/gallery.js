@@ -409,6 +409,8 @@ class Card {
 
   describe(settings) {
     const {image, token} = this, view = this.view = image.view(settings, token), map = view && view.map;
+    const focused = document.activeElement.closest("figure") || element("cards").firstElementChild; // one speaks, not all
+    this.part("said").setAttribute("aria-live", focused === this.figure ? "polite" : "off");
     this.part("about").textContent = view ? view.about : "no map of this class was made for this image";
     this.part("most").textContent = view ? this.sayMost(view, settings) : "";
     this.part("legend").hidden = !view;
