@@ -15,7 +15,7 @@ from vit.explanation.items import ImageItem
 from vit.explanation.render.explained import ExplainedImage
 from vit.explanation.render.write import PICTURES, MapWriter, draw_map
 from vit.pages.gallery import Gallery
-from vit.pages.page import name_classes, name_model
+from vit.pages.page import name_model
 
 FORMATS = (*PICTURES, "npz", "html", "tensorboard")
 GALLERY_FILE = "gallery.html"
@@ -60,7 +60,7 @@ def _open_gallery(bundle: Bundle, count: int) -> Gallery:
     best = None
     with suppress(ValueError, OSError):
         best = read_best_method(bundle).method
-    return Gallery(name_classes(bundle), count=count, best=best)
+    return Gallery(bundle.class_names, count=count, best=best)
 
 
 def _save_gallery(explanations: Explanations, directory: Path) -> None:
@@ -87,7 +87,7 @@ class _TensorBoardImages:
     def __init__(self, directory: Path, bundle: Bundle) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer, self._class_names = SummaryWriter(directory / "tensorboard"), name_classes(bundle)
+        self._writer, self._class_names = SummaryWriter(directory / "tensorboard"), bundle.class_names
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
         for of_image in explained:

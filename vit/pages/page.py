@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from PIL import Image
 
-from vit.bundle import MODEL_FILE, Bundle
+from vit.bundle import MODEL_FILE
 
 _SIDES = (160, 256)  # pixels: pictures are brought between these
 
@@ -22,11 +22,6 @@ def render_page(template: str, context: Mapping[str, object]) -> str:
     loader = PackageLoader("vit", "pages")
     environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(template).render(context)
-
-
-def name_classes(bundle: Bundle) -> tuple[str, ...]:
-    """What pages call the classes of a model."""
-    return bundle.class_names
 
 
 def name_model(source: str) -> str:
