@@ -608,6 +608,7 @@ function list() {
   for (const card of shown()) near.unobserve(card.figure);
   element("cards").replaceChildren();
   more();
+  if (element("cards").getBoundingClientRect().top < 0) element("cards").scrollIntoView(); // at the first of them
 }
 
 /** The verdict of a method's map, of views that are no map the worst of all. */
