@@ -1,12 +1,14 @@
 """The configuration: defaults, overrides, and what a mistake is told."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from vit.config import dump_config, flatten_config, load_config, rename_old_keys, restore_old_keys
-from vit.runtime.arguments import as_pair
+from vit.build.recipe import find_recipe
+from vit.config import Config, dump_config, flatten_config, load_config, plain_values, rename_old_keys, restore_old_keys
+from vit.runtime.arguments import as_pair, resolve_image_sizes
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -66,8 +68,9 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("tran.epochs=3", "unknown key tran; did you mean train"),
         ("train.epochs=three", r"train\.epochs: .*integer.*'three'"),
         ("train.epochs=0", r"train\.epochs: .*greater than 0"),
-        ("data.image_size=30", "image size 30 is not a multiple of model.patch_size 4; try 28 or 32"),
-        ("train.image_sizes=[[0.5, 30]]", "image size 30"),
+        ("data.image_size=30", r"data\.image_size 30 is not a multiple of model.patch_size 4; try 28 or 32"),
+        ("train.image_sizes=[[0.5, 30]]", r"train\.image_sizes 30 is not a multiple of model.patch_size 4"),
+        ("train.image_sizes=[[0.5, 1.5]]", r"train\.image_sizes 1\.5 is neither a fraction of data\.image_size"),
         ("augment={resized_crop_scale: [0.5, 1], crop_padding: 4}", "augment: .*two ways to crop"),
         ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
         ("train.grad_accum_steps=3", "batch_size 128 is not a multiple of train.grad_accum_steps 3"),
@@ -78,6 +81,45 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
 def test_a_mistake_is_named_with_its_cure(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(None, [override])
+
+
+RECIPE_SIZES = {
+    "cifar10/best": ((0.5, (24, 24)), (1.0, (32, 32))),
+    "cifar10/cpu": ((0.6, (24, 24)), (1.0, (32, 32))),
+    "cifar10/cpu-20-minutes": ((0.6, (24, 24)), (1.0, (32, 32))),
+    "cifar10/speedrun": ((0.5, (24, 24)), (1.0, (32, 32))),
+    "cifar100/best": ((0.5, (24, 24)), (1.0, (32, 32))),
+    "imagenette/cpu": ((0.6, (96, 96)), (1.0, (128, 128))),
+    "imagenette/gpu": ((0.5, (96, 96)), (1.0, (128, 128))),
+}
+
+
+def resolve(config: Config) -> tuple[Any, ...]:
+    patch_size = as_pair(config.model.patch_size, name="model.patch_size")
+    return resolve_image_sizes(config.train.image_sizes, image_size=config.data.image_size, patch_size=patch_size)
+
+
+@pytest.mark.parametrize(("name", "expected"), RECIPE_SIZES.items(), ids=RECIPE_SIZES)
+def test_the_recipes_fractions_are_the_sizes_that_were_measured(name: str, expected: object) -> None:
+    config = load_config(find_recipe(name))
+    assert resolve(config) == expected
+
+
+def test_sizes_follow_the_image_size_and_pixels_stay_pixels() -> None:
+    config = load_config(find_recipe("cifar10/cpu"), ["data.image_size=[64, 96]"])
+    assert resolve(config) == ((0.6, (48, 72)), (1.0, (64, 96)))
+    config = load_config(find_recipe("cifar10/cpu"), ["data.image_size=[64, 96]", "model.patch_size=16"])
+    assert resolve(config)[0] == (0.6, (48, 64))  # whole patches: 4.5 rounds to 4
+    older = load_config(None, ["data.image_size=64", "train.image_sizes=[[0.6, 24], [1, [32, 48]]]"])
+    assert resolve(older) == ((0.6, (24, 24)), (1.0, (32, 48)))
+
+
+def test_hashes_of_recipes_hold_pixels_as_they_did() -> None:
+    """Evaluations on disk are grouped by a hash of this."""
+    now = plain_values(load_config(find_recipe("cifar10/cpu")))
+    before = plain_values(load_config(find_recipe("cifar10/cpu"), ["train.image_sizes=[[0.6, 24], [1, 32]]"]))
+    assert restore_old_keys(now) == restore_old_keys(before)
+    assert restore_old_keys(now)["train"]["image_sizes"] == [[0.6, 24], [1.0, 32]]
 
 
 OLD_AND_NEW = [

@@ -15,6 +15,7 @@ import pytest
 import typer
 from generate import render_attention_maps, render_commands, render_configuration
 from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from vit.build.recipe import find_recipe
 from vit.cli.main import app
@@ -64,6 +65,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("docs")
     with Image.open(ROOT / "docs" / "images" / "sports_car.png") as image:
         image.convert("RGB").crop((0, 0, 240, 240)).save(folder / "photo.png")
+    for label, pixels in zip("ab", load_sample_images().images, strict=True):
+        (folder / "PHOTOS" / label).mkdir(parents=True)
+        for number in range(20):
+            part = Image.fromarray(pixels[10 * number : 10 * number + 100, 20 * number : 20 * number + 100])
+            part.save(folder / "PHOTOS" / label / f"{number}.jpg")
     before = Path.cwd()
     os.chdir(folder)
     cli.succeed("train", "digits", "train.epochs=3", "train.device=cpu", "--output", "runs/digits")
@@ -95,16 +101,20 @@ def test_commands_are_parsed(page: Path, command: list[str]) -> None:
     context = group.commands[name].make_context(name, list(arguments))  # raises for an unknown option
     if name == "train":
         config, overrides = context.params["config"], context.params["overrides"] or []
-        if config is not None:
+        if config is not None and not config.partition("/")[0].isupper() and not config.startswith("pipe:"):  # PHOTOS
             load_config(find_recipe(config), overrides)
 
 
-def test_commands_on_the_digits_run(place: Path, cli: Any) -> None:
+def test_commands_on_the_digits_and_on_photos_run(place: Path, cli: Any) -> None:
     for command in read_commands(ROOT / "docs" / "quick-start.md"):
-        on_digits = any(argument.startswith("runs/digits") for argument in command)
-        if not on_digits or f"vit {shlex.join(command)}" in NOT_EXECUTED:
+        is_known = any(argument.startswith("runs/digits") or argument in ("PHOTOS", "recipes") for argument in command)
+        if not is_known or f"vit {shlex.join(command)}" in NOT_EXECUTED:
             continue
         short = ["train.epochs=1", "train.device=cpu", "--overwrite"] if command[0] == "train" else []
+        if "schedule.name=constant-cooldown" in command:  # and to four epochs
+            short = ["train.epochs=2", "train.evaluate_every_epochs=1", "schedule.cooldown_fraction=0.5", "--overwrite"]
+        elif "--resume" in command:
+            short = ["train.epochs=4"]
         cli.succeed(*command, *short)
 
 

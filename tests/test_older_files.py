@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import Launcher
-from vit.build.run import find_changes
 from vit.config import load_config
 from vit.runtime.device import cpu_flags
+from vit.training.identity import find_changes
 
 RUNS = sorted((Path(__file__).parent / "data_files").glob("v0.1-*"))
 

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vit.build.recipe import ConfigLike, resolve_config
+from vit.build.recipe import ConfigLike, prepare_config
+from vit.build.resume import resume_run
 from vit.build.run import Run, build_run
 from vit.build.summary import draw_batch
 from vit.bundle import Bundle, collect_versions, load_model
-from vit.config import dump_config
+from vit.config import Config, dump_config
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.evaluation.comparison import Comparison, compare_evaluations
@@ -49,6 +50,8 @@ def train(
     *,
     output: str | Path,
     overrides: Sequence[str] = (),
+    init: str | Path | None = None,
+    minutes: float | None = None,
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -57,9 +60,12 @@ def train(
     """Train a model and keep the run in the directory `output`.
 
     `config` is a YAML file, the name of a packaged recipe ("cifar10/cpu"), a dictionary of sections or a `Config`; with
-    `resume` it may be left out. `overrides` such as "train.epochs=20" are applied to it. `resume` continues the run in
-    `output` from its last checkpoint, `overwrite` replaces it. `on_start` is called in the main process with the run
-    that is about to start, and whether it was resumed; with `dry_run` that and the picture of a batch are all.
+    `resume` it may be left out. Where it names images, as `evaluate` takes them, the configuration is chosen for them
+    and for `minutes` of training, by default 5 on a CPU and 20 on a GPU. `overrides` such as "train.epochs=20" are
+    applied to it. `init`, a model file, a run directory or "timm:NAME", has the weights to start from. `resume`
+    continues the run in `output` from its last checkpoint, `overwrite` replaces it. `on_start` is called in the main
+    process with the run that is about to start, and whether it was resumed; with `dry_run` that and the picture of a
+    batch are all.
 
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, and
     `vit.training.signals.Stopped` after SIGINT or SIGTERM, with the state saved.
@@ -67,18 +73,25 @@ def train(
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     output = Path(output)
-    resolved = resolve_config(config, overrides, output, resume=resume)
-    with join_processes(resolved.train.device) as (process, device_name):
-        arguments: dict[str, Any] = {"directory": output, "process": process, "device_name": device_name}
+    device, choose = prepare_config(config, overrides, output, resume=resume, init=init, minutes=minutes)
+    with join_processes(device) as (process, device_name):
+
+        def build() -> tuple[Config, Run]:
+            chosen = process.broadcast(choose() if process.is_main else None)
+            assert chosen is not None
+            resolved, choices = chosen
+            arguments: dict[str, Any] = {"directory": output, "process": process, "device_name": device_name}
+            return resolved, replace(build_run(resolved, **arguments), choices=choices)
+
         if dry_run:
             output.mkdir(parents=True, exist_ok=True)
-            run = build_run(resolved, **arguments)
+            _, run = build()
             on_start(run, False)
             draw_batch(run, output / "dry_run.png")
             return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
         with open_run_directory(output, resume=resume, overwrite=overwrite, is_main=process.is_main):
-            run = build_run(resolved, **arguments)
-            resumed = resume and run.trainer.resume()
+            resolved, run = build()
+            resumed = resume and resume_run(run, resolved, directory=output)
             if process.is_main:
                 if not (output / CONFIG_FILE).exists():
                     write_text(output / CONFIG_FILE, dump_config(resolved))

@@ -64,10 +64,16 @@ class CheckpointStore:
         self._clear_leftovers()
         return path
 
-    def load_latest(self, *, warn: Callable[[str], None]) -> tuple[dict[str, Any], Path | None] | None:
-        """The newest checkpoint that is whole, with the directory of its shards, or None where there is none. A damaged
-        one is named through `warn` and passed over. Raises ValueError where all are damaged."""
-        entries = self._list()
+    def list_steps(self) -> list[int]:
+        """The global steps of the checkpoints."""
+        return [number for number, _ in self._list()]
+
+    def load_latest(
+        self, *, warn: Callable[[str], None], most_steps: int | None = None
+    ) -> tuple[dict[str, Any], Path | None] | None:
+        """The newest checkpoint that is whole, of at most `most_steps`, with the directory of its shards, or None where
+        there is none. A damaged one is named through `warn` and passed over. Raises ValueError where all are."""
+        entries = [(number, path) for number, path in self._list() if most_steps is None or number <= most_steps]
         for number, path in reversed(entries):
             if (found := self.load(number)) is not None:
                 return found

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.functional_validators import field_validator, model_validator
 
-from vit.runtime.arguments import Precision, as_pair, shorten
+from vit.runtime.arguments import Precision, TrainSize, as_pair, check_multiple, resolve_image_sizes, shorten
 from vit.runtime.documents import explain_error, parse_yaml
 from vit.runtime.files import read_text
 
@@ -151,7 +151,8 @@ class TrainConfig(_Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad: float | None = Field(None, gt=0)  # L2 norm
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    image_sizes: list[tuple[float, Size]] | None = None  # [(fraction of the run until which, size), …]
+    # [(fraction of the run until which, fraction of data.image_size), …]; sizes above 1 are pixels
+    image_sizes: list[tuple[float, TrainSize]] | None = None
     grad_checkpointing: bool = False
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: sampler above 5:1
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"  # the best model's measure, on the validation images
@@ -181,23 +182,14 @@ class Config(_Section):
             object.__setattr__(self, "data", self.data.model_copy(update={"crop_pct": 1.0}))
         model, train = self.model, self.train
         if model.init is None and model.preset is None:  # others have their own shape, checked when they are built
-            _check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
-            patches = as_pair(model.patch_size, name="model.patch_size")
-            for size in [self.data.image_size, *(size for _, size in train.image_sizes or [])]:
-                for side, patch in zip(as_pair(size, name="data.image_size"), patches, strict=True):
-                    lower = side // patch * patch
-                    cure = f"; try {lower} or {lower + patch}" if lower else f"; try {patch}"
-                    _check_multiple("image size", side, "model.patch_size", patch, cure)
+            check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
+            patch_size = as_pair(model.patch_size, name="model.patch_size")
+            resolve_image_sizes(train.image_sizes, image_size=self.data.image_size, patch_size=patch_size)
         if train.early_stopping_patience and not self.data.validation_fraction:
             raise ValueError("train.early_stopping_patience needs validation images; data.validation_fraction is 0")
         if train.grad_accum_steps != "auto":
-            _check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", train.grad_accum_steps)
+            check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", train.grad_accum_steps)
         return self
-
-
-def _check_multiple(name: str, value: int, unit_name: str, unit: int, cure: str = "") -> None:
-    if value % unit:
-        raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}{cure}")
 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
@@ -220,8 +212,18 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str
 
 
 def restore_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values with every key under its first name, for hashes that old files hold too."""
-    return rename_old_keys(values, {new: old for old, new in RENAMED_KEYS.items()})
+    """A configuration's values as they were first written, keys by their first names and sizes in pixels: for hashes
+    that old files hold too."""
+    restored = rename_old_keys(values, {new: old for old, new in RENAMED_KEYS.items()})
+    model = values.get("model") or {}
+    if (values.get("train") or {}).get("image_sizes") and not model.get("init") and not model.get("preset"):
+        config = load_config(values)
+        patch_size = as_pair(config.model.patch_size, name="model.patch_size")
+        size = config.data.image_size
+        sizes = resolve_image_sizes(config.train.image_sizes, image_size=size, patch_size=patch_size)
+        pixels = [[until, size[0] if size[0] == size[1] else list(size)] for until, size in sizes]
+        restored["train"]["image_sizes"] = pixels
+    return restored
 
 
 def rename_old_keys(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED_KEYS) -> dict[str, Any]:
@@ -253,6 +255,14 @@ def flatten_config(config: Config) -> dict[str, Any]:
 def dump_config(config: Config) -> str:
     """`plain_values` as YAML."""
     return yaml.safe_dump(plain_values(config), sort_keys=False)
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What `key.path=value` overrides give, as sections of plain values that are not yet validated."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(values, override)
+    return {name: keys for name, keys in values.items() if isinstance(keys, dict)}
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

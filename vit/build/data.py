@@ -34,6 +34,7 @@ class Data:
     class_names: dict[str, str]  # class → the name that data.class_names gives it
     class_balance: ClassBalance
     class_balance_reason: str
+    dataset: ImageDataset  # that they are splits of
 
     def describe(self) -> dict[str, Any]:
         """What the model file says of the data."""
@@ -81,7 +82,7 @@ def build_data(
     train, of_splits = decoded["train"], dataset.describe_splits()
     balance, why = choose_class_balance(train.labels, wanted=config.train.class_balance)
     chosen = (preprocess, pipeline, reason, dataset.class_names, balance, why)
-    return Data(train, decoded.get("validation"), of_splits, *chosen)
+    return Data(train, decoded.get("validation"), of_splits, *chosen, dataset)
 
 
 def build_train_loader(config: Config, data: Data, *, device: torch.device, process: Process) -> Loader:

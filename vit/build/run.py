@@ -2,8 +2,9 @@
 
 import copy
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from vit.build.data import Data, Loader, build_data, build_dataset, build_train_
 from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
-from vit.config import Config, flatten_config, load_config, plain_values
+from vit.config import Config, plain_values
 from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
 from vit.model.model_file import read_model_file
@@ -25,18 +26,19 @@ from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
-from vit.runtime.arguments import as_pair
+from vit.runtime.arguments import as_pair, resolve_image_sizes
 from vit.runtime.device import choose_device, choose_precision
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
 from vit.training.compilation import keep_compiled_code, should_compile
 from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
-from vit.training.identity import NEUTRAL_KEYS, RunIdentity
+from vit.training.identity import RunIdentity
 from vit.training.loop import Trainer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
 from vit.training.parallel import wrap_model
 from vit.training.plan import TrainingPlan
+from vit.training.remaining import RemainingTime
 from vit.training.state import gather_weights
 from vit.training.step import TrainStep
 
@@ -54,6 +56,7 @@ class Run:
     train_loader: Loader
     is_compiled: bool
     step_cost: StepCost | None  # not of a sharded model, which need not fit the device whole
+    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen for the images, and why
 
 
 def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
@@ -62,13 +65,17 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     wanted = config.model
     torch.manual_seed(config.train.seed)
     image_size = as_pair(config.data.image_size, name="data.image_size")
-    sizes: dict[str, Any] = {"img_size": image_size, "num_classes": num_classes}
+    image_sizes: dict[str, Any] = {"image_sizes": config.train.image_sizes, "image_size": image_size}
     preprocess = None
     if wanted.init is not None:
         from vit.model.timm_weights import load_pretrained
 
-        model, values = load_pretrained(wanted.init, **sizes, drop_path_rate=wanted.drop_path_rate)
+        model, values = load_pretrained(
+            wanted.init, img_size=None, num_classes=num_classes, drop_path_rate=wanted.drop_path_rate
+        )
         preprocess = Preprocess.from_dict(values) if values else None
+        resolve_image_sizes(**image_sizes, patch_size=model.patch_embed.patch_size)
+        model.set_input_size(image_size)
     else:
         arguments = wanted.model_dump(exclude={"init", "preset", "freeze"}, exclude_unset=wanted.preset is not None)
         if wanted.preset is not None:
@@ -76,7 +83,8 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
                 near = difflib.get_close_matches(wanted.preset, PRESETS, cutoff=0.3) or sorted(PRESETS)[:3]
                 raise ValueError(f"unknown model.preset {wanted.preset!r}; nearest: {', '.join(near)}")
             arguments = PRESETS[wanted.preset] | arguments
-        model = VisionTransformer(**arguments | sizes)
+            resolve_image_sizes(**image_sizes, patch_size=as_pair(arguments["patch_size"], name="model.patch_size"))
+        model = VisionTransformer(**arguments | {"img_size": image_size, "num_classes": num_classes})
     if wanted.freeze != "none":
         model.freeze(wanted.freeze)
     model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
@@ -100,7 +108,12 @@ def build_run(
     if not is_sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process)
-    plan = build_plan(config, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size)
+    plan = build_plan(
+        config,
+        steps_per_epoch=len(train_loader),
+        batch_size=train_loader.batch_size,
+        patch_size=model.patch_embed.patch_size,
+    )
     batch_size = plan.batch_size // process.world_size
     sizes: dict[str, Any] = {"batch_size": batch_size, "image_size": data.preprocess.image_size}
     grad_accum_steps = train.grad_accum_steps
@@ -121,7 +134,8 @@ def build_run(
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
         step_settings["class_weights"] = torch.from_numpy(weights).to(device)
     if observers is None and process.is_main:
-        observers = build_observers(config, data, train_loader, directory=directory)
+        remaining = RemainingTime(plan, image_size=data.preprocess.image_size)
+        observers = build_observers(config, data, train_loader, directory=directory, remaining=remaining)
     identity = RunIdentity.from_config(config, data_fingerprint=data.train.fingerprint)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
@@ -144,7 +158,7 @@ def build_step(
     config: Config, model: VisionTransformer, *, plan: TrainingPlan, process: Process, device: torch.device, **more: Any
 ) -> TrainStep:
     """The model wrapped for its processes, with its average, optimizer and schedule; `more` for `TrainStep`."""
-    train, schedule = config.train, config.schedule
+    train = config.train
     if train.parallel == "fsdp" and config.optimizer.name == "muon":
         raise ValueError("optimizer.name=muon needs whole matrices and train.parallel=fsdp shards them; use adamw")
     precision = choose_precision(train.precision, device)
@@ -153,12 +167,10 @@ def build_step(
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
-    schedule_settings = schedule.model_dump(include={"name", "cooldown_fraction"})
-    warmup_steps = min(round(schedule.warmup_epochs * plan.steps_per_epoch), plan.total_steps - 1)
     return TrainStep(
         parallel_model,
         optimizer,
-        create_schedule(optimizer, warmup_steps=warmup_steps, total_steps=plan.total_steps, **schedule_settings),
+        create_schedule(optimizer, **build_schedule(config, plan)),
         precision=precision,
         average_model=average_model,
         halt_on_nonfinite=train.on_nonfinite == "stop",
@@ -167,23 +179,35 @@ def build_step(
     )
 
 
-def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int) -> TrainingPlan:
+def build_schedule(config: Config, plan: TrainingPlan) -> dict[str, Any]:
+    """The arguments of `vit.optim.schedule`."""
+    schedule = config.schedule
+    warmup_steps = min(round(schedule.warmup_epochs * plan.steps_per_epoch), plan.total_steps - 1)
+    named = schedule.model_dump(include={"name", "cooldown_fraction"})
+    return {**named, "warmup_steps": warmup_steps, "total_steps": plan.total_steps}
+
+
+def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int, patch_size: tuple[int, int]) -> TrainingPlan:
     """How long, and what happens when."""
     train = config.train
-    total_steps = train.epochs * steps_per_epoch
+    total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
+    is_constant = config.schedule.name == "constant-cooldown"
     keys = {"epochs", "seed", "on_nonfinite", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
     keys |= {"select_by", "early_stopping_patience"}
     return TrainingPlan(
         steps_per_epoch=steps_per_epoch,
-        total_steps=min(total_steps, train.max_steps or total_steps),
+        total_steps=total_steps,
         batch_size=batch_size,
+        plateau_steps=round(total_steps * (1 - config.schedule.cooldown_fraction)) if is_constant else 0,
         mix_until=config.augment.mix_until,
-        image_sizes=tuple((until, as_pair(size, name="train.image_sizes")) for until, size in train.image_sizes or ()),
+        image_sizes=resolve_image_sizes(train.image_sizes, image_size=config.data.image_size, patch_size=patch_size),
         **train.model_dump(include=keys),
     )
 
 
-def build_observers(config: Config, data: Data, loader: Loader, *, directory: Path) -> list[Observer]:
+def build_observers(
+    config: Config, data: Data, loader: Loader, *, directory: Path, remaining: RemainingTime
+) -> list[Observer]:
     """What the user sees: a progress bar, the metrics file, TensorBoard."""
     attention = None
     images = data.validation.images if data.validation is not None else None
@@ -198,13 +222,8 @@ def build_observers(config: Config, data: Data, loader: Loader, *, directory: Pa
         images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
         writer.add_image("train/augmented", make_grid(images), 0)
 
-    return [ProgressBar(), MetricsFile(directory), TensorBoard(directory, at_start=show_batch, at_evaluation=attention)]
-
-
-def find_changes(config: Config, saved: Path) -> list[str]:
-    """Keys in which `config` would continue another run than the one whose configuration is `saved`."""
-    ours, theirs = flatten_config(config), flatten_config(load_config(saved))
-    return [key for key in ours if ours[key] != theirs[key] and key not in NEUTRAL_KEYS]
+    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention)
+    return [ProgressBar(remaining), MetricsFile(directory), tensorboard]
 
 
 def has_model(path: Path, identity: RunIdentity) -> bool:

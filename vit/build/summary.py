@@ -34,6 +34,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         f"{run.trainer.step.precision}, "
         f"{'compiled' if run.is_compiled else 'not compiled'}",
         "run": f"{plan.epochs} epochs of {steps} steps of {plan.batch_size} images, {plan.total_steps:,} steps in all",
+        **run.choices,
         "estimate": _estimate(run),
     }
 

@@ -17,6 +17,7 @@ from vit.cli.export import export
 from vit.cli.faithfulness import faithfulness
 from vit.cli.info import info
 from vit.cli.predict import predict
+from vit.cli.recipes import recipes
 from vit.cli.train import train
 from vit.runtime.arguments import first_line, printable, shorten
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, evaluate, attention, info, predict, compare, faithfulness, export):
+for command in (train, recipes, evaluate, attention, info, predict, compare, faithfulness, export):
     app.command()(command)
 
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
-        code = _report(error)
+        code = _report(error, sys.argv[1:] if arguments is None else arguments)
     finally:
         threading.excepthook = hook
     sys.exit(code if isinstance(code, int) else 0)
@@ -75,7 +76,7 @@ def _report_thread(failed: Any) -> None:
     print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, arguments: list[str]) -> int:
     """Tell the user about an error in one line; the exit code."""
     code = 2
     if isinstance(error, BrokenPipeError):  # what read our output has ended
@@ -87,6 +88,8 @@ def _report(error: Exception) -> int:
             error.show()
             return code
         text = f"{error.format_message()} ({where} --help lists the options)"
+        if where == "vit train" and (option := getattr(error, "option_name", None)):
+            text = _suggest_override(option, arguments) or text
     elif isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
     elif isinstance(error, ValueError | OSError):
@@ -97,6 +100,19 @@ def _report(error: Exception) -> int:
         code, text = 70, f"{type(error).__name__}: {first_line(error)}; this is a defect of vit, {_save_report(error)}"
     print(f"vit: error: {printable(shorten(' '.join(text.split()), 2000))}", file=sys.stderr)
     return code
+
+
+def _suggest_override(option: str, arguments: list[str]) -> str | None:
+    """What to write in place of an option that is the name of a configuration key."""
+    from vit.config import Config, flatten_config
+
+    name = option.lstrip("-").replace("-", "_")
+    if not (keys := [key for key in flatten_config(Config()) if key.partition(".")[2] == name]):
+        return None
+    given = next((text for text in arguments if text.partition("=")[0] == option), option)
+    after = arguments[arguments.index(given) + 1 :] if given == option else [given.partition("=")[2]]
+    value = after[0] if after and not after[0].startswith("-") else "VALUE"
+    return f"there is no option {option}; use {' or '.join(f'{key}={value}' for key in keys)}"
 
 
 def _save_report(error: Exception) -> str:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from vit.build.run import Run
 
 REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a scheduler may start it again
-_CONFIG = "YAML file or recipe, such as cifar10/cpu; with --resume the run's own"
+_CONFIG = "images (a folder, table, shards or data set), or a YAML file or recipe; with --resume the run's own"
+_INIT = "weights to start from: a model file, a run directory or timm:NAME"
+_MINUTES = "of training, where images are named; default: 5 on a CPU, 20 on a GPU"
 
 
 def train(
@@ -20,18 +22,24 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, applied to the file")] = None,
     *,
     output: Output,
+    init: Annotated[str | None, typer.Option(help=_INIT)] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help=_MINUTES)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run that is there")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and one batch, then stop")] = False,
 ) -> None:
-    """Train a model. Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit."""
+    """Train a model, on images alone or by a configuration.
+
+    Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit.
+    """
     from vit import api
     from vit.training.signals import Stopped
 
     changes = overrides or []
     if config is not None and "=" in config and not Path(config).exists():
         changes, config = [config, *changes], None
-    mode: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "dry_run": dry_run}
+    mode: dict[str, Any] = {"init": init, "minutes": minutes}
+    mode |= {"resume": resume, "overwrite": overwrite, "dry_run": dry_run}
     try:
         result = api.train(config, output=output, overrides=changes, **mode, on_start=_show_summary)
     except Stopped as stopped:
@@ -45,12 +53,14 @@ def train(
 
 
 def _show_summary(run: "Run", resumed: bool) -> None:
-
+    from vit.build.run_checks import list_warnings
     from vit.build.summary import list_unreadable, summarize_run
 
     console = build_console(stderr=True)
     console.print(build_facts_table(summarize_run(run)))
     for sentence in list_unreadable(run):
         console.print(sentence, soft_wrap=True)
+    for sentence in [] if resumed else list_warnings(run):
+        console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
     if resumed:
         console.print(f"resuming after step {run.trainer.progress.step} of {run.trainer.plan.total_steps}")

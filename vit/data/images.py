@@ -68,6 +68,7 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
                 stack.enter_context(_in_flight.hold(image.width * image.height))
                 if image.width * image.height > _LARGE:
                     stack.enter_context(_wait_for_other_processes())
+                encoding = image.format, _estimate_jpeg_quality(getattr(image, "quantization", None))
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
                 image = to_rgb(image)
@@ -76,7 +77,14 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
         except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
             reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
             raise ValueError(f"{name} can't be read as an image: {reason}") from error
+        image.info["encoding"] = encoding
         yield image
+
+
+def _estimate_jpeg_quality(tables: Mapping[int, Sequence[int]] | None) -> float:
+    """libjpeg's quality, 1 to 100, whose luminance table sums up to the same; NaN without tables."""
+    scale = sum(tables[0]) / 3688 if tables and 0 in tables else math.nan  # the sum at quality 50
+    return 100 - 50 * scale if scale <= 1 else 50 / scale
 
 
 def keep_pixels(image: Image.Image) -> Image.Image | None:

@@ -2,9 +2,12 @@
 
 import difflib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub as hub
 import timm
 from timm import layers
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
@@ -29,12 +32,27 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
         raise ValueError(f"timm has no model {name!r}; {f'near it: {near}' if near else 'see timm.list_models()'}")
     try:
-        return cast(nn.Module, timm.create_model(name, pretrained=pretrained).eval())
+        with nullcontext() if name.startswith(_LOCAL) or not pretrained else _without_retries():
+            return cast(nn.Module, timm.create_model(name, pretrained=pretrained).eval())
     except OSError as error:
         cure = "download their file on another machine and give its path"
         raise OSError(f"the weights of {name!r} cannot be downloaded ({first_line(error)}); {cure}") from error
     except Exception as error:  # timm answers an odd config.json with nearly any
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Where the hub can't be reached, only weights that were downloaded before: it would be asked again for minutes."""
+    before = hub.constants.HF_HUB_OFFLINE
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+    except Exception:  # of whichever library it sends its requests with
+        hub.constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.constants.HF_HUB_OFFLINE = before
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
@@ -53,12 +71,12 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
 
 
 def load_pretrained(
-    source: str | Path, *, img_size: Size, num_classes: int, drop_path_rate: float = 0.0
+    source: str | Path, *, img_size: Size | None, num_classes: int, drop_path_rate: float = 0.0
 ) -> tuple[VisionTransformer, dict[str, Any] | None]:
     """A model to go on training from: `timm:NAME`, a model file or training directory of ours, or what `load_timm`
     reads; and the values of the `Preprocess` its weights were trained with, None where the file doesn't tell them.
     The architecture is the source's. The head is new where the number of classes differs, learned positions are
-    resampled to `img_size`, and `drop_path_rate` is set."""
+    resampled to `img_size` (None: the source's own), and `drop_path_rate` is set."""
     path, preprocess = Path(source), None
     if str(source).startswith("timm:") or (path / "config.json").is_file():
         name = str(source).removeprefix("timm:") if str(source).startswith("timm:") else f"{_LOCAL}{path}"
@@ -74,7 +92,8 @@ def load_pretrained(
     model = _build(architecture, original.state_dict(), origin=str(source))
     if model.num_classes != num_classes:
         model.reset_classifier(num_classes)
-    model.set_input_size(img_size)
+    if img_size is not None:
+        model.set_input_size(img_size)
     return model, preprocess
 
 

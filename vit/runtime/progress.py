@@ -12,14 +12,16 @@ class Advance(Protocol):
 
 
 @contextmanager
-def show_progress(title: str, total: int | None, *, shown: bool = True) -> Iterator[Advance]:
+def show_progress(title: str, total: int | None, *, shown: bool = True, timed: bool = True) -> Iterator[Advance]:
     """A bar for `total` items (None: unknown), hidden where standard error is no terminal; yields what advances it.
-    What is printed to standard error meanwhile appears above the bar."""
+    `timed`: with the time left, where items take what they took lately. What is printed to standard error meanwhile
+    appears above the bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    columns = columns if timed else columns[:-1]
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task(title, total=total)
 

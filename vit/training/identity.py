@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
-from vit.config import RENAMED_KEYS, Config, plain_values
+from vit.config import RENAMED_KEYS, Config, flatten_config, load_config, plain_values
 from vit.runtime.arguments import shorten
 
 # where the images lie or are cached, and how many processes decode them, changes no number; class names are in the
@@ -45,10 +46,11 @@ class RunIdentity:
         hashes = {"config_sha256": config_sha256, "data_fingerprint": self.data_fingerprint}
         return {"run_id": self.run_id, **hashes, "settings": dict(self.settings)}
 
-    def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
-        """Raise ValueError naming what differs from the identity that `to_dict` gave."""
+    def check(self, recorded: Mapping[str, Any], *, origin: str, extends: bool = False) -> None:
+        """Raise ValueError naming what differs from the identity that `to_dict` gave; `extends`: but for the epochs."""
         theirs = {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
         differing = [key for key in self.settings if key in theirs and theirs[key] != self.settings[key]]
+        differing = [key for key in differing if not (extends and key == "train.epochs")]
         found = [f"{key} is {shorten(str(theirs[key]))} there, {self.settings[key]} here" for key in differing[:3]]
         if recorded["data_fingerprint"] != self.data_fingerprint:
             both = f"{recorded['data_fingerprint'][:16]} there, {self.data_fingerprint[:16]} here"
@@ -61,3 +63,9 @@ class RunIdentity:
 def _flatten(config: Config) -> dict[str, Any]:
     sections = plain_values(config).items()
     return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+
+
+def find_changes(config: Config, saved: Path) -> list[str]:
+    """Keys in which `config` would continue another run than the one whose configuration is `saved`."""
+    ours, theirs = flatten_config(config), flatten_config(load_config(saved))
+    return [key for key in ours if ours[key] != theirs[key] and key not in NEUTRAL_KEYS]

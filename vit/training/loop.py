@@ -51,15 +51,17 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = Progress().to(self.step.device)
-        self._stop_requested = False
+        self._stop_requested = self._extends = False
         self._displayed_at = self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
 
-    def resume(self) -> bool:
+    def resume(self, *, most_steps: int | None = None) -> bool:
         """Go back to the newest whole checkpoint; False where there is none. A model file that is gone or damaged is
-        written again from the best checkpoint. Raises ValueError where the checkpoint is of another run."""
+        written again from the best checkpoint. Raises ValueError where the checkpoint is of another run. With
+        `most_steps` it is of no more, it may be of a run of fewer epochs, and becomes the last one of this."""
         is_main, broadcast = self.process.is_main, self.process.broadcast
-        found = broadcast(self.checkpoints.load_latest(warn=self._say) if is_main else None)
+        self._extends = most_steps is not None
+        found = broadcast(self.checkpoints.load_latest(warn=self._say, most_steps=most_steps) if is_main else None)
         if found is None:
             return False
         self._restore(*found)
@@ -74,12 +76,18 @@ class Trainer:
             elif is_done:
                 lost = f"the model file is missing or damaged, and so is the checkpoint of its step, {best_step}"
                 raise ValueError(f"{lost}; train again with --overwrite")
+            else:
+                self.progress.forget_best()
+        if self._extends:
+            self._started_at = time.perf_counter() - self.progress.elapsed_seconds
+            self._save()
         return True
 
     def _restore(self, state: dict[str, Any], shards: Path | None) -> None:
         try:
             if self.identity is not None and "identity" in state:  # older checkpoints have none
-                self.identity.check(state["identity"], origin=f"the checkpoint of step {state['progress']['step']}")
+                origin = f"the checkpoint of step {state['progress']['step']}"
+                self.identity.check(state["identity"], origin=origin, extends=self._extends)
             progress = Progress(**state["progress"]).to(self.step.device)
             restore_state(self.step, state["state"], shards)
         except ValueError as error:  # ours, or torch's
@@ -162,7 +170,9 @@ class Trainer:
         if progress.is_done(plan) and progress.step < plan.total_steps:
             count, measure = progress.evaluations_since_best, plan.select_by.replace("_", " ")
             self._say(f"stopped early: {measure} was best at step {progress.best_step}, {count} evaluations ago")
-        if plan.keep_every_epochs and (progress.epoch + 1) % plan.keep_every_epochs == 0:
+        next_due = progress.step + plan.evaluate_every_epochs * plan.steps_per_epoch
+        ends_plateau = is_due and progress.step <= plan.plateau_steps < next_due
+        if ends_plateau or (plan.keep_every_epochs and (progress.epoch + 1) % plan.keep_every_epochs == 0):
             progress.keep_steps.append(progress.step)
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from vit.runtime.progress import Advance, show_progress
+from vit.training.remaining import RemainingTime
 from vit.training.run_directory import METRICS_FILE, update_metrics
 
 if TYPE_CHECKING:
@@ -88,29 +89,40 @@ class TensorBoard(Observer):
 class ProgressBar(Observer):
     """A bar with loss, accuracy, images/s and time left, and a line an epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, remaining: RemainingTime) -> None:
+        self.remaining = remaining
         self._context = ExitStack()
         self._advance: Advance | None = None
         self._step = 0
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
+        self._advance = self._context.enter_context(show_progress("epoch 1", total_steps, timed=False))
+        self.remaining.on_start(step=step)
         self._advance(step)
         self._step = step
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._advance is not None
+        self.remaining.on_step(int(metrics["step"]))
         title = f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  top-1 {metrics['top1']:.1%}"
-        self._advance(int(metrics["step"]) - self._step, f"{title}  {metrics['images_per_second']:,.0f} images/s")
+        title += f"  {metrics['images_per_second']:,.0f} images/s{self._describe_remaining()}"
+        self._advance(int(metrics["step"]) - self._step, title)
         self._step = int(metrics["step"])
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        count = self.remaining.plan.batch_size * ((metrics["step"] - 1) % self.remaining.plan.steps_per_epoch + 1)
+        seconds, is_evaluated = count / metrics["images_per_second"], metrics["val_loss"] is not None
+        self.remaining.on_epoch(metrics["step"], train_seconds=seconds, is_evaluated=is_evaluated)
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
         if metrics["val_loss"] is not None:
             line += f"  validation loss {metrics['val_loss']:.3f}  top-1 {metrics['val_top1']:.2%}"
             line += f"  macro F1 {metrics['val_macro_f1']:.2%}"
         line += f"  {metrics['images_per_second']:,.0f} images/s  {metrics['elapsed_seconds']:.0f} s"
-        self.on_message(line)
+        self.on_message(line + self._describe_remaining())
+
+    def _describe_remaining(self) -> str:
+        seconds = self.remaining.estimate()
+        return "" if seconds is None else f"  {seconds / 60:.1f} minutes left"
 
     def on_message(self, text: str) -> None:
         print(text, file=sys.stderr)

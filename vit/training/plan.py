@@ -19,6 +19,7 @@ class TrainingPlan:
     evaluate_every_epochs: int = 1
     checkpoint_every_steps: int | None = None
     keep_every_epochs: int | None = None
+    plateau_steps: int = 0  # at a constant rate before its cooldown: from the last checkpoint there a run may go on
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (fraction of the run until which, (H, W))
     mix_until: float = 1.0  # fraction of the run after which mixup and cutmix stop
     on_nonfinite: str = "stop"
@@ -97,6 +98,10 @@ class Progress:
         """Whether nothing is left to do."""
         patience = plan.early_stopping_patience
         return self.step >= plan.total_steps or (patience is not None and self.evaluations_since_best >= patience)
+
+    def forget_best(self) -> None:
+        """The next evaluation is the best."""
+        self.best_step, self.best_loss, self.best_top1, self.best_macro_f1 = 0, float("inf"), -1.0, -1.0
 
     def record_best(self, found: Validation | None, *, select_by: str) -> bool:
         """Note the step's validation metrics if they are the best; without validation images the last step is."""
