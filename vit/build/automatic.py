@@ -59,7 +59,7 @@ def choose_config(
     data: str | Path, overrides: Sequence[str] = (), *, minutes: float | None = None
 ) -> tuple[Config, dict[str, str]]:
     """The configuration with which `data` is trained on, and by name what was chosen and why, in a sentence each.
-    `data` is what `find_kind` knows. Raises ValueError where it can't be opened and for an override that doesn't fit."""
+    `data` is what `find_kind` knows. Raises ValueError where it can't be opened, and for overrides that don't fit."""
     given = read_overrides(overrides)
     kind = find_kind(data)
     section = {"name": kind} if kind == str(data) else {"name": kind, "root": str(data)}

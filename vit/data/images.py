@@ -84,7 +84,7 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
 def _estimate_jpeg_quality(tables: Mapping[int, Sequence[int]] | None) -> float:
     """libjpeg's quality, 1 to 100, whose luminance table sums up to the same; NaN without tables."""
     scale = sum(tables[0]) / 3688 if tables and 0 in tables else math.nan  # the sum at quality 50
-    return 100 - 50 * scale if scale <= 1 else 50 / scale
+    return scale if math.isnan(scale) else round(100 - 50 * scale if scale <= 1 else 50 / scale)
 
 
 def keep_pixels(image: Image.Image) -> Image.Image | None:

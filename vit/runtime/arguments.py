@@ -37,7 +37,10 @@ def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
 
 
 def resolve_image_sizes(
-    image_sizes: Sequence[tuple[float, TrainSize]] | None, *, image_size: int | Sequence[int], patch_size: tuple[int, int]
+    image_sizes: Sequence[tuple[float, TrainSize]] | None,
+    *,
+    image_size: int | Sequence[int],
+    patch_size: tuple[int, int],
 ) -> tuple[tuple[float, tuple[int, int]], ...]:
     """`train.image_sizes` in pixels (height, width), fractions of `data.image_size` rounded to whole patches. Raises
     ValueError naming the key of a size that is no multiple of the patch."""
