@@ -10,6 +10,7 @@ from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
     from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
+    from vit.build.export_model import export_model
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.capture import capture_attention
     from vit.explanation.explain import explain_images
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "vit.api": ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train"),
+    "vit.build.export_model": ("export_model",),
     "vit.bundle": ("Bundle", "load_bundle"),
     "vit.explanation.capture.capture": ("capture_attention",),
     "vit.explanation.explain": ("explain_images",),
@@ -40,6 +42,7 @@ __all__ = [
     "evaluate",
     "explain",
     "explain_images",
+    "export_model",
     "load_bundle",
     "load_timm",
     "measure_faithfulness",

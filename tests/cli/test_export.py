@@ -1,6 +1,7 @@
 """`vit export`: other programs compute the same logits."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
 from torch import nn
 
 from tests.conftest import Launcher, Outcome, SaveModel
-from vit.bundle import load_bundle
+from vit.bundle import load_bundle, update_metadata
 from vit.data.images import Preprocess
 
 NAMES = ("ant", "bee", "cow")
@@ -25,6 +28,14 @@ FOR_TIMM: list[dict[str, Any]] = [
     {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True, "mlp_ratio": 3.0},
     {"distilled": True, "qkv_bias": False},
     {"pos_embed": "none", "global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
+]
+# of the recipes, and what else needs the files of code beside the weights
+WITH_CODE: list[dict[str, Any]] = [
+    {"stem": "conv", "mlp": "relu2", "global_pool": "avg", "pos_embed": "sincos", "qk_norm": True},
+    {"stem": "conv_pool", "mlp": "relu2", "global_pool": "avg", "pos_embed": "sincos"},
+    {"stem": "conv_pool_residual", "mlp": "relu2", "global_pool": "avg", "pos_embed": "sincos"},
+    {"stem": "conv", "patch_size": (2, 8), "mlp": "swiglu", "reg_tokens": 2},
+    {"mlp": "relu2", "distilled": True},
 ]
 
 
@@ -81,25 +92,84 @@ def test_what_was_exported_to_timm_comes_back(save: Save, export: Export, tmp_pa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"stem": "conv"}, "stem 'conv'"),
-        ({"mlp": "relu2"}, "mlp 'relu2'"),
         ({"global_pool": "attention"}, "global_pool 'attention'"),
         ({"distilled": True, "reg_tokens": 1}, "distilled with registers"),
     ],
 )
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
 def test_what_timm_has_not_is_named(
-    cli: Launcher, save: Save, options: dict[str, Any], named: str, tmp_path: Path
+    cli: Launcher, save: Save, options: dict[str, Any], named: str, to: str, tmp_path: Path
 ) -> None:
     path, _ = save(**options)
-    assert named in cli.fail("export", path, "--to", "timm", "--output", tmp_path / "out")
+    message = cli.fail("export", path, "--to", to, "--output", tmp_path / "out")
+    assert named in message
+    assert "onnx" in message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", WITH_CODE)
+def test_timm_opens_stems_with_the_file_beside_them(
+    save: Save, export: Export, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a process of its own, without vit."""
+    path, model = save(**options)
+    export(path, "timm", tmp_path / "out")
+    images = torch.randn(3, 3, 8, 16)
+    np.save(tmp_path / "images.npy", images)
+    program = f"""import sys
+sys.modules["vit"] = None
+sys.path.insert(0, {str(tmp_path / "out")!r})
+import numpy, timm, timm_vit, torch
+model = timm.create_model("local-dir:{tmp_path / "out"}", pretrained=True).eval()
+images = torch.from_numpy(numpy.load({str(tmp_path / "images.npy")!r}))
+numpy.save({str(tmp_path / "logits.npy")!r}, model(images).detach())
+assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.5"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), model(images).detach(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [*WITH_CODE, *FOR_TIMM])
+def test_transformers_opens_the_folder_and_computes_equal_logits(
+    save: Save, export: Export, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    path, model = save(**options)
+    update_metadata(path, temperature=2.0)
+    export(path, "huggingface", tmp_path / "a-hub.folder")
+    place: dict[str, Any] = {"pretrained_model_name_or_path": tmp_path / "a-hub.folder", "trust_remote_code": True}
+    theirs = AutoModelForImageClassification.from_pretrained(**place)
+    assert not theirs.training
+    assert [theirs.config.id2label[index] for index in range(3)] == list(NAMES)
+    processor, photo = AutoImageProcessor.from_pretrained(**place), Image.fromarray(load_sample_images().images[0])
+    bundle = load_bundle(path)
+    images = bundle.preprocess([photo, photo.crop((0, 0, 100, 400))])
+    given = processor([photo, photo.crop((0, 0, 100, 400))], return_tensors="pt")
+    torch.testing.assert_close(given["pixel_values"], images, atol=1e-6, rtol=0)
+    torch.testing.assert_close(theirs(**given).logits, model(images) / 2, atol=1e-5, rtol=0)
+
+
+def test_a_pipeline_of_transformers_predicts_as_vit_does(
+    tiny_run: Path, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Launcher
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    from transformers import pipeline
+
+    export(tiny_run, "huggingface", tmp_path / "out")
+    Image.fromarray(load_sample_images().images[1]).save(tmp_path / "flower.png")
+    found = pipeline("image-classification", model=str(tmp_path / "out"), trust_remote_code=True)
+    (best, *_) = found(str(tmp_path / "flower.png"))
+    told = json.loads(cli.succeed("predict", tiny_run, tmp_path / "flower.png", "--precision", "float32").out)
+    assert best["label"] == told["predictions"][0]["name"]
+    assert best["score"] == pytest.approx(told["predictions"][0]["probability"], abs=1e-5)
 
 
 def test_onnx_runs_any_number_of_images_with_equal_logits(
     save: Save, export: Export, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, model = save(stem="conv", global_pool="attention", mlp="relu2")
-    outcome = export(path, "onnx", tmp_path / "out")
+    outcome = export(path, "onnx", tmp_path / "out", "--input", "normalised")
     assert len(outcome.out.splitlines()) == 1
     assert outcome.err == ""
     assert tuple(capfd.readouterr()) == ("", "")  # nor from beside Python's own streams
@@ -130,7 +200,7 @@ def test_onnx_without_its_packages_says_what_to_install(
 ) -> None:
     path, _ = save()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "vit-pipeline[onnx]" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
+    assert "vit-pipeline[export]" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
 
 
 def test_an_earlier_export_is_replaced_only_when_asked(

@@ -1,27 +1,47 @@
 """`vit export`: a model for other programs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from vit.cli.common import Model, Output, Overwrite
+from vit.cli.common import Data, Model, Output, Overwrite, Root, Split
 
 
 def export(
     model: Model,
     *,
-    to: Annotated[Literal["timm", "onnx", "torch-export"], typer.Option(help="the form to write")],
     output: Output,
+    to: Annotated[
+        Literal["onnx", "timm", "huggingface", "torch-export"], typer.Option(help="the form to write")
+    ] = "onnx",
+    input: Annotated[
+        Literal["uint8", "float32", "normalised"], typer.Option(help="of onnx: pixels of 0 to 255, or what vit takes")
+    ] = "uint8",
+    precision: Annotated[
+        Literal["float32", "float16", "int8"], typer.Option(help="of onnx's weights; smaller ones are evaluated")
+    ] = "float32",
+    attention: Annotated[bool, typer.Option("--attention", help="of onnx: rollout maps as a second output")] = False,
+    data: Data = None,
+    root: Root = None,
+    split: Split = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a model for other programs, with the preprocessing and class names that it needs.
+    """Write a model for other programs, with its preprocessing and class names, and a model card.
 
-    timm: a folder that timm.create_model("local-dir:DIR", pretrained=True) opens. onnx: model.onnx;
-    torch-export: model.pt2. Both take any number of normalised images to logits; model.json is beside them.
+    onnx: model.onnx takes RGB pixels of any size to probabilities; python predict.py PHOTO prints them, without vit
+    and torch. timm: a folder that timm.create_model("local-dir:DIR", pretrained=True) opens. huggingface: one for
+    transformers, with trust_remote_code=True. torch-export: model.pt2, normalised images to logits.
     """
-    from vit.bundle import load_bundle
-    from vit.export.formats import export_bundle
+    from vit.build.export_model import export_model
 
-    path = export_bundle(load_bundle(model), to, output, overwrite=overwrite)
-    how = f"{path} maps normalised images to logits; model.json beside it tells how to normalise and read them"
-    typer.echo(f'timm.create_model("local-dir:{path}", pretrained=True) opens it' if to == "timm" else how)
+    where: dict[str, Any] = {"data": data, "root": root, "split": split}
+    options: dict[str, Any] = {"to": to, "input": input, "precision": precision, "attention": attention}
+    path = export_model(model, output=output, overwrite=overwrite, **options, **where)
+    how = {
+        "onnx": f"{path} takes RGB pixels of any size; python {path.with_name('predict.py')} PHOTO predicts",
+        "timm": f'timm.create_model("local-dir:{path}", pretrained=True) opens it; README.md says more',
+        "huggingface": f"AutoModelForImageClassification.from_pretrained({str(path)!r}, trust_remote_code=True) opens it",
+        "torch-export": f"{path} maps normalised images to logits; model.json beside it tells how to normalise them",
+    }
+    is_normalised = to == "onnx" and input == "normalised"
+    typer.echo(how["torch-export" if is_normalised else to])

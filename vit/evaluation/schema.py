@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,3 +170,15 @@ def load_evaluation(path: Path) -> Evaluation:
         return check_schema(Evaluation, read_json(path), origin="it")
     except ValueError as error:
         raise ValueError(f"{path} is not an evaluation of this version: {error}; evaluate again") from None
+
+
+def find_evaluation(model: str, sha256: str) -> Evaluation | None:
+    """The latest evaluation of the model whose file has this hash, in or beside the run directory that `model` names;
+    None where there is none."""
+    run = Path(model) if Path(model).is_dir() else Path(model).parent
+    found = []
+    for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
+        with suppress(ValueError, OSError):  # of another version, or damaged
+            found.append(load_evaluation(path))
+    ours = [evaluation for evaluation in found if evaluation.model_sha256 == sha256]
+    return max(ours, key=lambda evaluation: evaluation.conditions.get("time", ""), default=None)

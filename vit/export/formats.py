@@ -1,127 +1,173 @@
-"""A model for other programs: timm's folder, ONNX, or torch's exported program."""
+"""A model for other programs: a folder with ONNX, for timm or for transformers, or torch's exported program."""
 
-import importlib.util
 import json
-import logging
-import warnings
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 from vit.bundle import Bundle
+from vit.data.cache import DecodedDataset
+from vit.export.card import CardFacts, write_card
+from vit.export.onnx_file import OnnxOptions, check_packages, measure_top1, trace, write_onnx, write_onnx_metadata
 from vit.model.model_file import MODEL_FILE
-from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.output_dir import prepare_output
+from vit.runtime.version import __version__
 
+Form = Literal["onnx", "timm", "huggingface", "torch-export"]
+TEMPLATES = Path(__file__).parent / "templates"
 # what timm doesn't have, or gives another name or value
 _NOT_IN_TIMM = {"mlp", "mlp_ratio", "stem", "global_pool", "pos_embed", "distilled"}
 _NOT_IN_TIMM |= {"drop_path_rate", "attention_backend"}
 
 
-def export_bundle(
-    bundle: Bundle, to: Literal["timm", "onnx", "torch-export"], directory: Path, *, overwrite: bool = False
-) -> Path:
-    """Write `bundle` for other programs and return the folder for timm, or the file of the model.
+@dataclass(frozen=True)
+class ExportExtras:
+    """What an export has beside the model: options of ONNX, images to measure the accuracy of smaller weights, with
+    labels of the model's classes, and what the card tells."""
 
-    timm: the folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens; fixed sine-cosine positions
-    become learned ones of the same values. onnx: from "images" [batch, C, height, width] to "logits" [batch, classes].
-    torch-export: `torch.export.load(path).module()(images)` gives the logits. Beside these two, model.json says how to
-    normalise images and read logits. Raises ValueError for a model that timm doesn't have or attention that we can't
-    read, and without the packages of ONNX; FileExistsError where `directory` holds something without `overwrite`.
+    onnx: OnnxOptions = field(default_factory=OnnxOptions)
+    images: DecodedDataset | None = None
+    card: CardFacts = field(default_factory=CardFacts)
+
+
+def export_bundle(
+    bundle: Bundle, to: Form, directory: Path, *, extras: ExportExtras | None = None, overwrite: bool = False
+) -> Path:
+    """Write `bundle`, of our VisionTransformer, for other programs; `directory`, or the file of the model for ONNX and
+    torch-export.
+
+    onnx: model.onnx as `OnnxOptions` says, and predict.py. timm: the folder that `timm.create_model("local-dir:FOLDER",
+    pretrained=True)` opens, after `import timm_vit` where that file is in it; fixed sine-cosine positions become
+    learned ones of the same values. huggingface: what transformers opens with `trust_remote_code=True`. torch-export:
+    `torch.export.load(path).module()(images)` gives the logits of normalised images. model.json says the preprocessing,
+    README.md is a model card. Raises ValueError for a model that timm doesn't have, and without the packages of ONNX;
+    FileExistsError where `directory` holds something without `overwrite`.
     """
-    model = bundle.model if isinstance(bundle.model, VisionTransformer) else load_timm(bundle.model)
+    model, extras = bundle.model, extras or ExportExtras()
+    assert isinstance(model, VisionTransformer)
     # what is refused is refused before an earlier export is replaced
-    config = describe_for_timm(bundle, model) if to == "timm" else {}
+    config = describe_for_timm(bundle, model) if to in ("timm", "huggingface") else {}
+    if to == "onnx":
+        check_packages()
+    facts: dict[str, Any] = {"class_names": list(bundle.class_names), "preprocess": bundle.preprocess.to_dict()}
+    facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256, "vit_version": __version__}
     prepare_output(directory, overwrite=overwrite)
-    if to == "timm":
-        positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in (model.state_dict() | positions).items()}
-        write_atomically(directory / MODEL_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
-        write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-        return directory
-    path = directory / ("model.onnx" if to == "onnx" else "model.pt2")
-    (export_onnx if to == "onnx" else export_torch)(model, path)
-    facts: dict[str, Any] = {"preprocess": bundle.preprocess.to_dict(), "class_names": list(bundle.class_names)}
-    facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256}
-    facts |= {"run_id": bundle.metadata.get("run_id")}
-    write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
+    path = directory
+    if to == "onnx":
+        path = directory / "model.onnx"
+        facts |= _export_onnx(bundle, path, extras, facts)
+    elif to == "torch-export":
+        path = directory / "model.pt2"
+        write_atomically(path, lambda temporary: _save_program(model, temporary))
+    else:
+        _write_weights(model, directory / MODEL_FILE, prefix="vit." if to == "huggingface" else "")
+        needs_code = to == "huggingface" or config["architecture"] == "vit_with_stem"
+        for name in (["timm_vit.py"] if needs_code else []) + (["modeling_vit.py"] if to == "huggingface" else []):
+            shutil.copyfile(TEMPLATES / name, directory / name)
+        if to == "huggingface":
+            config, processor = describe_for_transformers(bundle, config)
+            _write_json(directory / "preprocessor_config.json", processor)
+        _write_json(directory / "config.json", config)
+    if to in ("onnx", "torch-export"):
+        _write_json(directory / "model.json", facts)
+    write_card(directory, bundle, to, facts, extras.card)
     return path
 
 
 def describe_for_timm(bundle: Bundle, model: VisionTransformer) -> dict[str, Any]:
-    """timm's config.json: one of its architectures (for swiglu one that has it: JSON can't name a class of MLP), its
-    arguments and the preprocessing. Raises ValueError naming the first thing that timm doesn't have."""
+    """timm's config.json: one of its architectures (for swiglu one that has it: JSON can't name a class of MLP) or that
+    of timm_vit.py, its arguments and the preprocessing. Raises ValueError naming the first thing that timm doesn't
+    have."""
     ours, preprocess = model.architecture, bundle.preprocess.to_dict()
     absent = {
-        f"stem {ours['stem']!r}": ours["stem"] != "patch",
-        f"mlp {ours['mlp']!r}": ours["mlp"] not in ("gelu", "swiglu"),
         f"global_pool {ours['global_pool']!r}": ours["global_pool"] == "attention",
-        "distilled with swiglu": ours["distilled"] and ours["mlp"] == "swiglu",
         "distilled with registers": ours["distilled"] and ours["reg_tokens"] > 0,
         "distilled without learned positions": ours["distilled"] and ours["pos_embed"] == "none",
         "distilled without positions of the prefix tokens": ours["distilled"] and ours["no_embed_class"],
     }
     for what in (what for what, is_used in absent.items() if is_used):
         raise ValueError(f"timm's VisionTransformer has no {what}; export to onnx or torch-export instead")
+    is_plain = ours["stem"] == "patch" and ours["mlp"] in (("gelu",) if ours["distilled"] else ("gelu", "swiglu"))
     base = {"distilled": "deit_base_distilled_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
+    architecture = base.get("distilled" if ours["distilled"] else ours["mlp"], "vit_base_patch16_224")
     classes, embedding = model.num_classes, model.patch_embed
     # timm cuts the product of width and ratio off, ours rounds it
     mlp_ratio = (round(model.embed_dim * ours["mlp_ratio"]) + 0.5) / model.embed_dim
     pos_embed = "none" if model.pos_embed is None else "learn"
+    arguments = {name: value for name, value in ours.items() if name not in _NOT_IN_TIMM}
+    arguments |= {"mlp_ratio": mlp_ratio, "global_pool": model.global_pool, "pos_embed": pos_embed}
+    arguments |= {} if is_plain else {name: ours[name] for name in ("stem", "mlp", "distilled")}
     pretrained = {"input_size": [embedding.in_chans, *embedding.img_size], "fixed_input_size": True}
     pretrained |= {key: preprocess[key] for key in ("mean", "std", "crop_pct")} | {"crop_mode": "center"}
     pretrained |= {"interpolation": preprocess["interpolation"], "num_classes": classes}
     pretrained |= {"label_names": list(bundle.class_names), "pool_size": None, "first_conv": "patch_embed.proj"}
     return {
-        "architecture": base.get("distilled" if ours["distilled"] else ours["mlp"], "vit_base_patch16_224"),
+        "architecture": architecture if is_plain else "vit_with_stem",
         "num_classes": classes,
         "num_features": model.embed_dim,
         "global_pool": model.global_pool,
-        "model_args": {name: value for name, value in ours.items() if name not in _NOT_IN_TIMM}
-        | {"mlp_ratio": mlp_ratio, "global_pool": model.global_pool, "pos_embed": pos_embed},
+        "model_args": arguments,
         "pretrained_cfg": pretrained | {"classifier": ["head", "head_dist"] if ours["distilled"] else "head"},
     }
 
 
-def export_torch(model: VisionTransformer, path: Path) -> None:
-    program = _trace(model)
-
-    def save(path: Path) -> None:
-        with path.open("wb") as file:  # given a path, it adds a suffix to it
-            torch.export.save(program, file)
-
-    write_atomically(path, save)
-
-
-def export_onnx(model: VisionTransformer, path: Path) -> None:
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        cure = "try pip install 'vit-pipeline[onnx]'"
-        raise ValueError(f"exporting to onnx takes {' and '.join(missing)}, not installed here; {cure}")
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # neither the exporter's log messages nor its warnings
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            program = torch.onnx.export(_trace(model), dynamo=True, verbose=False, **names)
-            assert program is not None
-            write_atomically(path, lambda temporary: program.save(temporary, external_data=False))
-    finally:
-        logger.setLevel(level)
+def describe_for_transformers(bundle: Bundle, timm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and preprocessor_config.json of modeling_vit.py, from `describe_for_timm`."""
+    model, preprocess = bundle.model, bundle.preprocess
+    assert isinstance(model, VisionTransformer)
+    arguments = {name: model.architecture[name] for name in ("stem", "mlp", "distilled")} | timm["model_args"]
+    config = {"model_type": "vit_with_stem", "architectures": ["ViTForImageClassification"], "arguments": arguments}
+    config |= {"temperature": bundle.temperature, "dtype": "float32", "problem_type": "single_label_classification"}
+    config |= {"id2label": {str(index): name for index, name in enumerate(bundle.class_names)}}
+    config |= {"label2id": {name: index for index, name in enumerate(bundle.class_names)}}
+    classes = {"AutoConfig": "ViTConfig", "AutoModelForImageClassification": "ViTForImageClassification"}
+    config["auto_map"] = {auto: f"modeling_vit.{name}" for auto, name in classes.items()}
+    processor: dict[str, Any] = {"image_processor_type": "ViTProcessor"}
+    processor |= {"auto_map": {"AutoImageProcessor": "modeling_vit.ViTProcessor"}}
+    processor |= {"image_size": preprocess.image_size, "resize_size": preprocess.resize_size}
+    processor |= {"resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]}  # Pillow's numbers
+    return config, processor | {"image_mean": preprocess.mean, "image_std": preprocess.std}
 
 
-def _trace(model: VisionTransformer) -> ExportedProgram:
-    """The computation in evaluation mode, for any number of images (an example of one would fix it)."""
+def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write model.onnx with `facts` and, for pixels, predict.py; more facts, measured where there are images."""
+    options, images = extras.onnx, extras.images
+    how: dict[str, Any] = {"preprocess": bundle.preprocess, "temperature": bundle.temperature}
+    found = {"input": options.input, "precision": options.precision, "attention": options.maps is not None}
+    write_onnx(path, bundle.model, options, **how)
+    if images is not None:
+        unchanged, whole, top1 = replace(options, precision="float32"), path.with_name(".float32.onnx"), {}
+        write_onnx(whole, bundle.model, unchanged, **how)
+        for file, of_file in ((whole, unchanged), (path, options)):
+            top1[of_file.precision] = measure_top1(file, of_file, images, preprocess=bundle.preprocess)
+        whole.unlink()
+        measured = {"data": images.name, "split": images.split, "num_images": len(images)}
+        found["accuracy"] = {"top1": top1, **measured, "fingerprint": images.fingerprint}
+    write_onnx_metadata(path, facts | found)
+    if options.input != "normalised":
+        shutil.copyfile(TEMPLATES / "predict.py", path.with_name("predict.py"))
+    return found
+
+
+def _save_program(model: VisionTransformer, path: Path) -> None:
     images = next(model.parameters()).new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
-    training = model.training
-    try:
-        with torch.no_grad():
-            return torch.export.export(model.eval(), (images,), dynamic_shapes={"images": {0: Dim("batch")}})
-    finally:
-        model.train(training)
+    with path.open("wb") as file:  # given a path, torch adds a suffix to it
+        torch.export.save(trace(model, images, {0: Dim("batch")}), file)
+
+
+def _write_weights(model: VisionTransformer, path: Path, *, prefix: str) -> None:
+    positions = {} if model.pos_embed is None else {"pos_embed": model.pos_embed}
+    weights = model.state_dict() | positions
+    state = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    write_atomically(path, lambda temporary: save_file(state, temporary, metadata={"format": "pt"}))
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2) + "\n")

@@ -107,11 +107,18 @@ class VisionTransformer(nn.Module):
 
     def forward_with_attention(self, images: Images) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
         """Logits and every layer's attention, first layer first."""
+        tokens, attentions = self.forward_features_with_attention(images)
+        return self.forward_head(tokens), attentions
+
+    def forward_features_with_attention(
+        self, images: Images
+    ) -> tuple[Float[Tensor, "B N D"], list[Float[Tensor, "B H N N"]]]:
+        """Tokens after the final norm and every layer's attention, first layer first."""
         tokens, attentions = self._embed(images), []
         for block in self.blocks:
             tokens, weights = cast(Block, block).forward_with_weights(tokens)
             attentions.append(weights)
-        return self.forward_head(self.norm(tokens)), attentions
+        return cast(Tensor, self.norm(tokens)), attentions
 
     def forward_features(self, images: Images, *, read: int | None = None) -> Float[Tensor, "B M D"]:
         """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
