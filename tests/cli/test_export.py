@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +107,39 @@ def test_what_timm_has_not_is_named(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", WITH_CODE)
-def test_timm_opens_stems_with_the_file_beside_them(
-    save: Save, export: Export, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_timm_opens_stems_with_the_file_beside_them(save: Save, export: Export, tmp_path: Path) -> None:
     """In a process of its own, without vit."""
-    path, model = save(**options)
-    export(path, "timm", tmp_path / "out")
-    images = torch.randn(3, 3, 8, 16)
+    images, expected = torch.randn(3, 3, 8, 16), []
+    for number, options in enumerate(WITH_CODE):
+        path, model = save(**options)
+        export(path, "timm", tmp_path / f"{number}")
+        expected.append(model(images).detach())
     np.save(tmp_path / "images.npy", images)
     program = f"""import sys
 sys.modules["vit"] = None
-sys.path.insert(0, {str(tmp_path / "out")!r})
+sys.path.insert(0, "0")
 import numpy, timm, timm_vit, torch
-model = timm.create_model("local-dir:{tmp_path / "out"}", pretrained=True).eval()
-images = torch.from_numpy(numpy.load({str(tmp_path / "images.npy")!r}))
-numpy.save({str(tmp_path / "logits.npy")!r}, model(images).detach())
-assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.5"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), model(images).detach(), atol=1e-5, rtol=0)
+images = torch.from_numpy(numpy.load("images.npy"))
+models = [timm.create_model(f"local-dir:{{n}}", pretrained=True).eval() for n in range({len(WITH_CODE)})]
+assert timm.data.resolve_model_data_config(models[0])["crop_pct"] == 0.5
+numpy.save("logits.npy", torch.stack([model(images).detach() for model in models]))"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), torch.stack(expected), atol=1e-5, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A place for the code that transformers copies out of model folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("options", [*WITH_CODE, *FOR_TIMM])
 def test_transformers_opens_the_folder_and_computes_equal_logits(
-    save: Save, export: Export, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Save, export: Export, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     path, model = save(**options)
@@ -150,10 +157,10 @@ def test_transformers_opens_the_folder_and_computes_equal_logits(
     torch.testing.assert_close(theirs(**given).logits, model(images) / 2, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("remote_code")
 def test_a_pipeline_of_transformers_predicts_as_vit_does(
-    tiny_run: Path, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Launcher
+    tiny_run: Path, export: Export, tmp_path: Path, cli: Launcher
 ) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     from transformers import pipeline
 
     export(tiny_run, "huggingface", tmp_path / "out")

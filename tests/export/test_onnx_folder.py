@@ -20,6 +20,7 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.images import Preprocess
+from vit.explanation.methods.traced_rollout import LogitsAndRollout
 from vit.export.formats import TEMPLATES
 
 NAMES = tuple(f"class {index}, 'ä'" for index in range(10))
@@ -112,7 +113,11 @@ def test_predict_is_short_and_takes_three_libraries() -> None:
     assert len(text.splitlines()) <= 40
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    assert {str(name).partition(".")[0] for name in modules} - sys.stdlib_module_names == {"PIL", "numpy", "onnxruntime"}
+    assert {str(name).partition(".")[0] for name in modules} - sys.stdlib_module_names == {
+        "PIL",
+        "numpy",
+        "onnxruntime",
+    }
 
 
 def test_the_file_says_all_that_is_needed(folder: Path) -> None:
@@ -144,13 +149,14 @@ def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder
         assert probabilities.sum(axis=1) == pytest.approx(np.ones(len(given)), abs=1e-5)
 
 
-@pytest.mark.parametrize("pool", ["token", "max", "attention"])
-def test_attention_of_every_pooling(pool: str, save_model: SaveModel, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model.safetensors", global_pool=pool, class_token=True, reg_tokens=2)
-    file = vit.export_model(path, output=tmp_path / "out", attention=True, input="float32")
-    china = load_sample_images().images[0]
-    _, maps = onnxruntime.InferenceSession(file).run(None, {"images": china[None].astype(np.float32)})
-    np.testing.assert_allclose(maps, vit.explain_images(vit.load_bundle(path), china).maps, atol=1e-5)
+@pytest.mark.parametrize("pool", ["token", "avg", "max", "attention"])
+def test_the_traced_rollout_is_that_of_explain(pool: str, save_model: SaveModel, tmp_path: Path) -> None:
+    bundle = load_bundle(save_model(tmp_path / "model.safetensors", global_pool=pool, class_token=True, reg_tokens=2))
+    china, model = load_sample_images().images[0], bundle.model
+    images = bundle.preprocess([Image.fromarray(china)])
+    logits, maps = LogitsAndRollout(model)(images)  # type: ignore[arg-type]
+    torch.testing.assert_close(maps, vit.explain_images(bundle, china).maps, atol=1e-6, rtol=0)
+    torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -190,9 +196,15 @@ def test_smaller_weights_without_images_are_refused(
 
 
 def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed("export", digits, "--output", tmp_path / "out")
+    cli.succeed("export", digits, "--to", "torch-export", "--output", tmp_path / "out")
     card, bundle = (tmp_path / "out" / "README.md").read_text(), vit.load_bundle(digits)
-    for fact in ("`digits`", bundle.data["fingerprint"][:16], bundle.sha256, "python predict.py", "not calibrated"):
+    for fact in (
+        "`digits`",
+        bundle.data["fingerprint"][:16],
+        bundle.sha256,
+        "not calibrated",
+        "normalised as `model.json` says",
+    ):
         assert fact in card
     assert "No evaluation of this model" in card
     assert "![A test image and its attention rollout](map.png)" in card
@@ -202,7 +214,7 @@ def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher
 
 def test_the_card_of_a_model_without_data_and_of_strange_names(save_model: SaveModel, tmp_path: Path) -> None:
     path = save_model(tmp_path / "model.safetensors", class_names=("a`b", "c\n# d", "{{ e }}"))
-    vit.export_model(path, output=tmp_path / "out")
+    vit.export_model(path, to="torch-export", output=tmp_path / "out")
     lines = (tmp_path / "out" / "README.md").read_text().splitlines()
     assert "`a'b`, `c # d`, `{{ e }}`" in lines
     assert "The model file doesn't say what it was trained on." in lines

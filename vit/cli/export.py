@@ -40,8 +40,7 @@ def export(
     how = {
         "onnx": f"{path} takes RGB pixels of any size; python {path.with_name('predict.py')} PHOTO predicts",
         "timm": f'timm.create_model("local-dir:{path}", pretrained=True) opens it; README.md says more',
-        "huggingface": f"AutoModelForImageClassification.from_pretrained({str(path)!r}, trust_remote_code=True) opens it",
-        "torch-export": f"{path} maps normalised images to logits; model.json beside it tells how to normalise them",
+        "huggingface": f"{path} opens in transformers, with trust_remote_code=True; README.md says how",
     }
-    is_normalised = to == "onnx" and input == "normalised"
-    typer.echo(how["torch-export" if is_normalised else to])
+    without = f"{path} maps normalised images to logits; model.json beside it tells how to normalise and read them"
+    typer.echo(without if input == "normalised" else how.get(to, without))

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from torch.export import Dim
 
 from vit.bundle import Bundle
 from vit.data.cache import DecodedDataset
@@ -124,7 +123,11 @@ def describe_for_transformers(bundle: Bundle, timm: dict[str, Any]) -> tuple[dic
     assert isinstance(model, VisionTransformer)
     arguments = {name: model.architecture[name] for name in ("stem", "mlp", "distilled")} | timm["model_args"]
     config = {"model_type": "vit_with_stem", "architectures": ["ViTForImageClassification"], "arguments": arguments}
-    config |= {"temperature": bundle.temperature, "dtype": "float32", "problem_type": "single_label_classification"}
+    config |= {
+        "logit_temperature": bundle.temperature,
+        "dtype": "float32",
+        "problem_type": "single_label_classification",
+    }
     config |= {"id2label": {str(index): name for index, name in enumerate(bundle.class_names)}}
     config |= {"label2id": {name: index for index, name in enumerate(bundle.class_names)}}
     classes = {"AutoConfig": "ViTConfig", "AutoModelForImageClassification": "ViTForImageClassification"}
@@ -140,7 +143,11 @@ def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[s
     """Write model.onnx with `facts` and, for pixels, predict.py; more facts, measured where there are images."""
     options, images = extras.onnx, extras.images
     how: dict[str, Any] = {"preprocess": bundle.preprocess, "temperature": bundle.temperature}
-    found = {"input": options.input, "precision": options.precision, "attention": options.maps is not None}
+    found: dict[str, Any] = {
+        "input": options.input,
+        "precision": options.precision,
+        "attention": options.maps is not None,
+    }
     write_onnx(path, bundle.model, options, **how)
     if images is not None:
         unchanged, whole, top1 = replace(options, precision="float32"), path.with_name(".float32.onnx"), {}
@@ -159,7 +166,7 @@ def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[s
 def _save_program(model: VisionTransformer, path: Path) -> None:
     images = next(model.parameters()).new_zeros(2, model.patch_embed.in_chans, *model.patch_embed.img_size)
     with path.open("wb") as file:  # given a path, torch adds a suffix to it
-        torch.export.save(trace(model, images, {0: Dim("batch")}), file)
+        torch.export.save(trace(model, images, ["batch"]), file)
 
 
 def _write_weights(model: VisionTransformer, path: Path, *, prefix: str) -> None:

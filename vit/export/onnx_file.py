@@ -5,11 +5,10 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -54,32 +53,30 @@ def write_onnx(
     net = model if options.maps is None else options.maps
     if options.precision == "float16":
         net = copy.deepcopy(net).half()
-    size = preprocess.image_size
+    size, axes, outputs = preprocess.image_size, ["batch"], ["logits", "attention"]
     if options.input == "normalised":
         example = torch.zeros(2, 3, *size, dtype=next(net.parameters()).dtype)
-        program = trace(net, example, {0: Dim("batch")})
-        outputs = ["logits", "attention"]
     else:
         # sizes that differ from each other and from the model's, or the tracer takes them for the same
         example = torch.zeros(2, size[0] + 3, size[1] + 8, 3, dtype=getattr(torch, options.input))
-        photo_model = PhotoModel(net, preprocess, temperature=temperature)
-        program = trace(photo_model, example, {0: Dim("batch"), 1: Dim("height"), 2: Dim("width")})
+        net, axes = PhotoModel(net, preprocess, temperature=temperature), ["batch", "height", "width"]
         outputs = ["probabilities", "attention"]
     names: dict[str, Any] = {"input_names": ["images"], "output_names": outputs[: 1 + (options.maps is not None)]}
+    names["dynamic_shapes"] = (dict(enumerate(axes)),)  # their names in the file
     with _silence():
-        exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+        exported = torch.onnx.export(trace(net, example, axes), dynamo=True, verbose=False, **names)
         assert exported is not None
         if options.precision != "int8":
             write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
             return
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
-        with TemporaryDirectory() as folder:
-            exported.save(unquantised := Path(folder, "model.onnx"), external_data=False)
-            # without signed weights: their products saturate on processors without VNNI
-            settings: dict[str, Any] = {"weight_type": QuantType.QUInt8, "per_channel": True}
-            settings["op_types_to_quantize"] = ["MatMul", "Gemm"]
-            write_atomically(path, lambda temporary: quantize_dynamic(unquantised, temporary, **settings))
+        unquantised = exported.model_proto
+        del unquantised.graph.value_info[:]  # shapes of weights that the quantiser transposes
+        # without signed weights: their products saturate on processors without VNNI
+        settings: dict[str, Any] = {"weight_type": QuantType.QUInt8, "per_channel": True}
+        settings["op_types_to_quantize"] = ["MatMul", "Gemm"]
+        write_atomically(path, lambda temporary: quantize_dynamic(unquantised, temporary, **settings))
 
 
 def write_onnx_metadata(path: Path, facts: Mapping[str, Any]) -> None:
@@ -110,15 +107,14 @@ def measure_top1(path: Path, options: OnnxOptions, images: DecodedDataset, *, pr
     return hits / len(images)
 
 
-def trace(model: nn.Module, example: torch.Tensor, axes: Mapping[int, Any]) -> ExportedProgram:
-    """The computation in evaluation mode, for any sizes along the named `axes` (a side of one would be fixed)."""
-    modes = [(module, module.training) for module in model.modules()]
+def trace(model: nn.Module, example: torch.Tensor, axes: Sequence[str]) -> ExportedProgram:
+    """The computation in evaluation mode, for any sizes along the first `axes` (a size of one would be fixed)."""
+    training, shape = model.training, {place: Dim(name) for place, name in enumerate(axes)}
     try:
         with torch.no_grad():
-            return torch.export.export(model.eval(), (example,), dynamic_shapes=(dict(axes),))
+            return torch.export.export(model.eval(), (example,), dynamic_shapes=(shape,))
     finally:
-        for module, training in modes:
-            module.training = training
+        model.train(training)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass i
 computed from the size of the images, for those columns or rows alone that the crop keeps.
 """
 
-from typing import cast
-
 import PIL
 import torch
 from jaxtyping import Float, Float64, Shaped
@@ -25,6 +23,9 @@ class PhotoModel(nn.Module):
     `model` takes normalised images [B, 3, H, W] to logits or to a tuple that begins with them, in its parameters'
     precision.
     """
+
+    scale: Tensor
+    shift: Tensor
 
     def __init__(self, model: nn.Module, preprocess: Preprocess, *, temperature: float) -> None:
         super().__init__()
@@ -110,4 +111,4 @@ def _weigh(
     low = weights - high * 2**11
     sums = [(pixels @ part.float().T).double() for part in (high, low)]
     exact = sums[0] * 2**11 + sums[1]
-    return cast(Tensor, ((exact + _UNIT / 2) / _UNIT).floor().clamp(0, 255).float())
+    return ((exact + _UNIT / 2) / _UNIT).floor().clamp(0, 255).float()

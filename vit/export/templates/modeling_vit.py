@@ -1,7 +1,7 @@
 """The model of this folder for transformers, with the preprocessing that it was trained with.
 
-    AutoModelForImageClassification.from_pretrained("FOLDER", trust_remote_code=True)
-    pipeline("image-classification", model="FOLDER", trust_remote_code=True)
+AutoModelForImageClassification.from_pretrained("FOLDER", trust_remote_code=True)
+pipeline("image-classification", model="FOLDER", trust_remote_code=True)
 """
 
 import numpy as np
@@ -10,6 +10,7 @@ from PIL import ImageOps
 from transformers import BatchFeature, ImageProcessingMixin, PretrainedConfig, PreTrainedModel
 from transformers.image_utils import load_image
 from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.processing_utils import ImagesKwargs
 
 from .timm_vit import build
 
@@ -28,7 +29,7 @@ class ViTForImageClassification(PreTrainedModel):
         self.post_init()
 
     def forward(self, pixel_values, labels=None, **unused):
-        logits = self.vit(pixel_values) / self.config.temperature
+        logits = self.vit(pixel_values) / self.config.logit_temperature
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
@@ -37,6 +38,7 @@ class ViTProcessor(ImageProcessingMixin):
     """Scales an image to cover `resize_size`, cuts `image_size` (height, width) from its centre, normalises."""
 
     model_input_names = ("pixel_values",)
+    valid_kwargs = ImagesKwargs  # of the library, which asks for it
 
     def __call__(self, images, return_tensors=None, **unused):
         images = images if isinstance(images, list | tuple) else [images]

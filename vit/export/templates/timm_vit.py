@@ -1,7 +1,7 @@
 """The model of this folder for timm, whose own VisionTransformer has neither convolutional stems nor a squared ReLU.
 
-    import timm, timm_vit  # this file
-    model = timm.create_model("local-dir:FOLDER", pretrained=True)
+import timm, timm_vit  # this file
+model = timm.create_model("local-dir:FOLDER", pretrained=True)
 """
 
 from functools import partial
