@@ -56,7 +56,8 @@ def export_bundle(
     if to == "onnx":
         check_packages()
     facts: dict[str, Any] = {"class_names": list(bundle.class_names), "preprocess": bundle.preprocess.to_dict()}
-    facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256, "vit_version": __version__}
+    facts |= {"temperature": bundle.temperature, "sha256_of_source": bundle.sha256}
+    facts |= {"run_id": bundle.metadata.get("run_id"), "vit_version": __version__}
     prepare_output(directory, overwrite=overwrite)
     path = directory
     if to == "onnx":
