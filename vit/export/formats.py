@@ -12,7 +12,16 @@ from safetensors.torch import save_file
 from vit.bundle import Bundle
 from vit.data.cache import DecodedDataset
 from vit.export.card import CardFacts, write_card
-from vit.export.onnx_file import OnnxOptions, check_packages, measure_top1, trace, write_onnx, write_onnx_metadata
+from vit.export.onnx_file import (
+    OnnxOptions,
+    WeightPrecision,
+    check_packages,
+    measure_top1,
+    quantise_onnx,
+    trace,
+    write_onnx,
+    write_onnx_metadata,
+)
 from vit.model.model_file import MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
@@ -149,15 +158,21 @@ def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[s
         "precision": options.precision,
         "attention": options.maps is not None,
     }
-    write_onnx(path, bundle.model, options, **how)
+    files: dict[WeightPrecision, Path] = {"float32": path.with_name(".float32.onnx"), options.precision: path}
+    for precision, file in files.items():
+        if precision == "int8":
+            quantise_onnx(files["float32"], file)
+        else:
+            write_onnx(file, bundle.model, replace(options, precision=precision), **how)
     if images is not None:
-        unchanged, whole, top1 = replace(options, precision="float32"), path.with_name(".float32.onnx"), {}
-        write_onnx(whole, bundle.model, unchanged, **how)
-        for file, of_file in ((whole, unchanged), (path, options)):
-            top1[of_file.precision] = measure_top1(file, of_file, images, preprocess=bundle.preprocess)
-        whole.unlink()
+        top1 = {
+            precision: measure_top1(file, replace(options, precision=precision), images, preprocess=bundle.preprocess)
+            for precision, file in files.items()
+        }
         measured = {"data": images.name, "split": images.split, "num_images": len(images)}
         found["accuracy"] = {"top1": top1, **measured, "fingerprint": images.fingerprint}
+    for file in set(files.values()) - {path}:
+        file.unlink()
     write_onnx_metadata(path, facts | found)
     if options.input != "normalised":
         shutil.copyfile(TEMPLATES / "predict.py", path.with_name("predict.py"))

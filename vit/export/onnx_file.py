@@ -49,7 +49,7 @@ def check_packages() -> None:
 def write_onnx(
     path: Path, model: nn.Module, options: OnnxOptions, *, preprocess: Preprocess, temperature: float
 ) -> None:
-    """The file, without metadata."""
+    """The file without metadata; in float32 or, by its options, in float16."""
     net = model if options.maps is None else options.maps
     if options.precision == "float16":
         net = copy.deepcopy(net).half()
@@ -66,17 +66,21 @@ def write_onnx(
     with _silence():
         exported = torch.onnx.export(trace(net, example, axes), dynamo=True, verbose=False, **names)
         assert exported is not None
-        if options.precision != "int8":
-            write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
-            return
-        from onnxruntime.quantization import QuantType, quantize_dynamic
+        write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
 
-        unquantised = exported.model_proto
-        del unquantised.graph.value_info[:]  # shapes of weights that the quantiser transposes
-        # without signed weights: their products saturate on processors without VNNI
-        settings: dict[str, Any] = {"weight_type": QuantType.QUInt8, "per_channel": True}
-        settings["op_types_to_quantize"] = ["MatMul", "Gemm"]
-        write_atomically(path, lambda temporary: quantize_dynamic(unquantised, temporary, **settings))
+
+def quantise_onnx(source: Path, path: Path) -> None:
+    """`source` with 8-bit linear layers."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    del model.graph.value_info[:]  # shapes of weights that the quantiser transposes
+    # without signed weights: their products saturate on processors without VNNI
+    settings: dict[str, Any] = {"weight_type": QuantType.QUInt8, "per_channel": True}
+    settings["op_types_to_quantize"] = ["MatMul", "Gemm"]
+    with _silence():
+        write_atomically(path, lambda temporary: quantize_dynamic(model, temporary, **settings))
 
 
 def write_onnx_metadata(path: Path, facts: Mapping[str, Any]) -> None:
