@@ -74,10 +74,11 @@ class CheckpointStore:
         """The newest checkpoint that is whole, of at most `most_steps`, with the directory of its shards, or None where
         there is none. A damaged one is named through `warn` and passed over. Raises ValueError where all are."""
         entries = [(number, path) for number, path in self._list() if most_steps is None or number <= most_steps]
-        for number, path in reversed(entries):
+        for place, (number, _) in enumerate(reversed(entries)):
             if (found := self.load(number)) is not None:
+                for _, path in entries[len(entries) - place :]:
+                    warn(f"checkpoint {path.name} is damaged; falling back to the one before")
                 return found
-            warn(f"checkpoint {path.name} is damaged; falling back to the one before")
         if entries:
             raise ValueError(f"every checkpoint in {self.directory} is damaged; start again with --overwrite")
         return None

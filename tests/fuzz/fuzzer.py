@@ -63,6 +63,7 @@ class Corpus:
     """Real files to damage, made once in a directory."""
 
     def __init__(self, directory: Path) -> None:
+        import datasets
         import numpy as np
         from PIL import Image
 
@@ -108,6 +109,12 @@ class Corpus:
                 member = tarfile.TarInfo(f"{number}.cls")
                 member.size = 1
                 tar.addfile(member, io.BytesIO(str(number % 2).encode()))
+        self.parquet = directory / "train.parquet"
+        encoded = {"bytes": (directory / "image.png").read_bytes(), "path": None}
+        rows = {"image": [encoded] * 2, "label": [0, 1]}
+        features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(self.parquet)
         self.evaluations = [write_evaluation(directory, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")]
         command = ["attention", self.model, directory / "image.png", "--no-checks", "--device", "cpu"]
         Launcher().succeed(*command, "--output", directory / "maps")
@@ -240,19 +247,35 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         command = ["attention", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
         run_command(*command, "--resume", "--output", folder / "maps")
 
-    def labels(rng: random.Random, folder: Path) -> None:
-        shutil.copy(corpus.images[4], folder / "a.png")
-        shutil.copy(corpus.images[5], folder / "b.ppm")
-        content = b"path,label,split\na.png,cat,train\nb.ppm,dog,test\n"
-        (folder / "labels.csv").write_bytes(mutate(content, rng))
+    def table(rng: random.Random, folder: Path) -> None:
+        for name in ("a.png", "b.png"):
+            shutil.copy(corpus.images[4], folder / name)
+        path = folder / rng.choice(("labels.csv", "metadata.csv", "metadata.jsonl"))
+        rows = [{"file_name": "a.png", "label": "cat", "split": "train"}, {"path": "b.png", "class": 1}]
+        content = b"path,label,split\na.png,cat,train\nb.png,dog,test\n"
+        if path.suffix == ".jsonl":
+            for _ in range(rng.randrange(2)):
+                change_value(rows, rng)
+            content = "\n".join(map(json.dumps, rows)).encode()
+        path.write_bytes(mutate(content, rng) if path.suffix == ".csv" or rng.random() < 0.5 else content)
         with refusals():
-            open_dataset("folder", root=folder).split("all")
+            assert len(open_dataset("folder", root=folder).split("all")) > 0
+
+    def parquet(rng: random.Random, folder: Path) -> None:
+        path = damage(corpus.parquet, folder, rng)
+        with refusals():
+            source = open_dataset("huggingface", root=path, cache_dir=folder / "cache").split("all")
+            for index in range(len(source)):
+                with refusals():
+                    source.read(index)
 
     def class_names(rng: random.Random, folder: Path) -> None:
         shutil.copy(corpus.shard, folder)
         (folder / "classes.txt").write_bytes(mutate(b"cat\ndog\n", rng))
+        (folder / "words.txt").write_bytes(mutate(b"n01440764 tench, Tinca tinca\n0\tcat\n1: dog\n", rng))
+        words = folder / "words.txt" if rng.random() < 0.5 else None
         with refusals():
-            assert len(open_dataset("webdataset", root=folder).split("all").class_names) > 1
+            assert len(open_dataset("webdataset", root=folder, class_names=words).split("all").class_names) > 1
 
     def pattern(rng: random.Random, folder: Path) -> None:
         parts = (
@@ -292,8 +315,9 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         if run_command("train", "--resume", "--output", folder / "run") is not None:
             assert (folder / "run" / "model.safetensors").read_bytes() == corpus.model.read_bytes(), "another model"
 
-    cases = (image, predict, model, metadata, checkpoint, configuration, drawn_configuration, archive)
-    return {case.__name__: case for case in (*cases, cache, evaluation, maps, labels, class_names, pattern, run)}
+    first = (image, predict, model, metadata, checkpoint, configuration, drawn_configuration, archive)
+    cases = (*first, cache, evaluation, maps, table, parquet, class_names, pattern, run)
+    return {case.__name__: case for case in cases}
 
 
 def damage_text(path: Path, rng: random.Random) -> None:
