@@ -16,8 +16,10 @@ from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.checkpoint import CheckpointStore
+from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
+from vit.training.identity import RunIdentity
 
 
 @pytest.fixture
@@ -290,3 +292,15 @@ def test_model_checkpoint_and_evaluation_name_their_run(cli: Launcher, tiny_run:
     assert len(identity["config_sha256"]) == 64
     cli.succeed("evaluate", tiny_run, "--output", tmp_path / "evaluation", "--device", "cpu")
     assert identity["run_id"] in (tmp_path / "evaluation" / "evaluation.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "run_id"),
+    [([], "9abdcdc75613c8a3"), (["model.preset=vit_micro_patch4_32", "train.seed=3"], "d2d4ad8e2fdd91cd")],
+)
+def test_a_new_key_leaves_the_identity_of_older_runs_as_it_was(overrides: list[str], run_id: str) -> None:
+    """A key that is added to the configuration is named in `_LATER_KEYS`; another value than its default counts."""
+    config = load_config(None, overrides)
+    assert RunIdentity.from_config(config, data_fingerprint="0" * 64).run_id == run_id
+    other = load_config(None, [*overrides, "train.select_by=loss"])
+    assert RunIdentity.from_config(other, data_fingerprint="0" * 64).run_id != run_id

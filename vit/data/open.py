@@ -163,8 +163,7 @@ def find_kind(data: Path | str) -> str | None:
         return "huggingface"
     if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path)):
         return "webdataset"
-    is_table = path.suffix.lower() in tables.SUFFIXES and path.is_file()
-    return "folder" if is_table or path.is_dir() else None
+    return "folder" if tables.is_table(path) or path.is_dir() else None
 
 
 def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = None) -> ImageDataset:

@@ -21,7 +21,7 @@ from vit.data.sets.source import (
     choose_classes,
     take_validation_as_test,
 )
-from vit.data.sets.tables import find_tables, list_tables
+from vit.data.sets.tables import find_tables, is_table, list_tables
 
 IMAGE_SUFFIXES = tuple(".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split())  # noqa: SIM905
 
@@ -29,7 +29,7 @@ IMAGE_SUFFIXES = tuple(".avif .bmp .gif .jfif .jpe .jpeg .jpg .pgm .png .ppm .ti
 def find_folder(options: FindOptions) -> FoundSplits:
     """The splits below a folder of the user's own images, or of a table of them."""
     path = Path(options.root or "").expanduser()
-    root = path if options.root and path.is_file() else existing_root("folder", options)
+    root = path if is_table(path) else existing_root("folder", options)
     if tables := list_tables(root):
         return find_tables("folder", root if root.is_dir() else root.parent, tables, options.classes)
     return find_splits("folder", root, options.classes)

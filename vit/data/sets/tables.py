@@ -24,9 +24,13 @@ from vit.runtime.arguments import shorten
 from vit.runtime.documents import parse_json, read_table
 from vit.runtime.files import read_text
 
-SUFFIXES = (".csv", ".jsonl")
 _METADATA = ("metadata.csv", "metadata.jsonl")
 _PATH, _LABEL, _SPLIT = ("path", "filename", "file_name"), ("label", "class"), ("split",)
+
+
+def is_table(path: Path) -> bool:
+    """Whether it is a CSV or JSON Lines file."""
+    return path.suffix.lower() in (".csv", ".jsonl") and path.is_file()
 
 
 def list_tables(root: Path) -> list[Path]:
