@@ -4,11 +4,15 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from tests.conftest import TINY_RUN, Launcher
 from vit.build.recipe import resolve_config
 from vit.build.run import build_run
+from vit.build.summary import summarize_run
 from vit.runtime.processes import Process
 
 
@@ -41,3 +45,31 @@ def test_compiled_code_is_kept_in_the_cache_directory(
     build_run(config, directory=tmp_path / "run", process=Process(), device_name="cpu")
     directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     assert (str(tmp_path / "cache" / "compiled") in directory) is kept
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "balanced"),
+    [("auto", "sampler", True), ("weights", "weights", False), ("none", "none", False)],
+)
+def test_the_plan_says_what_is_done_about_classes_of_other_sizes(
+    tmp_path: Path, wanted: str, chosen: str, balanced: bool
+) -> None:
+    for number in range(44):
+        file = tmp_path / "images" / ("ant" if number < 40 else "bee") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (5 * number, 0, 0)).save(file)
+    data = ["data.name=folder", f"data.root={tmp_path / 'images'}", "train.batch_size=8"]
+    overrides = [*TINY_RUN, *data, f"train.class_balance={wanted}"]
+    config = resolve_config({}, overrides, tmp_path / "run", resume=False)
+    run = build_run(config, directory=tmp_path / "run", process=Process(), device_name="cpu")
+    assert np.bincount(run.data.train.labels).tolist() == [29, 2]  # after the test and the validation split
+    sizes = "14.5 images of the largest class for one of the smallest"
+    why = sizes if wanted == "auto" else f"train.class_balance says so; {sizes}"
+    assert summarize_run(run)["class balance"] == f"{chosen} ({why})"
+    assert run.train_loader.balanced is balanced
+    weights = run.trainer.step.class_weights
+    if chosen == "weights":
+        assert weights is not None
+        torch.testing.assert_close(weights, torch.tensor([31 / 58, 31 / 4]))
+    else:
+        assert weights is None
