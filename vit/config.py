@@ -154,7 +154,7 @@ class TrainConfig(_Section):
     # [(fraction of the run until which, fraction of data.image_size), …]; sizes above 1 are pixels
     image_sizes: list[tuple[float, TrainSize]] | None = None
     grad_checkpointing: bool = False
-    class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: sampler above 5:1
+    class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: weights above 5:1
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"  # the best model's measure, on the validation images
     early_stopping_patience: int | None = Field(None, gt=0)  # evaluations without a better one, then the run ends
     evaluate_every_epochs: int = Field(1, gt=0)

@@ -49,7 +49,7 @@ def test_compiled_code_is_kept_in_the_cache_directory(
 
 @pytest.mark.parametrize(
     ("wanted", "chosen", "balanced"),
-    [("auto", "sampler", True), ("weights", "weights", False), ("none", "none", False)],
+    [("auto", "weights", False), ("sampler", "sampler", True), ("none", "none", False)],
 )
 def test_the_plan_says_what_is_done_about_classes_of_other_sizes(
     tmp_path: Path, wanted: str, chosen: str, balanced: bool

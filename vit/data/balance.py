@@ -5,7 +5,9 @@ from typing import Literal
 import numpy as np
 
 ClassBalance = Literal["none", "weights", "sampler"]
-MOST_RATIO = 5  # of the largest class to the smallest, up to which "auto" leaves them as they are
+# of the largest class to the smallest, up to which "auto" leaves them as they are. At 20:1 macro F1 on balanced test
+# images of CIFAR-10 was 51.7 % so, 63.9 % with weights, 62.2 % with the sampler (one seed, benchmarks/class_balance.py)
+MOST_RATIO = 5
 
 
 def compute_class_ratio(labels: np.ndarray) -> float:
@@ -19,7 +21,7 @@ def choose_class_balance(labels: np.ndarray, *, wanted: ClassBalance | Literal["
     sizes = f"{compute_class_ratio(labels):.1f} images of the largest class for one of the smallest"
     if wanted != "auto":
         return wanted, f"train.class_balance says so; {sizes}"
-    return ("sampler" if compute_class_ratio(labels) > MOST_RATIO else "none"), sizes
+    return ("weights" if compute_class_ratio(labels) > MOST_RATIO else "none"), sizes
 
 
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
