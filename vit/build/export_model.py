@@ -35,7 +35,7 @@ def export_model(
     split: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model for other programs into the directory `output`, as `vit.export.formats.export_bundle` describes,
+    """Write a model for other programs into the directory `output`, in the form `to`,
     with a model card. The path of the directory, or of the file for ONNX and torch-export.
 
     For ONNX, `input` and `precision` are those of `OnnxOptions`, and `attention` adds the rollout's maps as a second
