@@ -1,8 +1,10 @@
 """timm is the oracle: same weights, same logits, same attention, at any geometry."""
 
 import json
+import time
 from functools import partial
 
+import huggingface_hub as hub
 import pytest
 import timm
 import torch
@@ -255,3 +257,14 @@ class TestFineTuning:
     def test_weights_that_are_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"nothing.pth is no file of weights, no training directory"):
             load_pretrained(tmp_path / "nothing.pth", img_size=64, num_classes=7)
+
+
+def test_weights_that_cannot_be_downloaded_are_refused_at_once(tmp_path, monkeypatch):
+    """The hub alone would try again for half a minute, or for minutes where nothing answers."""
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    before = time.monotonic()
+    with pytest.raises(OSError, match=r"weights of 'vit_tiny_patch16_224' cannot be downloaded .*give its path"):
+        create_timm("vit_tiny_patch16_224", pretrained=True)
+    assert time.monotonic() - before < 8
+    assert not hub.constants.HF_HUB_OFFLINE
