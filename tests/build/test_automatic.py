@@ -77,7 +77,7 @@ def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None
     assert config.train.epochs == 150
     assert "enough for 44 images; 5 minutes (--minutes) on this CPU, 150 images/s, hold 767" in choices["length"]
     assert set(choices) == {
-        *("image size", "model", "length", "batch", "augmentation", "regularisation", "learning rate")
+        *("image size", "architecture", "length", "batch", "augmentation", "regularisation", "learning rate")
     }
 
 

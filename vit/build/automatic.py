@@ -194,7 +194,7 @@ def _explain(
     is_photo = candidate.recipe == "cifar10/cpu" and images.side > 48
     chosen = {
         "image size": (("data.image_size", "model.patch_size"), candidate.why),
-        "model": (("model.stem", "model.embed_dim", "model.depth"), recipe),
+        "architecture": (("model.stem", "model.embed_dim", "model.depth"), recipe),
         "length": (("train.epochs",), enough if config.train.epochs < int(held) else f"{minutes}"),
         "batch": (("train.batch_size",), recipe if init else f"near √(2 × {images.count:,} images)"),
         "augmentation": (
@@ -209,10 +209,10 @@ def _explain(
     }
     if init:
         chosen["image size"] = (("data.image_size",), candidate.why)
-        chosen["model"] = (("model.init", "model.freeze"), "its weights are the start")
+        chosen["architecture"] = (("model.init", "model.freeze"), "its weights are the start")
         chosen["learning rate"] = (("optimizer.lr", "optimizer.layer_decay"), f"{recipe}: lower for lower layers")
     elif config.model.preset:
-        chosen["model"] = (("model.preset",), recipe)
+        chosen["architecture"] = (("model.preset",), recipe)
     settings, facts = flatten_config(config), {}
     for name, (keys, reason) in chosen.items():
         values = ", ".join(f"{key.partition('.')[2]}={settings[key]}" for key in keys if settings[key] is not None)
