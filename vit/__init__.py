@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vit.explanation.render.overlay import save_overlay
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
+    from vit.training.observers import Observer
 
 _NAMES = {
     "vit.api": ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train"),
@@ -29,11 +30,13 @@ _NAMES = {
     "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
     "vit.model.vision_transformer": ("VisionTransformer",),
+    "vit.training.observers": ("Observer",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Bundle",
+    "Observer",
     "VisionTransformer",
     "__version__",
     "attention_rollout",

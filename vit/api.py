@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vit.build.data import Given
 from vit.build.recipe import ConfigLike, prepare_config
 from vit.build.resume import resume_run
 from vit.build.run import Run, build_run
@@ -16,6 +17,7 @@ from vit.bundle import Bundle, collect_versions, load_model
 from vit.config import Config, dump_config
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
+from vit.data.transforms import Transform
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.evaluated_images import load_images, map_labels
@@ -39,6 +41,7 @@ from vit.runtime.memory import keep_freed_memory
 from vit.runtime.output_dir import prepare_output
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
+from vit.training.observers import Observer
 from vit.training.result import TrainingResult
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
@@ -56,6 +59,11 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     on_start: Callable[[Run, bool], object] = lambda run, resumed: None,
+    transform: Transform | None = None,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
+    model: nn.Module | None = None,
+    callbacks: Sequence[Observer] = (),
 ) -> TrainingResult:
     """Train a model and keep the run in the directory `output`.
 
@@ -67,13 +75,22 @@ def train(
     process with the run that is about to start, and whether it was resumed; with `dry_run` that and the picture of a
     batch are all.
 
+    `transform` is called on every training image, uint8 [H, W, 3], before the augmentation of the configuration: an
+    albumentations pipeline, a transform of torchvision, or any callable. `dataset` takes the place of the
+    configuration's data: a data set of torch whose items are (PIL image or uint8 array, label), a pair of them
+    (training, validation), or arrays (images uint8 [n, H, W, 3], labels [n]); `class_names` names its classes. `model`
+    takes the place of the configuration's model: any module from images [B, 3, H, W] to logits [B, C]; it is trained
+    itself. `callbacks` are told of the run's events and may end it. Resuming takes the same of each again.
+
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, and
     `vit.training.signals.Stopped` after SIGINT or SIGTERM, with the state saved.
     """
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     output = Path(output)
-    device, choose = prepare_config(config, overrides, output, resume=resume, init=init, minutes=minutes)
+    given = Given(transform=transform, dataset=dataset, class_names=class_names, model=model, callbacks=callbacks)
+    changes = [*overrides, *given.overrides]
+    device, choose = prepare_config(config, changes, output, resume=resume, init=init, minutes=minutes)
     with join_processes(device) as (process, device_name):
 
         def build() -> tuple[Config, Run]:
@@ -81,7 +98,7 @@ def train(
             assert chosen is not None
             resolved, choices = chosen
             arguments: dict[str, Any] = {"directory": output, "process": process, "device_name": device_name}
-            return resolved, replace(build_run(resolved, **arguments), choices=choices)
+            return resolved, replace(build_run(resolved, **arguments, given=given), choices=choices)
 
         if dry_run:
             output.mkdir(parents=True, exist_ok=True)
@@ -97,8 +114,8 @@ def train(
                     write_text(output / CONFIG_FILE, dump_config(resolved))
                 on_start(run, resumed)
             progress = run.trainer.run()
-    best_top1 = None if run.data.validation is None else progress.best_top1
-    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1)
+    best_top1 = None if progress.best_top1 < 0 else progress.best_top1
+    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
 
 
 def evaluate(

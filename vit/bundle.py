@@ -78,10 +78,13 @@ def load_model(
 
 
 @torch.random.fork_rng(devices=[])  # building a model draws random weights; the caller's random numbers don't move
-def load_bundle(source: str | Path, *, device: Device = "cpu", random_weights: bool = False) -> Bundle:
-    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`. `random_weights` keeps the
-    architecture and draws new weights (seed 0), for sanity checks. Raises FileNotFoundError or ValueError with what
-    is wrong with the file."""
+def load_bundle(
+    source: str | Path, *, model: nn.Module | None = None, device: Device = "cpu", random_weights: bool = False
+) -> Bundle:
+    """Load a `model.safetensors`, the best model of a training directory, or `timm:NAME`. `model`: the module that
+    takes the weights, needed where `vit.train` was given one that is neither ours nor built by timm from its name
+    alone. `random_weights` keeps the architecture and draws new weights (seed 0), for sanity checks. Raises
+    FileNotFoundError or ValueError with what is wrong with the file."""
     torch.manual_seed(0)
     if str(source).startswith("timm:"):
         from vit.model.timm_weights import create_timm
@@ -99,20 +102,31 @@ def load_bundle(source: str | Path, *, device: Device = "cpu", random_weights: b
     if not metadata:
         cure = f"weights of timm load with vit.load_timm({str(path)!r})"
         raise ValueError(f"{path} holds weights without our metadata; {cure}")
-    check_fit(build_outline(metadata["architecture"], origin=str(path)), content.weights, origin=str(path))
     preprocess, names = Preprocess.from_dict(metadata["preprocess"]), tuple(metadata["class_names"])
-    _check_class_names(names, metadata["architecture"]["num_classes"])
-    model = VisionTransformer(**metadata["architecture"]).eval()
+    module = _build(metadata, content.weights, origin=str(path)) if model is None else model
     if not random_weights:
-        load_weights(model, content.weights, origin=str(path))
+        load_weights(module, content.weights, origin=str(path))
     recorded: dict[str, Any] = {"config": metadata["config"], "data": metadata["data"], "metadata": metadata}
     recorded["training_hashes"] = content.training_hashes
-    return Bundle(model.to(device), preprocess, names, str(source), compute_sha256(path), **recorded)
+    return Bundle(module.eval().to(device), preprocess, names, str(source), compute_sha256(path), **recorded)
+
+
+def _build(metadata: dict[str, Any], weights: dict[str, Tensor], *, origin: str) -> nn.Module:
+    """The module that the metadata describe, when its tensors are known to be those that are there."""
+    if "module" in metadata:
+        from vit.model.timm_weights import build_module
+
+        described: dict[str, Any] = {"values": metadata["module"], "num_classes": len(metadata["class_names"])}
+        check_fit(build_module(**described, device="meta"), weights, origin=origin)
+        return build_module(**described)
+    check_fit(build_outline(metadata["architecture"], origin=origin), weights, origin=origin)
+    _check_class_names(metadata["class_names"], metadata["architecture"]["num_classes"])
+    return VisionTransformer(**metadata["architecture"])
 
 
 def save_bundle(
     path: Path,
-    model: VisionTransformer,
+    model: nn.Module,
     *,
     preprocess: Preprocess,
     class_names: tuple[str, ...],
@@ -124,14 +138,15 @@ def save_bundle(
 ) -> None:
     """Write `model` and its metadata to `path`, atomically. Equal inputs give equal bytes. `weights` replace the
     model's own where those are sharded over processes."""
-    _check_class_names(class_names, model.num_classes)
-    metadata: dict[str, Any] = {
-        "run_id": run_id,
-        "architecture": model.architecture,
-        "class_names": list(class_names),
-        "config": config,
-        "data": data,
-    }
+    if isinstance(model, VisionTransformer):
+        _check_class_names(class_names, model.num_classes)
+        described: dict[str, Any] = {"architecture": model.architecture}
+    else:
+        from vit.model.timm_weights import describe_module
+
+        sizes: dict[str, Any] = {"num_classes": len(class_names), "img_size": preprocess.image_size}
+        described = {"module": describe_module(model, **sizes)}
+    metadata = {"run_id": run_id, **described, "class_names": list(class_names), "config": config, "data": data}
     metadata |= {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
@@ -153,7 +168,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     facts: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in bundle.model.parameters())}
     facts |= {"classes": list(bundle.class_names), "preprocess": dataclasses.asdict(bundle.preprocess)}
     facts |= {"data": bundle.data, "sha256": bundle.sha256}
-    return facts | {key: bundle.metadata.get(key) for key in ("architecture", "versions")}
+    return facts | {key: bundle.metadata.get(key) for key in ("architecture", "module", "versions")}
 
 
 def _check_class_names(names: Sequence[str], count: int | None) -> None:

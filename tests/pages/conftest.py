@@ -22,7 +22,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Chromium with the network cut off: any name it looks up goes nowhere."""
+    """Chromium with the network cut off: any name it looks up but this machine goes nowhere."""
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
@@ -30,7 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     options = selenium.ChromeOptions()
     options.binary_location = chromium
     profile: Path = tmp_path_factory.mktemp("chromium")
-    for flag in (*FLAGS, "host-resolver-rules=MAP * ~NOTFOUND", f"user-data-dir={profile}"):
+    for flag in (*FLAGS, "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"user-data-dir={profile}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     session = selenium.Chrome(options=options, service=selenium.ChromeService(executable_path=driver))

@@ -1,11 +1,15 @@
 """Config → the images of a run: data set, decoded splits, normalisation, loaders."""
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import nn
 
 from vit.config import Config
 from vit.data.augment import Augment
@@ -14,11 +18,41 @@ from vit.data.cache import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import Pipeline, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import ImageDataset, open_dataset
+from vit.data.sets.given import GIVEN, find_given
+from vit.data.transforms import Transform, apply_transform
 from vit.runtime.arguments import as_pair
+from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
+from vit.training.observers import Observer
 
 Loader = ResidentLoader | WorkerLoader
 _MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given:
+    """What a program gives beside the configuration; see `vit.train`."""
+
+    transform: Transform | None = None
+    dataset: Any = None
+    class_names: Sequence[str] | None = None
+    model: nn.Module | None = None
+    callbacks: Sequence[Observer] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        """What the configuration says of it."""
+        of_data = [] if self.dataset is None else [f"data.name={GIVEN}", "data.root=null", "data.classes=null"]
+        return of_data + ([] if self.model is None else [f"model.init={GIVEN}"])
+
+    def describe(self) -> dict[str, str]:
+        """What tells this run from others; the images have a fingerprint."""
+        transform = " ".join(re.sub(" at 0x[0-9a-f]+", "", repr(self.transform)).split())
+        found = {} if self.transform is None else {"given.transform": transform}
+        return found | ({} if self.model is None else {"given.model": type(self.model).__qualname__})
+
+
+NOTHING_GIVEN = Given()
 
 
 @dataclass(frozen=True)
@@ -49,8 +83,12 @@ class Data:
         }
 
 
-def build_dataset(config: Config) -> ImageDataset:
-    """The data set of the configuration, found but not decoded."""
+def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
+    """The data set of the configuration, or the one that was given, found but not decoded."""
+    if given.dataset is not None:
+        found, cache_dir = find_given(given.dataset, given.class_names), config.data.cache_dir or default_cache_dir()
+        splitting = (config.data.validation_fraction, config.data.split_seed)
+        return ImageDataset(GIVEN, found, *splitting, cache_dir, test_fraction=0.0)
     keys = {"name", "root", "classes", "class_names", "validation_fraction", "split_seed", "cache_dir"}
     return open_dataset(**config.data.model_dump(include=keys))
 
@@ -85,15 +123,20 @@ def build_data(
     return Data(train, decoded.get("validation"), of_splits, *chosen, dataset)
 
 
-def build_train_loader(config: Config, data: Data, *, device: torch.device, process: Process) -> Loader:
+def build_train_loader(
+    config: Config, data: Data, *, device: torch.device, process: Process, transform: Transform | None = None
+) -> Loader:
     """Augmented training batches."""
+    if transform is not None:  # refused now rather than in a worker
+        stored = None if data.train.images is None else Image.fromarray(data.train.images[0])
+        apply_transform(transform, stored or data.train.source.read(0), seed=0)
     # of a set smaller than the batch, all images that divide into pairs for every process
     multiple = 2 * process.world_size
     size, augment = min(config.train.batch_size, len(data.train) // multiple * multiple), config.augment.model_dump()
     batches: dict[str, Any] = {"batch_size": size, "augment": Augment(**augment), "preprocess": data.preprocess}
     place: dict[str, Any] = {"device": device, "rank": process.rank, "world_size": process.world_size}
     shared = {**batches, **place, "seed": config.train.seed, "num_classes": len(data.train.class_names)}
-    shared["balanced"] = data.class_balance == "sampler"
+    shared |= {"balanced": data.class_balance == "sampler", "transform": transform}
     if data.pipeline == "resident":
         return ResidentLoader(data.train, **shared)
     return WorkerLoader(data.train, workers=config.data.workers, **shared)

@@ -37,6 +37,8 @@ def prepare_config(
         resolved = resolve_config(None if is_chosen else config, overrides, output, resume=resume)
         return resolved.train.device, lambda: (resolved, {})
     assert isinstance(config, str | Path)
+    if any(text.endswith("=given") for text in overrides):
+        raise ValueError("a configuration is chosen for images and models that are named; give one, such as a recipe's")
     from vit.build.automatic import choose_config
 
     device = str(read_overrides(overrides).get("train", {}).get("device", "auto"))

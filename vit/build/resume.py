@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vit.build.run import Run, build_plan, build_schedule
+from vit.build.run import Run, build_plan, build_schedule, find_patch_size
 from vit.config import Config, dump_config, load_config
 from vit.model.model_file import MODEL_FILE
 from vit.optim.schedule import schedule_factor
@@ -21,7 +21,7 @@ def resume_run(run: Run, config: Config, *, directory: Path) -> bool:
         return trainer.resume()
     shorter, plan, is_main = load_config(saved), trainer.plan, trainer.process.is_main
     sizes = {"steps_per_epoch": plan.steps_per_epoch, "batch_size": plan.batch_size}
-    patch_size = run.model.patch_embed.patch_size
+    patch_size = find_patch_size(run.model)
     common = count_common_steps(shorter, build_plan(shorter, **sizes, patch_size=patch_size), config, plan)
     steps = trainer.process.broadcast(trainer.checkpoints.list_steps())
     if not [step for step in steps if step <= common]:

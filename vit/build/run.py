@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.utils import make_grid
 
 from vit.build.attention_images import AttentionImages, undo_normalization
-from vit.build.data import Data, Loader, build_data, build_dataset, build_train_loader
+from vit.build.data import NOTHING_GIVEN, Data, Given, Loader, build_data, build_dataset, build_train_loader
 from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
 from vit.config import Config, plain_values
 from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
+from vit.data.sets.given import GIVEN
+from vit.evaluation.metrics import Scores, compute_confusion
+from vit.evaluation.plots import plot_confusion
 from vit.model.model_file import read_model_file
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -52,17 +55,24 @@ class Run:
 
     trainer: Trainer
     data: Data
-    model: VisionTransformer
+    model: nn.Module
     train_loader: Loader
     is_compiled: bool
     step_cost: StepCost | None  # not of a sharded model, which need not fit the device whole
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen for the images, and why
 
 
-def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
+def build_model(
+    config: Config, *, num_classes: int, given: nn.Module | None = None
+) -> tuple[nn.Module, Preprocess | None]:
     """The model, with its weights drawn from `train.seed` or loaded from `model.init`; in that case also the
-    preprocessing that those weights were trained with."""
+    preprocessing that those weights were trained with. One that was `given` is taken as it is, if it fits."""
     wanted = config.model
+    if given is not None:
+        _check_model(config, given, num_classes=num_classes)
+        return given, None
+    if wanted.init == GIVEN:
+        raise ValueError("the model of this run came from a program; give it to vit.train(model=…) again")
     torch.manual_seed(config.train.seed)
     image_size = as_pair(config.data.image_size, name="data.image_size")
     image_sizes: dict[str, Any] = {"image_sizes": config.train.image_sizes, "image_size": image_size}
@@ -93,7 +103,13 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
 
 
 def build_run(
-    config: Config, *, directory: Path, process: Process, device_name: str, observers: list[Observer] | None = None
+    config: Config,
+    *,
+    directory: Path,
+    process: Process,
+    device_name: str,
+    observers: list[Observer] | None = None,
+    given: Given = NOTHING_GIVEN,
 ) -> Run:
     """All the parts of a training run, ready to start or to resume."""
     train, device = config.train, choose_device(device_name)
@@ -102,46 +118,41 @@ def build_run(
     # else every new tensor is written twice, a debugging aid
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     keep_freed_memory()
-    dataset = build_dataset(config)
-    model, pretrained = build_model(config, num_classes=len(dataset.split("train").class_names))
+    dataset = build_dataset(config, given)
+    num_classes = len(dataset.split("train").class_names)
+    model, pretrained = build_model(config, num_classes=num_classes, given=given.model)
     data = build_data(config, dataset, device=device, pretrained=pretrained)
     if not is_sharded:
         model.to(device)
-    train_loader = build_train_loader(config, data, device=device, process=process)
-    plan = build_plan(
-        config,
-        steps_per_epoch=len(train_loader),
-        batch_size=train_loader.batch_size,
-        patch_size=model.patch_embed.patch_size,
-    )
+    train_loader = build_train_loader(config, data, device=device, process=process, transform=given.transform)
+    sizes: dict[str, Any] = {"steps_per_epoch": len(train_loader), "batch_size": train_loader.batch_size}
+    plan = build_plan(config, **sizes, patch_size=find_patch_size(model))
     batch_size = plan.batch_size // process.world_size
-    sizes: dict[str, Any] = {"batch_size": batch_size, "image_size": data.preprocess.image_size}
+    sizes = {"batch_size": batch_size, "image_size": data.preprocess.image_size}
     grad_accum_steps = train.grad_accum_steps
     if grad_accum_steps == "auto":
         grad_accum_steps = choose_grad_accum_steps(model, device=device, **sizes)
     step_cost = None
     if not is_sharded:
         step_cost = measure_step_cost(model, grad_accum_steps=grad_accum_steps, precision=precision, **sizes)
-    is_compiled = train.compile
-    if is_compiled == "auto":
-        num_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
-        num_sizes = len(plan.image_sizes) or 1
-        is_compiled = not is_sharded and should_compile(device.type, total_flops=num_flops, num_sizes=num_sizes)
-    if is_compiled:
-        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+    is_compiled = _choose_compile(config, model, plan, device)
     step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
     if data.class_balance == "weights":
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
         step_settings["class_weights"] = torch.from_numpy(weights).to(device)
+    last_scores: list[Scores] = []
     if observers is None and process.is_main:
         remaining = RemainingTime(plan, image_size=data.preprocess.image_size)
-        observers = build_observers(config, data, train_loader, directory=directory, remaining=remaining)
-    identity = RunIdentity.from_config(config, data_fingerprint=data.train.fingerprint)
+        defaults = build_observers(
+            config, data, train_loader, model, last_scores, directory=directory, remaining=remaining
+        )
+        observers = [*defaults, *given.callbacks]
+    identity = RunIdentity.from_config(config, given.describe(), data_fingerprint=data.train.fingerprint)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
         plan=plan,
         train_batches=train_loader,
-        evaluate=build_evaluate(data, device=device, precision=precision),
+        evaluate=build_evaluate(data, device=device, precision=precision, last=last_scores),
         checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
         save_model=_model_writer(config, data, directory, process, identity=identity),
         has_model=lambda: has_model(directory / MODEL_FILE, identity),
@@ -154,8 +165,42 @@ def build_run(
     return Run(trainer, data, model, train_loader, is_compiled, step_cost)
 
 
+def find_patch_size(model: nn.Module) -> tuple[int, int]:
+    """Which image sizes are multiples for the model; of others than ours, any."""
+    return model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1, 1)
+
+
+def _check_model(config: Config, model: nn.Module, *, num_classes: int) -> None:
+    """Raise ValueError where the model does not map images of the size to logits of the classes."""
+    if config.train.parallel == "fsdp" and not hasattr(model, "blocks"):
+        raise ValueError(f"train.parallel=fsdp shards a model's blocks, and {type(model).__name__} has none; use ddp")
+    images = torch.zeros(2, 3, *as_pair(config.data.image_size, name="data.image_size"))
+    where, was_training = next(model.parameters()).device, model.training
+    with torch.no_grad():
+        output = model.eval()(images.to(where))
+    model.train(was_training)
+    shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if shape != [2, num_classes]:
+        name = type(model).__name__
+        raise ValueError(f"{name} makes {shape} of {list(images.shape)}, not logits [2, {num_classes}] of the classes")
+
+
+def _choose_compile(config: Config, model: nn.Module, plan: TrainingPlan, device: torch.device) -> bool:
+    """Whether the step is compiled; other models than ours only where the configuration says so."""
+    train, wanted = config.train, config.train.compile
+    if wanted == "auto":
+        wanted = False
+        if train.parallel != "fsdp" and isinstance(model, VisionTransformer):
+            num_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
+            num_sizes = len(plan.image_sizes) or 1
+            wanted = should_compile(device.type, total_flops=num_flops, num_sizes=num_sizes)
+    if wanted:
+        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+    return wanted
+
+
 def build_step(
-    config: Config, model: VisionTransformer, *, plan: TrainingPlan, process: Process, device: torch.device, **more: Any
+    config: Config, model: nn.Module, *, plan: TrainingPlan, process: Process, device: torch.device, **more: Any
 ) -> TrainStep:
     """The model wrapped for its processes, with its average, optimizer and schedule; `more` for `TrainStep`."""
     train = config.train
@@ -206,14 +251,21 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int, patch_s
 
 
 def build_observers(
-    config: Config, data: Data, loader: Loader, *, directory: Path, remaining: RemainingTime
+    config: Config,
+    data: Data,
+    loader: Loader,
+    model: nn.Module,
+    last_scores: list[Scores],
+    *,
+    directory: Path,
+    remaining: RemainingTime,
 ) -> list[Observer]:
     """What the user sees: a progress bar, the metrics file, TensorBoard."""
     attention = None
     images = data.validation.images if data.validation is not None else None
     count = config.train.attention_maps
     # a sharded model's forward pass takes all processes, and only the main one has observers
-    if images is not None and count and config.train.parallel != "fsdp":
+    if images is not None and count and config.train.parallel != "fsdp" and isinstance(model, VisionTransformer):
         # they are sorted by class
         chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
         attention = AttentionImages(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
@@ -222,7 +274,12 @@ def build_observers(
         images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
         writer.add_image("train/augmented", make_grid(images), 0)
 
-    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention)
+    def show_confusion(writer: "SummaryWriter", step: int) -> None:
+        for scores in last_scores:
+            figure = plot_confusion(compute_confusion(scores), class_names=data.train.class_names)
+            writer.add_figure("validation/confusion", figure, step)
+
+    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention, at_end=show_confusion)
     return [ProgressBar(remaining), MetricsFile(directory), tensorboard]
 
 
@@ -252,7 +309,6 @@ def _model_writer(
     }
 
     def write(model: nn.Module) -> None:
-        assert isinstance(model, VisionTransformer)
         weights = gather_weights(model)
         if process.is_main:
             save_bundle(directory / MODEL_FILE, model, weights=weights, **contents)

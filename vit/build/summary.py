@@ -9,6 +9,7 @@ from torchvision.utils import save_image
 from vit.build.attention_images import undo_normalization
 from vit.build.run import Run
 from vit.model.presets import compute_flops
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import describe_device
 from vit.runtime.files import write_atomically
 
@@ -16,8 +17,10 @@ from vit.runtime.files import write_atomically
 def summarize_run(run: Run) -> dict[str, str]:
     """The run's images, model, device, length and estimated time, as text by name."""
     plan, data, steps = run.trainer.plan, run.data, len(run.train_loader)
-    # backward costs twice the forward
-    flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size
+    model = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
+    if isinstance(run.model, VisionTransformer):  # backward costs twice the forward
+        flops = 3 * compute_flops(run.model.architecture) * steps * plan.batch_size
+        model += f", {flops / 1e12:,.2f} TFLOP an epoch"
     images = f"{len(data.train):,} training"
     if data.validation is not None:
         images += f", {len(data.validation):,} validation"
@@ -29,7 +32,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
-        "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {flops / 1e12:,.2f} TFLOP an epoch",
+        "model": model,
         "device": f"{describe_device(run.trainer.step.device)}, {torch.get_num_threads()} threads, "
         f"{run.trainer.step.precision}, "
         f"{'compiled' if run.is_compiled else 'not compiled'}",

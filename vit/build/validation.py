@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from vit.build.data import Data
-from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.evaluation.predictor import Predictor, choose_batch_size
 from vit.runtime.device import Precision
 from vit.training.parallel import ShardedLogits
@@ -15,10 +15,10 @@ from vit.training.plan import Validation
 
 
 def build_evaluate(
-    data: Data, *, device: torch.device, precision: Precision
+    data: Data, *, device: torch.device, precision: Precision, last: list[Scores]
 ) -> Callable[[nn.Module], Validation] | None:
     """A function from a model to its measures on the validation images, to be called in all processes; None without
-    such images."""
+    such images. `last` then holds the scores of the last call alone."""
     dataset, preprocess = data.validation, data.preprocess
     if dataset is None:
         return None
@@ -29,7 +29,7 @@ def build_evaluate(
         model = ShardedLogits(model) if isinstance(model, FSDPModule) else model
         predictor = Predictor(model, preprocess, num_classes, choose_batch_size(device), device, precision)
         logits = predictor.predict(lambda start, stop: preprocess.crop(images[start:stop]), count=len(labels))
-        scores = score_logits(logits, labels)
+        last[:] = [scores := score_logits(logits, labels)]
         macro_f1 = compute_metrics(scores)["macro_f1"]
         return Validation(float(scores.loss.mean()), float(scores.correct.mean()), macro_f1)
 

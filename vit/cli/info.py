@@ -30,6 +30,6 @@ def _describe_model(source: str) -> dict[str, object]:
     names = facts["classes"]
     classes = ", ".join(names[:10]) + (f", … ({len(names)})" if len(names) > 10 else "")
     shown = {"model": str(Path(source)), "parameters": f"{facts['parameters']:,}", "classes": classes}
-    for section in ("architecture", "preprocess", "data", "versions"):
+    for section in ("architecture", "module", "preprocess", "data", "versions"):
         shown |= {f"{section}.{key}": value for key, value in (facts[section] or {}).items()}
     return shown | {"sha256": facts["sha256"]}

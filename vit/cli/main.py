@@ -18,6 +18,7 @@ from vit.cli.faithfulness import faithfulness
 from vit.cli.info import info
 from vit.cli.predict import predict
 from vit.cli.recipes import recipes
+from vit.cli.serve import serve
 from vit.cli.train import train
 from vit.runtime.arguments import first_line, printable, shorten
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, recipes, evaluate, attention, info, predict, compare, faithfulness, export):
+for command in (train, recipes, evaluate, attention, info, predict, compare, faithfulness, export, serve):
     app.command()(command)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +27,7 @@ from vit.data.images import Preprocess
 from vit.data.kernels import Size
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.sets.source import ImageSource
-from vit.data.transforms import ImageGeometry, use_one_thread
+from vit.data.transforms import ImageGeometry, Transform, apply_transform, use_one_thread
 
 Pipeline = Literal["resident", "workers"]
 Steps = Generator[tuple[SampleIds, Tensor], None, None]
@@ -90,6 +91,7 @@ class _Loader(ABC):
     augment: Augment
     num_classes: int
     balanced: bool = False  # samples are drawn so that every class is there as often as the others
+    transform: Transform | None = None  # of one image, before all augmentation
     rank: int = 0
     world_size: int = 1
 
@@ -147,8 +149,19 @@ class ResidentLoader(_Loader):
         cut_size = self.preprocess.image_size if self.augment.resized_crop_scale is None else size
         for step in range(start_step, len(self)):
             ids = self._schedule.sample_ids(rng.epoch, step)
-            index = ids % len(self.labels)
-            yield ids, cut_pixels(self.images, index, ids, rng=rng, augment=self.augment, size=cut_size)
+            images, index = self.images, ids % len(self.labels)
+            if self.transform is not None:
+                images, index = self._transform(self.transform, index, ids, rng), torch.arange(len(ids))
+            yield ids, cut_pixels(images, index, ids, rng=rng, augment=self.augment, size=cut_size)
+
+    def _transform(self, transform: Transform, index: SampleIds, ids: SampleIds, rng: StatelessRandom) -> Tensor:
+        """uint8 [B, H', W', 3]: images[index], each transformed and brought back to the size of the stored ones."""
+        stored = Preprocess(self.preprocess.resize_size, interpolation=self.preprocess.interpolation)
+        seeds = rng.integers("transform", ids, below=2**31 - 1).tolist()
+        assert self.dataset.images is not None
+        images = [Image.fromarray(pixels) for pixels in self.dataset.images[index]]
+        changed = [apply_transform(transform, image, seed=seed) for image, seed in zip(images, seeds, strict=True)]
+        return torch.from_numpy(np.stack([stored.to_uint8(image) for image in changed])).to(self.device)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -164,7 +177,7 @@ class WorkerLoader(_Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
-        geometry = ImageGeometry(self.augment, self.preprocess)
+        geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
         self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
         self._decoder: DataLoader[Tensor | str] | None = None
 

@@ -19,6 +19,7 @@ from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.class_names import name_classes, read_words
 from vit.data.images import Preprocess
 from vit.data.sets import folders, huggingface, named, shards, tables
+from vit.data.sets.given import GIVEN
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
 from vit.runtime.arguments import shorten
 from vit.runtime.files import default_cache_dir
@@ -50,6 +51,7 @@ class ImageDataset:
     cache_dir: Path
     default_split: str = "test"
     title: str = ""  # for readers: the name of a named set, or that of the folder of own images
+    test_fraction: float = TEST_FRACTION  # of the images, where there is no test split
     # class → name for those that were given one, of the splits that were listed
     class_names: dict[str, str] = field(default_factory=dict)
     _sources: dict[str, ImageSource] = field(default_factory=dict, init=False)
@@ -98,7 +100,7 @@ class ImageDataset:
     @property
     def _held_out(self) -> list[tuple[str, float]]:
         """Splits that are drawn from the training images, and the fraction of what is left of these."""
-        fractions = (("test", TEST_FRACTION), ("validation", self.validation_fraction))
+        fractions = (("test", self.test_fraction), ("validation", self.validation_fraction))
         return [(split, fraction) for split, fraction in fractions if split not in self.found]
 
     def _hold_out(self) -> None:
@@ -127,6 +129,9 @@ def open_dataset(
     (`vit.data.class_names`), `cache_dir` takes decoded images.
     Raises ValueError for an unknown name or class, FileNotFoundError for a missing root, OSError if a download fails.
     """
+    if name == GIVEN:
+        cure = "give them to vit.train(dataset=…) again, or name other images with --data"
+        raise ValueError(f"the images of this model came from a program, not from a file; {cure}")
     if name not in FINDERS:
         near = difflib.get_close_matches(name, FINDERS, n=3) or list(FINDERS)
         raise ValueError(f"unknown data.name {name!r}; nearest: {', '.join(near)}")

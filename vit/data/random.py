@@ -5,8 +5,10 @@ with the finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int
 """
 
 import hashlib
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
@@ -49,3 +51,10 @@ class StatelessRandom:
     def permutation(self, n: int) -> Int64[Tensor, " n"]:
         """An order of 0 … n - 1: the hash has no ties, so sorting by it is well defined."""
         return torch.argsort(self.bits("order", torch.arange(n)))
+
+
+def seed_generators(value: int) -> None:
+    """Make what torch, numpy and random draw from here on a function of `value`, below 2³²."""
+    torch.manual_seed(value)
+    np.random.seed(value)  # noqa: NPY002 (a layer or transform of the user's may use it)
+    random.seed(value)

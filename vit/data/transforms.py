@@ -8,22 +8,47 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from vit.data.augment import Augment
 from vit.data.images import Preprocess
+from vit.data.random import seed_generators
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 
+Transform = Callable[..., Any]
+
+
+def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
+    """What a transform of the user's makes of an RGB image of any size. albumentations is seeded itself; before others,
+    the generators of torch, numpy and random are. Transforms of torchvision take a PIL image, others uint8 [H, W, 3].
+    Raises ValueError where the result is neither of these nor a uint8 tensor [3, H, W]."""
+    if hasattr(transform, "set_random_seed"):
+        transform.set_random_seed(seed)
+        changed = transform(image=np.array(image))["image"]
+    else:
+        seed_generators(seed)
+        changed = transform(image if type(transform).__module__.startswith("torchvision.") else np.array(image))
+    pixels = np.asarray(changed.permute(1, 2, 0) if isinstance(changed, torch.Tensor) else changed)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        kind = f"{pixels.dtype} {list(pixels.shape)}"
+        raise ValueError(
+            f"the transform gives {kind}, not uint8 [H, W, 3]; leave conversion and normalisation out of it"
+        )
+    return Image.fromarray(pixels)
+
+
 class ImageGeometry:
-    """From a decoded image to uint8 [H, W, 3]: a random crop of the full-size file, or the plain centre crop.
+    """From a decoded image to uint8 [H, W, 3]: a random crop of the full-size file, or the plain centre crop; before
+    that, the user's transform.
 
     albumentations 2.0.8 repeats its random numbers each epoch in workers, so each image is seeded on its own.
     """
 
-    def __init__(self, augment: Augment, preprocess: Preprocess) -> None:
-        self.size, self._plain = preprocess.image_size, preprocess
+    def __init__(self, augment: Augment, preprocess: Preprocess, transform: Transform | None) -> None:
+        self.size, self._plain, self._transform = preprocess.image_size, preprocess, transform
         self._pipeline: Any = None
         if augment.resized_crop_scale is not None:
             import albumentations as A
@@ -36,6 +61,8 @@ class ImageGeometry:
             self._plain = Preprocess(self.size, interpolation=preprocess.interpolation)
 
     def __call__(self, image: Image.Image, *, seed: int) -> np.ndarray:
+        if self._transform is not None:
+            image = apply_transform(self._transform, image, seed=seed + 1)
         if self._pipeline is None:
             return self._plain.to_uint8(image)
         self._pipeline.set_random_seed(seed)

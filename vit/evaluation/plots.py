@@ -1,4 +1,4 @@
-"""The confusion matrix as an image file."""
+"""The confusion matrix as a figure and as an image file."""
 
 from pathlib import Path
 
@@ -12,6 +12,12 @@ _MOST_NAMES = 40  # classes whose names are still legible at the axes
 
 
 def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path) -> None:
+    """Write the figure of `plot_confusion` as PNG."""
+    figure = plot_confusion(confusion, class_names=class_names)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
+
+
+def plot_confusion(confusion: Ints, *, class_names: tuple[str, ...]) -> Figure:
     """Draw the fraction of each true class (row) that was predicted as each class (column)."""
     count = len(class_names)
     fractions = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
@@ -28,4 +34,4 @@ def draw_confusion(confusion: Ints, *, class_names: tuple[str, ...], path: Path)
         for row, column in np.argwhere(confusion).tolist():
             color = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(column, row, str(confusion[row, column]), ha="center", va="center", color=color, fontsize=8)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
+    return figure

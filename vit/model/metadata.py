@@ -58,10 +58,9 @@ class _Recorded(BaseModel):
     train: _RecordedTrain | None = None
 
 
-class Metadata(BaseModel):
-    """The JSON object of a model file."""
+class _Metadata(BaseModel):
+    """What every model file says."""
 
-    architecture: ArchitectureValues
     preprocess: PreprocessValues
     class_names: list[str] = Field(min_length=1)
     config: dict[str, dict[str, Any]]
@@ -72,6 +71,26 @@ class Metadata(BaseModel):
     run_id: str | None = None
 
 
+class Metadata(_Metadata):
+    """The JSON object of the file of a `VisionTransformer`."""
+
+    architecture: ArchitectureValues
+
+
+class ModuleValues(_Values):
+    """Another module: its class, and under which name timm builds it again for images of which size, if it does."""
+
+    name: str
+    timm: str | None = None
+    img_size: _Sides | None = None
+
+
+class ModuleMetadata(_Metadata):
+    """The JSON object of the file of another module."""
+
+    module: ModuleValues
+
+
 def check_metadata(values: dict[str, Any], *, origin: str) -> dict[str, Any]:
     """`values` under their present names. Raises ValueError naming the first that is not what it must be."""
     values = dict(values)
@@ -80,10 +99,10 @@ def check_metadata(values: dict[str, Any], *, origin: str) -> dict[str, Any]:
             values[section] = {new if key == old else key: value for key, value in values[section].items()}
     if isinstance(values.get("config"), dict):
         values["config"] = rename_old_keys(values["config"])
-    checked = check_schema(Metadata, values, origin=origin)
+    checked: Any = check_schema(ModuleMetadata if "module" in values else Metadata, values, origin=origin)
     check_schema(_Recorded, values["config"], origin=f"{origin}: config")
-    sections = {"architecture": checked.architecture, "preprocess": checked.preprocess}
-    return values | {name: section.model_dump() for name, section in sections.items()}
+    sections = ("module" if "module" in values else "architecture", "preprocess")
+    return values | {name: getattr(checked, name).model_dump() for name in sections}
 
 
 def build_outline(architecture: dict[str, Any], *, origin: str) -> VisionTransformer:

@@ -3,12 +3,13 @@
 import difflib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub as hub
 import timm
+import torch
 from timm import layers
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from timm.models import vision_transformer as timm_vit
@@ -53,6 +54,35 @@ def _without_retries() -> Iterator[None]:
         yield
     finally:
         hub.constants.HF_HUB_OFFLINE = before
+
+
+def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
+    """What a model file says of a module that isn't ours; timm's name where that alone builds the module again."""
+    values: dict[str, Any] = {"name": f"{type(module).__module__}.{type(module).__qualname__}"}
+    name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
+    if timm.is_model(name):
+        sized = hasattr(getattr(module, "patch_embed", None), "img_size")
+        known = values | {"timm": name, "img_size": img_size if sized else None}
+        with suppress(ValueError):
+            check_fit(build_module(known, num_classes=num_classes, device="meta"), module.state_dict(), origin="")
+            return known
+    return values
+
+
+def build_module(values: dict[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
+    """The module that `describe_module` described, without its weights. Raises ValueError for one that timm can't
+    build: its file needs `vit.load_bundle(path, model=…)`."""
+    name, size = values["timm"], values.get("img_size")
+    if name is None or not timm.is_model(name):
+        raise ValueError(f"{values['name']} can't be built from its file alone; give vit.load_bundle(path, model=…)")
+    options = {"num_classes": num_classes, **({"img_size": size} if size else {})}
+    try:
+        with torch.device(device):
+            return cast(nn.Module, timm.create_model(name, pretrained=False, **options).eval())
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"timm can't build {name!r} ({first_line(error)}); give vit.load_bundle(path, model=…)"
+        ) from error
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:

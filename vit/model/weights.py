@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.model.model_file import ModelFile, State, check_finite, read_model_file
 from vit.model.presets import PRESETS
@@ -33,14 +33,15 @@ def read_weights(path: Path) -> ModelFile:
     return ModelFile(weights)
 
 
-def load_weights(model: VisionTransformer, state: State, *, origin: str) -> None:
+def load_weights(model: nn.Module, state: State, *, origin: str) -> None:
     """Load every weight or none. Raises ValueError where they don't fit."""
     check_fit(model, state, origin=origin)
     model.load_state_dict(state, strict=True)
 
 
-def check_fit(model: VisionTransformer, state: State, *, origin: str) -> None:
-    """Raise ValueError, with the first differences and with what would fit, where the weights are of another model."""
+def check_fit(model: nn.Module, state: State, *, origin: str) -> None:
+    """Raise ValueError, with the first differences and, of ours, what would fit, where the weights are of another
+    model."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in state.items()}
     differences = [name for name in expected | found if expected.get(name) != found.get(name)]
@@ -49,7 +50,8 @@ def check_fit(model: VisionTransformer, state: State, *, origin: str) -> None:
     shapes = [(name, found.get(name, "absent"), expected.get(name, "absent")) for name in differences[:3]]
     lines = "; ".join(f"{name} is {theirs} there and {ours} in the model" for name, theirs, ours in shapes)
     more = f", and {len(differences) - 3} more differ" if len(differences) > 3 else ""
-    raise ValueError(f"{origin} does not fit this model: {lines}{more}. {_advise(model, state)}")
+    advice = f". {_advise(model, state)}" if isinstance(model, VisionTransformer) else ""
+    raise ValueError(f"{origin} does not fit this model: {lines}{more}{advice}")
 
 
 def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] | None = None) -> dict[str, Any]:

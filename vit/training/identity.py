@@ -19,6 +19,8 @@ NEUTRAL_KEYS = {
 # keys that came after the first run identities: while they have their default, a run keeps the identity that it had
 _LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience"}
 
+_NOTHING_GIVEN: dict[str, Any] = {"given.transform": None, "given.model": None}
+
 
 @dataclass(frozen=True)
 class RunIdentity:
@@ -28,9 +30,10 @@ class RunIdentity:
     data_fingerprint: str
 
     @classmethod
-    def from_config(cls, config: Config, *, data_fingerprint: str) -> Self:
+    def from_config(cls, config: Config, given: Mapping[str, str] | None = None, *, data_fingerprint: str) -> Self:
+        """`given`: what a program gave beside the configuration, which no other file tells."""
         settings = {key: value for key, value in _flatten(config).items() if key not in NEUTRAL_KEYS}
-        return cls(settings, data_fingerprint)
+        return cls(settings | dict(given or {}), data_fingerprint)
 
     @cached_property
     def run_id(self) -> str:
@@ -48,10 +51,11 @@ class RunIdentity:
 
     def check(self, recorded: Mapping[str, Any], *, origin: str, extends: bool = False) -> None:
         """Raise ValueError naming what differs from the identity that `to_dict` gave; `extends`: but for the epochs."""
-        theirs = {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
-        differing = [key for key in self.settings if key in theirs and theirs[key] != self.settings[key]]
+        theirs = _NOTHING_GIVEN | {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
+        ours = _NOTHING_GIVEN | dict(self.settings)
+        differing = [key for key in ours if key in theirs and theirs[key] != ours[key]]
         differing = [key for key in differing if not (extends and key == "train.epochs")]
-        found = [f"{key} is {shorten(str(theirs[key]))} there, {self.settings[key]} here" for key in differing[:3]]
+        found = [f"{key} is {shorten(str(theirs[key]))} there, {shorten(str(ours[key]))} here" for key in differing[:3]]
         if recorded["data_fingerprint"] != self.data_fingerprint:
             both = f"{recorded['data_fingerprint'][:16]} there, {self.data_fingerprint[:16]} here"
             found.append(f"the training images are others (fingerprint {both})")

@@ -4,7 +4,6 @@ Everything random in a step is a function of (seed, step, rank), and the batches
 stops anywhere and goes on from its last checkpoint ends, bit for bit, where an uninterrupted one ends.
 """
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,19 +16,17 @@ from torch import nn
 
 from vit.checkpoint import CheckpointStore
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
+from vit.data.random import seed_generators
 from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
-from vit.training.observers import Observer
+from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import Stopped, stop_on_signals
 from vit.training.state import collect_state, restore_state, save_shards
 from vit.training.step import StepResult, TrainStep
-
-LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
-DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,8 +48,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = Progress().to(self.step.device)
-        self._stop_requested = self._extends = False
-        self._displayed_at = self._started_at = 0.0
+        self._stop_requested = self._signalled = self._extends = False
+        self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
 
     def resume(self, *, most_steps: int | None = None) -> bool:
@@ -98,15 +95,18 @@ class Trainer:
         self.progress = progress
 
     def run(self) -> Progress:
-        """Train to the end of the plan. Raises Stopped after SIGINT or SIGTERM, with the state saved."""
+        """Train to the end of the plan, or until an observer asks to stop. Raises Stopped after SIGINT or SIGTERM, with
+        the state saved."""
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
         with stop_on_signals(self._request_stop):
             try:
-                step, total_steps = self.progress.step, self.plan.total_steps
-                self._tell(lambda observer: observer.on_start(step=step, total_steps=total_steps))
-                while not self.progress.is_done(self.plan):
-                    self._train_epoch()
+                start: dict[str, Any] = {"step": self.progress.step, "total_steps": self.plan.total_steps}
+                start["settings"] = self.identity.settings if self.identity else {}
+                self._tell(lambda observer: observer.on_start(**start))
+                while not self.progress.is_done(self.plan) and self._train_epoch():
                     self._finish_epoch()
+                    if not self.progress.is_done(self.plan) and self._stop_early():
+                        break
             except (RuntimeError, ConnectionError, EOFError) as error:
                 # torch raises the first wherever the loop is; the others are of a batch that was being received
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
@@ -117,8 +117,8 @@ class Trainer:
                 self._tell(lambda observer: observer.on_end())
         return self.progress
 
-    def _train_epoch(self) -> None:
-        """The rest of the running epoch, or of the plan."""
+    def _train_epoch(self) -> bool:
+        """The rest of the running epoch, or of the plan; whether it was finished."""
         progress, plan = self.progress, self.plan
         self.step.model.train()
         before = time.perf_counter() - progress.epoch_seconds
@@ -132,14 +132,27 @@ class Trainer:
             progress.finite_steps += result.finite
             progress.epoch_seconds = time.perf_counter() - before
             self._log(result)
-            if self.process.any(self._stop_requested, self.step.device):
-                self._save()
-                raise Stopped(f"stopped after step {progress.step}; continue with --resume")
+            if self._stop_early():
+                return False
             if progress.step >= plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them twice
             if self._is_checkpoint_due() and progress.step_in_epoch < len(self.train_batches):
                 self._save()
+        return True
+
+    def _stop_early(self) -> bool:
+        """Whether the run was asked to end; its state is saved then. Raises Stopped after a signal."""
+        if not self.process.any(self._stop_requested, self.step.device):
+            return False
+        self._save()
+        text = f"stopped after step {self.progress.step}; continue with --resume"
+        if self.process.any(self._signalled, self.step.device):
+            raise Stopped(text)
+        if not self.progress.best_step:  # else the result would have no model
+            self.save_model(self.step.averaged_model.eval())
+        self._say(text)
+        return True
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
         epoch, plan = self.progress.epoch, self.plan
@@ -188,28 +201,19 @@ class Trainer:
         return {"learning_rate": learning_rate, "images_per_second": images / self.progress.epoch_seconds}
 
     def _log(self, result: StepResult) -> None:
-        """Log at fixed steps, and update what the user sees every half second."""
         self._unchecked.append((self.progress.step, result))
-        now = time.perf_counter()
-        is_log_due = self.progress.step % LOG_EVERY_STEPS == 0
-        is_display_due = now - self._displayed_at > DISPLAY_SECONDS
-        if self.step.device.type == "cpu" or is_log_due:  # on a CPU there is nothing to wait for
+        # on a CPU there is nothing to wait for
+        if self.step.device.type == "cpu" or self.progress.step % LOG_EVERY_STEPS == 0:
             self._check_finite()
-        if not (is_log_due or is_display_due):
-            return
-        self._displayed_at = now
         metrics = {
             "epoch": self.progress.epoch + 1,
             "step": self.progress.step,
-            "loss": float(result.loss),
-            "top1": int(result.correct) / self.plan.batch_size,
-            "gradient_norm": float(result.grad_norm),
+            "loss": result.loss,
+            "top1": result.correct / self.plan.batch_size,
+            "gradient_norm": result.grad_norm,
             **self._measure_speed(),
         }
-        if is_log_due:
-            self._tell(lambda observer: observer.on_log(metrics))
-        if is_display_due:
-            self._tell(lambda observer: observer.on_step(metrics))
+        self._tell(lambda observer: observer.on_step(metrics))
 
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""
@@ -252,11 +256,12 @@ class Trainer:
     def _say(self, text: str) -> None:
         self._tell(lambda observer: observer.on_message(text))
 
-    def _tell(self, event: Callable[[Observer], None]) -> None:
+    def _tell(self, event: Callable[[Observer], bool | None]) -> None:
         """Tell every observer. One that fails is told nothing more, and training goes on."""
         for observer in list(self.observers):
             try:
-                event(observer)
+                if event(observer):
+                    self._stop_requested = True
             except Exception as error:
                 if observer.is_essential:
                     raise
@@ -264,13 +269,10 @@ class Trainer:
                 self._say(f"{type(observer).__name__} failed ({first_line(error)}); training goes on without it")
 
     def _request_stop(self, signal_name: str) -> None:
-        self._stop_requested = True
+        self._stop_requested = self._signalled = True
         self._say(f"{signal_name}: finishing this step and saving; once more stops at once")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make every generator's numbers in one step a function of (seed, step, rank), so that none needs saving."""
-    value = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
-    torch.manual_seed(value)
-    np.random.seed(value)  # noqa: NPY002 (a layer of the user's may use it)
-    random.seed(value)
+    seed_generators(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

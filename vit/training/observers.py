@@ -1,8 +1,9 @@
 """What the user sees of a run. The loop tells observers what happened and knows none of them."""
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +17,36 @@ from vit.training.run_directory import METRICS_FILE, update_metrics
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-StepMetrics = dict[str, float]  # epoch and step (counted from 1), loss, top1 of the batch (0 to 1), gradient_norm, …
+LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
+_DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
+
+
+StepMetrics = dict[str, Any]
 
 
 class Observer:
-    """Told of a run's events; each method may be left as it is. `step` is the number of steps done."""
+    """A callback of a run: told of its events, in the main process. Each method may be left as it is. Where `on_step`
+    or `on_epoch` returns True, the run saves its state and ends there, as `vit.train` does at the end of the plan;
+    `resume` continues it. One that raises an exception is told nothing more, and training goes on without it."""
 
-    is_essential = False  # whether the run ends where this fails; others are left out from then on
+    is_essential = False  # whether the run ends where this fails
 
-    def on_start(self, *, step: int, total_steps: int) -> None: ...  # begins, or goes on after `step` steps
-    def on_step(self, metrics: StepMetrics) -> None: ...  # some steps, two a second at most: for a display
-    def on_log(self, metrics: StepMetrics) -> None: ...  # at every log interval, always the same steps: for curves
-    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None: ...  # the model that was evaluated
-    def on_message(self, text: str) -> None: ...  # for the user
-    def on_end(self) -> None: ...  # ended or stopped, also after an error
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
+        """The run begins, or goes on after `step` steps; `settings`: "section.key" → value of its configuration."""
+
+    def on_step(self, metrics: StepMetrics) -> bool | None:
+        """A step was done: its epoch and step (counted from 1), learning_rate, images_per_second; loss, top1 of the
+        batch (0 to 1) and gradient_norm as tensors: float() of one waits for the device."""
+
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> bool | None:
+        """An epoch has ended: its line of metrics.jsonl, and the model that was evaluated, in evaluation mode;
+        `val_loss` and `val_top1` are None after an epoch without an evaluation."""
+
+    def on_message(self, text: str) -> None:
+        """A sentence for the user."""
+
+    def on_end(self) -> None:
+        """The run has ended or was stopped, also by an error."""
 
 
 class MetricsFile(Observer):
@@ -40,7 +57,7 @@ class MetricsFile(Observer):
     def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         update_metrics(self.path, step=step)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
@@ -50,40 +67,58 @@ class MetricsFile(Observer):
 
 @dataclass(eq=False)
 class TensorBoard(Observer):
-    """Curves and images beside `metrics.jsonl`; a resumed run's curves go on where its checkpoint was taken."""
+    """Curves, images and the configuration, as text and as hyper-parameters, beside `metrics.jsonl`; a resumed run's
+    curves go on where its checkpoint was taken."""
 
     directory: Path  # of the run
     at_start: Callable[["SummaryWriter"], None] | None = None
     at_evaluation: Callable[["SummaryWriter", nn.Module, int], None] | None = None
+    at_end: Callable[["SummaryWriter", int], None] | None = None  # with the last epoch's step
 
     def __post_init__(self) -> None:
-        self.writer: SummaryWriter | None = None
+        self.writer: Any = None  # a SummaryWriter; torch's types lack half of it
+        self._step: int | None = None
+        self._end: Any = None  # the message that ends a session of hyper-parameters
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         # what a killed process logged after its last checkpoint is superseded
         self.writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=step + 1 if step else None)
         if step == 0 and self.at_start:
             self.at_start(self.writer)
+        # what `add_hparams` writes, but into this run
+        kinds = bool | int | float | str
+        plain = {key: value if isinstance(value, kinds) else str(value) for key, value in settings.items()}
+        *begin, self._end = hparams(plain, {"epoch/val_top1": 0.0})  # type: ignore[no-untyped-call]
+        for message in begin if step == 0 else ():
+            self.writer.file_writer.add_summary(message)
+        self.writer.add_text("configuration", "\n".join(f"    {key}: {value}" for key, value in settings.items()), step)
+        self.writer.flush()
 
-    def on_log(self, metrics: StepMetrics) -> None:
-        assert self.writer is not None
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics["step"] % LOG_EVERY_STEPS:
+            return
         for name in ("loss", "gradient_norm", "learning_rate"):
-            self.writer.add_scalar(f"step/{name}", metrics[name], int(metrics["step"]))
+            self.writer.add_scalar(f"step/{name}", float(metrics[name]), metrics["step"])
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        assert self.writer is not None
         for key, value in metrics.items():
             if key not in ("epoch", "step") and value is not None:
                 self.writer.add_scalar(f"epoch/{key}", value, metrics["step"])
         if self.at_evaluation and metrics["val_loss"] is not None:
             self.at_evaluation(self.writer, model, metrics["step"])
         self.writer.flush()
+        self._step = metrics["step"]
 
     def on_end(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            with closing(self.writer):
+                if self._step is not None:
+                    self.writer.file_writer.add_summary(self._end)
+                    if self.at_end:
+                        self.at_end(self.writer, self._step)
 
 
 class ProgressBar(Observer):
@@ -93,9 +128,9 @@ class ProgressBar(Observer):
         self.remaining = remaining
         self._context = ExitStack()
         self._advance: Advance | None = None
-        self._step = 0
+        self._step, self._displayed_at = 0, 0.0
 
-    def on_start(self, *, step: int, total_steps: int) -> None:
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         self._advance = self._context.enter_context(show_progress("epoch 1", total_steps, timed=False))
         self.remaining.on_start(step=step)
         self._advance(step)
@@ -103,11 +138,14 @@ class ProgressBar(Observer):
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._advance is not None
-        self.remaining.on_step(int(metrics["step"]))
+        if time.perf_counter() - self._displayed_at < _DISPLAY_SECONDS:
+            return
+        self._displayed_at = time.perf_counter()
+        self.remaining.on_step(metrics["step"])
         title = f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  top-1 {metrics['top1']:.1%}"
         title += f"  {metrics['images_per_second']:,.0f} images/s{self._describe_remaining()}"
-        self._advance(int(metrics["step"]) - self._step, title)
-        self._step = int(metrics["step"])
+        self._advance(metrics["step"] - self._step, title)
+        self._step = metrics["step"]
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         count = self.remaining.plan.batch_size * ((metrics["step"] - 1) % self.remaining.plan.steps_per_epoch + 1)

@@ -1,10 +1,13 @@
 """What a training run gives."""
 
+import copy
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
 from vit.runtime.output_dir import prepare_output
@@ -19,6 +22,7 @@ class TrainingResult:
     steps: int
     seconds: float  # of training, over all resumptions
     best_top1: float | None  # 0 to 1, on the validation images; None without any
+    module: nn.Module | None = None  # that was given, and has the weights of the last step
 
     @property
     def model_path(self) -> Path:
@@ -28,7 +32,7 @@ class TrainingResult:
     @cached_property
     def bundle(self) -> Bundle:
         """The best model, on the CPU."""
-        return load_bundle(self.model_path)
+        return load_bundle(self.model_path, model=copy.deepcopy(self.module))
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

@@ -1,0 +1,298 @@
+"""`vit serve`: the answers of the command line over HTTP, a sentence for every bad request, a page that shows them."""
+
+import asyncio
+import io
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.conftest import Launcher, SaveModel
+from vit.bundle import Bundle, load_bundle
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+from fastapi import HTTPException, Request
+from fastapi.testclient import TestClient
+
+from vit.pages import serve
+
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="image"'
+FILE = PART + b'; filename="a"\r\n\r\n'
+
+
+def encode(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photo() -> bytes:
+    random = np.random.default_rng(0)
+    return encode(Image.fromarray(random.integers(0, 256, (40, 60, 3), dtype=np.uint8)))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
+    path = save_model(tmp_path_factory.mktemp("serve") / "run" / "model.safetensors", class_names=("ant", "<b>", "cow"))
+    return load_bundle(path)
+
+
+@pytest.fixture(scope="module")
+def client(bundle: Bundle) -> Iterator[TestClient]:
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1:8000") as client:
+        yield client
+
+
+def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
+    client: TestClient, bundle: Bundle, photo: bytes
+) -> None:
+    picture = Image.open(io.BytesIO(photo))
+    answer = client.post("/predict?map=array&top_k=2", files={"image": photo}).json()
+    (expected,) = vit.predict(bundle, picture, top_k=2).predictions
+    assert [(each["index"], each["name"], each["probability"]) for each in answer["classes"]] == expected.classes
+    maps = vit.explain(bundle, picture).maps["rollout"][0]
+    np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-6)
+    assert answer["map"]["method"] == "rollout"
+
+    answer = client.post("/predict", files={"image": photo}).json()
+    assert answer["map"]["png"].startswith("data:image/png;base64,")
+    assert len(answer["classes"]) == 3
+    assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
+
+
+def test_upright_pixels_count_and_no_name_of_a_file_is_opened(client: TestClient, tmp_path: Path, photo: bytes) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    turned, file = Image.open(io.BytesIO(photo)).transpose(Image.Transpose.ROTATE_90), io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(photo)
+    expected = client.post("/predict?map=none", files={"image": photo}).json()
+    assert client.post("/predict?map=none", files={"image": (str(secret), file.getvalue())}).json() == expected
+    for content in (str(secret).encode(), b"file://" + str(secret).encode()):
+        assert client.post("/predict", files={"image": (str(secret), content)}).status_code == 422
+
+
+def chunks(count: int) -> Iterator[bytes]:
+    yield FILE
+    for _ in range(count):
+        yield bytes(2**20)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no form": ({"json": {"path": "/etc/passwd"}}, 415, "send one photo as a form"),
+    "no body": ({}, 415, "send one photo as a form"),
+    "plain form": ({"data": {"image": "photo.jpg"}}, 415, "send one photo as a form"),
+    "no file": ({"content": PART + b"\r\n\r\nb\r\n--x--", "headers": FORM}, 400, "no file"),
+    "no boundary": ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "damaged"),
+    "no parts": ({"content": b"abc", "headers": FORM}, 400, "damaged"),
+    "no end": ({"content": FILE + b"b", "headers": FORM}, 400, "no file"),
+    "two files": ({"files": [("image", b"a"), ("image", b"b")]}, 400, "more than a photo"),
+    "empty": ({"files": {"image": ("a.jpg", b"")}}, 400, "the photo is empty"),
+    "text": ({"files": {"image": b"hello"}}, 422, "can't be read as an image: it is none of AVIF, BMP"),
+    "PostScript": ({"files": {"image": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"}}, 422, "none of AVIF"),
+    "too large": ({"files": {"image": bytes(serve.MOST_BYTES)}}, 413, "larger than 20 MB"),
+    "too large, in pieces": ({"content": chunks(21), "headers": FORM}, 413, "larger than 20 MB"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a form that is cut off, not closed
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_upload_is_refused_with_one_sentence(client: TestClient, case: str) -> None:
+    request, status, sentence = REFUSED[case]
+    response = client.post("/predict", **request)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]
+    assert "Traceback" not in response.text
+    assert "\n" not in response.text
+
+
+def test_broken_images_and_too_many_pixels_are_refused(client: TestClient, photo: bytes) -> None:
+    bomb = encode(Image.new("1", (20_000, 20_000)))
+    for content, sentence in ((photo[:2000], "truncated"), (bomb, "exceeds limit")):
+        response = client.post("/predict", files={"image": content})
+        assert response.status_code == 422
+        assert sentence in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "sentence"),
+    [
+        ("GET", "/predict", 405, "/predict takes POST"),
+        ("POST", "/", 405, "/ takes GET"),
+        ("GET", "/model.safetensors", 404, "nothing else"),
+        ("GET", "/docs", 404, "nothing else"),
+        ("POST", "/predict?map=mp4", 422, "map: input should be 'png', 'array' or 'none'"),
+        ("POST", "/predict?top_k=0", 422, "top_k: input should be greater than or equal to 1"),
+    ],
+)
+def test_other_requests_are_refused(client: TestClient, method: str, path: str, status: int, sentence: str) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]
+
+
+def test_other_names_and_other_sites_are_refused(bundle: Bundle, client: TestClient, photo: bytes) -> None:
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    assert client.get("/", headers={"host": "localhost:9000"}).status_code == 200
+    upload = {"image": photo}
+    response = client.post("/predict", files=upload, headers={"sec-fetch-site": "cross-site"})
+    assert (response.status_code, "another site" in response.json()["error"]) == (403, True)
+    answer = client.post("/predict?map=none", files=upload, headers={"origin": "http://evil.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    named = TestClient(serve.build_app(bundle, hosts=["photos.example"]), base_url="http://photos.example")
+    assert named.get("/").status_code == 200
+
+
+def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "UPLOAD_SECONDS", 0.2)
+    sent = iter([FILE])
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0 if (body := next(sent, b"")) else 30)
+        return {"type": "http.request", "body": body, "more_body": True}
+
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in FORM.items()]}
+    with pytest.raises(HTTPException, match="took more than") as error:
+        asyncio.run(serve._receive(Request(scope, receive)))
+    assert error.value.status_code == 408
+
+
+def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "WAITING_SECONDS", 0.2)
+    entered, leave, running, most = threading.Event(), threading.Event(), [0], [0]
+    predict = serve.predict_images
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        entered.set()
+        assert leave.wait(30)
+        running[0] -= 1
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr(serve, "predict_images", slow)
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1") as client:
+        answers: list[Any] = []
+        ask = partial(client.post, "/predict?map=none", files={"image": photo})
+        first = threading.Thread(target=lambda: answers.append(ask()))
+        first.start()
+        assert entered.wait(30)
+        busy = ask()
+        leave.set()
+        first.join()
+    assert (busy.status_code, busy.headers["retry-after"]) == (503, "10")
+    assert "busy" in busy.json()["error"]
+    assert (answers[0].status_code, most[0]) == (200, 1)
+
+
+def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(photo: bytes) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    size = vit.bundle.Preprocess((16, 16))
+    plain = Bundle.from_model(model, class_names=["a", "b", "c", "d"], preprocess=size)
+    client = TestClient(serve.build_app(plain), base_url="http://127.0.0.1")
+    answer = client.post("/predict", files={"image": photo}).json()
+    assert (len(answer["classes"]), answer["map"]) == (4, None)
+    with pytest.raises(ValueError, match="unknown method"):
+        serve.build_app(plain, method="nonsense")
+
+
+# --- the command and the page ------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(cli: Launcher, *arguments: object) -> Iterator[str]:
+    """The address of a server of its own, which Ctrl-C must end without a word."""
+    process = cli.start("serve", *arguments, "--port", 0, "--device", "cpu")
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        yield re.match(r"http://127\.0\.0\.1:\d+", line)[0]  # type: ignore[index]
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+    assert (process.returncode, rest) == (0, "")
+
+
+def test_mistakes_of_the_command_are_one_line(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = cli.fail("serve", tiny_run, "--port", taken.getsockname()[1])
+    assert "can't be used" in line
+    assert "does not exist" in cli.fail("serve", tmp_path / "none")
+    assert "unknown method" in cli.fail("serve", tiny_run, "--method", "x")
+
+
+@pytest.mark.browser
+def test_the_page_takes_photos_by_keyboard_and_by_drop(
+    cli: Launcher, tiny_run: Path, tmp_path: Path, photo: bytes, browser: Any
+) -> None:
+    (tmp_path / "a.png").write_bytes(photo)
+    (tmp_path / "broken.png").write_bytes(photo[:2000])
+    with serving(cli, tiny_run) as address:
+        browser.get(address)
+        field = browser.find_element("id", "file")
+        browser.switch_to.active_element.send_keys("\ue004")  # Tab: the theme, then the file
+        browser.switch_to.active_element.send_keys("\ue004")
+        assert browser.switch_to.active_element == field
+
+        field.send_keys(str(tmp_path / "a.png"))
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        (expected,) = vit.predict(tiny_run, tmp_path / "a.png").predictions
+        rows = [row.text for row in browser.find_elements("css selector", "#classes tbody tr")]
+        assert [row.split()[0] for row in rows] == [name for _, name, _ in expected.classes]
+        assert rows[0].endswith(f"{100 * expected.classes[0][2]:.1f} %")
+        wait_for(browser, "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)")
+        assert "attention rollout" in browser.find_element("id", "about").text
+
+        field.send_keys(str(tmp_path / "broken.png"))
+        wait_for(browser, "return document.getElementById('status').className === 'warn'")
+        assert "truncated" in browser.find_element("id", "status").text
+        assert not browser.find_element("id", "result").is_displayed()
+
+        browser.execute_script(DROP)
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        for width, height in ((1400, 900), (390, 844)):
+            screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            widths = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            browser.save_screenshot(str(tmp_path / f"{width}.png"))
+            assert widths == [width, width]
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        log = [entry for entry in browser.get_log("browser") if "422" not in entry["message"]]
+    assert log == []
+
+
+DROP = """
+const canvas = document.createElement('canvas');
+canvas.width = 90; canvas.height = 60;
+canvas.toBlob((blob) => {
+  const data = new DataTransfer();
+  data.items.add(new File([blob], '<img src=x onerror=alert(1)>.png', {type: 'image/png'}));
+  const event = new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true});
+  document.getElementById('drop').dispatchEvent(event);
+});
+"""
+
+
+def wait_for(browser: Any, script: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not browser.execute_script(script):
+        assert time.monotonic() < end, f"{script}: {browser.find_element('id', 'status').text}"
+        time.sleep(0.05)
