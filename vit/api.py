@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from vit.build.data import Given
-from vit.build.recipe import ConfigLike, prepare_config
+from vit.build.recipe import Chosen, ConfigLike, prepare_config
 from vit.build.resume import resume_run
 from vit.build.run import Run, build_run
 from vit.build.summary import draw_batch
@@ -39,7 +40,7 @@ from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import write_text
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.output_dir import prepare_output
-from vit.runtime.processes import join_processes
+from vit.runtime.processes import Process, join_processes
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.result import TrainingResult
@@ -75,12 +76,11 @@ def train(
     process with the run that is about to start, and whether it was resumed; with `dry_run` that and the picture of a
     batch are all.
 
-    `transform` is called on every training image, uint8 [H, W, 3], before the augmentation of the configuration: an
-    albumentations pipeline, a transform of torchvision, or any callable. `dataset` takes the place of the
-    configuration's data: a data set of torch whose items are (PIL image or uint8 array, label), a pair of them
-    (training, validation), or arrays (images uint8 [n, H, W, 3], labels [n]); `class_names` names its classes. `model`
-    takes the place of the configuration's model: any module from images [B, 3, H, W] to logits [B, C]; it is trained
-    itself. `callbacks` are told of the run's events and may end it. Resuming takes the same of each again.
+    `transform` (of albumentations, torchvision, or any function) is called on every training image, uint8 [H, W, 3],
+    before the augmentation of the configuration. `dataset` replaces its data: a data set of torch of (PIL image or
+    uint8 array, label), a pair of them (training, validation), or arrays (images uint8 [n, H, W, 3], labels [n]) whose
+    classes `class_names` names. `model` replaces its model: any module from images [B, 3, H, W] to logits [B, C], which
+    is trained itself. `callbacks` see the run's events and may end it. Resuming takes the same of each again.
 
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, and
     `vit.training.signals.Stopped` after SIGINT or SIGTERM, with the state saved.
@@ -92,14 +92,7 @@ def train(
     changes = [*overrides, *given.overrides]
     device, choose = prepare_config(config, changes, output, resume=resume, init=init, minutes=minutes)
     with join_processes(device) as (process, device_name):
-
-        def build() -> tuple[Config, Run]:
-            chosen = process.broadcast(choose() if process.is_main else None)
-            assert chosen is not None
-            resolved, choices = chosen
-            arguments: dict[str, Any] = {"directory": output, "process": process, "device_name": device_name}
-            return resolved, replace(build_run(resolved, **arguments, given=given), choices=choices)
-
+        build = partial(_build_chosen, choose, given=given, directory=output, process=process, device_name=device_name)
         if dry_run:
             output.mkdir(parents=True, exist_ok=True)
             _, run = build()
@@ -116,6 +109,14 @@ def train(
             progress = run.trainer.run()
     best_top1 = None if progress.best_top1 < 0 else progress.best_top1
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
+
+
+def _build_chosen(choose: Callable[[], Chosen], *, process: Process, **arguments: Any) -> tuple[Config, Run]:
+    """The run of the configuration that the main process chooses."""
+    chosen = process.broadcast(choose() if process.is_main else None)
+    assert chosen is not None
+    resolved, choices = chosen
+    return resolved, replace(build_run(resolved, process=process, **arguments), choices=choices)
 
 
 def evaluate(

@@ -15,7 +15,7 @@ import torch
 
 from vit.build.data import build_dataset
 from vit.build.recipe import find_recipe
-from vit.build.run import build_model, build_plan, build_step
+from vit.build.run import build_model, build_plan, build_step, find_patch_size
 from vit.config import Config, flatten_config, load_config, read_overrides
 from vit.data.open import find_kind
 from vit.data.statistics import sample_statistics
@@ -154,7 +154,7 @@ def _measure_rate(config: Config, images: _Images) -> float:
     model, _ = build_model(config, num_classes=images.num_classes)
     model.to(images.device)
     size, batch_size = as_pair(config.data.image_size, name="data.image_size"), config.train.batch_size
-    plan = build_plan(config, steps_per_epoch=10, batch_size=batch_size, patch_size=model.patch_embed.patch_size)
+    plan = build_plan(config, steps_per_epoch=10, batch_size=batch_size, patch_size=find_patch_size(model))
     shape: dict[str, Any] = {"batch_size": batch_size, "image_size": size}
     pieces = choose_grad_accum_steps(model, device=images.device, **shape)
     more: dict[str, Any] = {"process": Process(), "device": images.device, "grad_accum_steps": pieces}

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchvision.utils import make_grid
 
-from vit.build.attention_images import AttentionImages, undo_normalization
 from vit.build.data import NOTHING_GIVEN, Data, Given, Loader, build_data, build_dataset, build_train_loader
+from vit.build.display import build_observers
 from vit.build.validation import build_evaluate
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.checkpoint import CheckpointStore
@@ -22,8 +21,7 @@ from vit.config import Config, plain_values
 from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
 from vit.data.sets.given import GIVEN
-from vit.evaluation.metrics import Scores, compute_confusion
-from vit.evaluation.plots import plot_confusion
+from vit.evaluation.metrics import Scores
 from vit.model.model_file import read_model_file
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -38,15 +36,14 @@ from vit.training.compilation import keep_compiled_code, should_compile
 from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
 from vit.training.identity import RunIdentity
 from vit.training.loop import Trainer
-from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.training.observers import Observer
 from vit.training.parallel import wrap_model
 from vit.training.plan import TrainingPlan
-from vit.training.remaining import RemainingTime
 from vit.training.state import gather_weights
 from vit.training.step import TrainStep
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,8 @@ def build_run(
         step_settings["class_weights"] = torch.from_numpy(weights).to(device)
     last_scores: list[Scores] = []
     if observers is None and process.is_main:
-        remaining = RemainingTime(plan, image_size=data.preprocess.image_size)
-        defaults = build_observers(
-            config, data, train_loader, model, last_scores, directory=directory, remaining=remaining
-        )
-        observers = [*defaults, *given.callbacks]
+        shown: dict[str, Any] = {"plan": plan, "last_scores": last_scores, "directory": directory}
+        observers = [*build_observers(config, data, train_loader, model, **shown), *given.callbacks]
     identity = RunIdentity.from_config(config, given.describe(), data_fingerprint=data.train.fingerprint)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
@@ -248,39 +242,6 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int, patch_s
         image_sizes=resolve_image_sizes(train.image_sizes, image_size=config.data.image_size, patch_size=patch_size),
         **train.model_dump(include=keys),
     )
-
-
-def build_observers(
-    config: Config,
-    data: Data,
-    loader: Loader,
-    model: nn.Module,
-    last_scores: list[Scores],
-    *,
-    directory: Path,
-    remaining: RemainingTime,
-) -> list[Observer]:
-    """What the user sees: a progress bar, the metrics file, TensorBoard."""
-    attention = None
-    images = data.validation.images if data.validation is not None else None
-    count = config.train.attention_maps
-    # a sharded model's forward pass takes all processes, and only the main one has observers
-    if images is not None and count and config.train.parallel != "fsdp" and isinstance(model, VisionTransformer):
-        # they are sorted by class
-        chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)
-        attention = AttentionImages(data.preprocess.crop(np.asarray(images[chosen])), data.preprocess)
-
-    def show_batch(writer: "SummaryWriter") -> None:
-        images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
-        writer.add_image("train/augmented", make_grid(images), 0)
-
-    def show_confusion(writer: "SummaryWriter", step: int) -> None:
-        for scores in last_scores:
-            figure = plot_confusion(compute_confusion(scores), class_names=data.train.class_names)
-            writer.add_figure("validation/confusion", figure, step)
-
-    tensorboard = TensorBoard(directory, at_start=show_batch, at_evaluation=attention, at_end=show_confusion)
-    return [ProgressBar(remaining), MetricsFile(directory), tensorboard]
 
 
 def has_model(path: Path, identity: RunIdentity) -> bool:
