@@ -282,6 +282,7 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
 DROP = """
 const canvas = document.createElement('canvas');
 canvas.width = 90; canvas.height = 60;
+canvas.getContext('2d').fillRect(20, 20, 30, 30);
 canvas.toBlob((blob) => {
   const data = new DataTransfer();
   data.items.add(new File([blob], '<img src=x onerror=alert(1)>.png', {type: 'image/png'}));
