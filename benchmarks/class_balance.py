@@ -18,6 +18,7 @@ from typing import Any
 from conditions import describe_conditions, write_result
 
 import vit
+from vit.explanation.faithfulness.map_metrics import to_markdown
 
 LARGEST, RATIO = 2000, 20
 RECIPE = "cifar10/cpu"
@@ -54,7 +55,16 @@ def measure(table: Path, choice: str, *, seed: int, directory: Path) -> dict[str
     }
 
 
+def build_table(result: dict[str, Any]) -> str:
+    """A row for each choice: means over the seeds."""
+    titles = {"none": "none", "weights": "class weights in the loss", "sampler": "balanced sampler"}
+    rows = [[titles[name], *(f"{100 * mean[m]:.1f} %" for m in METRICS)] for name, mean in result["mean"].items()]
+    seeds = len(result["runs"]["none"])
+    return to_markdown([f"classes of {RATIO}:1, seeds: {seeds}", "macro F1", "top-1", "macro precision"], rows)
+
+
 def main() -> None:
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
@@ -69,9 +79,8 @@ def main() -> None:
             for choice in CHOICES
         }
     means = {choice: {m: statistics.mean(run[m] for run in found) for m in METRICS} for choice, found in runs.items()}
-    for choice, mean in means.items():
-        print(choice, "  ".join(f"{metric} {100 * value:.1f} %" for metric, value in mean.items()))
     result = {"recipe": RECIPE, "overrides": OVERRIDES, "images": images, "mean": means, "runs": runs}
+    print(build_table(result))
     print(write_result(arguments.output, "class-balance-cifar10", {"machine": machine, **result}))
 
 
