@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,10 @@ install_import_hook(
     ["vit.model", "vit.explanation", "vit.data.random", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],
     "beartype.beartype",
 )
+
+# where transformers, once imported, copies the code of model folders to: one place for a process, never the user's
+_REMOTE_CODE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+os.environ["HF_MODULES_CACHE"] = _REMOTE_CODE.name
 
 ROOT = Path(__file__).parents[1]
 TINY_RUN = [

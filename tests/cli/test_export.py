@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,6 @@ numpy.save("logits.npy", torch.stack([model(images).detach() for model in models
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), torch.stack(expected), atol=1e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A place for the code that transformers copies out of model folders."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
-
-
-@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("options", [*WITH_CODE, *FOR_TIMM])
 def test_transformers_opens_the_folder_and_computes_equal_logits(
     save: Save, export: Export, options: dict[str, Any], tmp_path: Path
@@ -157,7 +148,6 @@ def test_transformers_opens_the_folder_and_computes_equal_logits(
     torch.testing.assert_close(theirs(**given).logits, model(images) / 2, atol=1e-5, rtol=0)
 
 
-@pytest.mark.usefixtures("remote_code")
 def test_a_pipeline_of_transformers_predicts_as_vit_does(
     tiny_run: Path, export: Export, tmp_path: Path, cli: Launcher
 ) -> None:

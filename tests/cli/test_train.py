@@ -73,7 +73,7 @@ def test_tensorboard_shows_curves_pictures_and_attention(empty_yaml: Path, tmp_p
         *("step/loss", "step/learning_rate", "step/gradient_norm"),
         *("attention_entropy/layer_00", "attention_distance/layer_00"),
     } <= set(events.Tags()["scalars"])
-    assert set(events.Tags()["images"]) == {"train/augmented", "attention/rollout"}
+    assert set(events.Tags()["images"]) == {"train/augmented", "attention/rollout", "validation/confusion"}
     assert [image.step for image in events.Images("attention/rollout")] == [10, 20]
     # eight images of 8 pixels, enlarged twelvefold, each above its map
     picture = events.Images("attention/rollout")[0]

@@ -193,6 +193,7 @@ def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> N
         other = [torch.cat([value.flatten() for value in ours.values()])] * 2
         dist.broadcast(other[0], src=0)
         assert torch.equal(other[0], other[1])
+        dist.barrier()  # else the first to leave closes the connection that the other one still uses
     finally:
         dist.destroy_process_group()
 

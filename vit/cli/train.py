@@ -48,8 +48,8 @@ def train(
     if dry_run:
         typer.echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
     elif os.environ.get("RANK", "0") == "0":  # of the processes that torchrun started only the first talks to the user
-        best = "" if result.best_top1 is None else f"; best validation top-1 {result.best_top1:.2%}"
-        typer.echo(f"{result.steps} steps in {result.seconds:.0f} s{best}; model: {result.model_path}", err=True)
+        top1 = "" if result.best_top1 is None else f", validation top-1 {result.best_top1:.2%}"
+        typer.echo(f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}{top1}", err=True)
 
 
 def _show_summary(run: "Run", resumed: bool) -> None:
