@@ -22,6 +22,7 @@ import numpy as np
 from conditions import describe_conditions, write_result
 
 import vit
+from vit.config import load_config
 from vit.data.open import open_dataset
 from vit.explanation.faithfulness.map_metrics import to_markdown
 
@@ -78,8 +79,10 @@ def measure(imagenette: Path | None, cifar10: Path | None, folder: Path) -> dict
         results[name]["references"] = {"nearest class mean of pixels": {"top1": measure_nearest_mean(photos)}}
     if cifar10:
         results[CIFAR10] = train([cifar10], folder / "cifar10")
-        recipe = ["cifar10/cpu", "data.name=folder", f"data.root={cifar10}"]
-        results[CIFAR10]["references"] = {"recipe cifar10/cpu": train(recipe, folder / "cifar10-recipe")}
+        epochs = load_config(folder / "cifar10" / "config.yaml").train.epochs  # the minutes hold on this machine
+        recipe = ["cifar10/cpu", "data.name=folder", f"data.root={cifar10}", f"train.epochs={epochs}"]
+        name = f"recipe cifar10/cpu, {epochs} epochs"
+        results[CIFAR10]["references"] = {name: train(recipe, folder / "cifar10-recipe")}
     return results
 
 

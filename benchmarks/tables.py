@@ -235,7 +235,8 @@ def build_tables() -> dict[str, str]:
         "ablation": build_ablation(load_results("ablation")),
         "attention-programs": build_attention_programs(load_results(attention_programs.NAME)),
         "class-balance": "\n\n".join(map(class_balance.build_table, load_results("class-balance").values())),
-        "own-photos": "\n\n".join(map(own_photos.build_table, load_results(own_photos.NAME).values())),
+        "own-photos": "\n\n".join(map(own_photos.build_table, load_results(own_photos.NAME).values()))
+        or "Not measured yet.",
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),

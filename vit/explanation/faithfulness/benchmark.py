@@ -76,7 +76,7 @@ class Benchmark:
     @cached_property
     def plan(self) -> tuple[float, float]:
         """What `measure` will take, from the first images: forward passes of an image, and seconds."""
-        images, classes = self.images[: self.few], self.classes[: self.few, None]
+        images, classes = self.images[: self.few // 2], self.classes[: self.few // 2, None]
         whole = self.images[: self.batch_size]
         forward = _time(partial(compute_logits, self.model, whole)) / len(whole)
         with autocast(self.device, self.precision):
@@ -90,8 +90,8 @@ class Benchmark:
         self.grid, patches, count = (rows, columns), rows * columns, len(self.images)
         maps = len(self.methods) + 4  # random maps have one more for each but the first
         points = len(REMOVED) + len(KEPT) - 2  # of curves; two more keep every patch
-        work = self._cost * (count + len(images) * (len(FRACTIONS_OF_BLOCKS) + _NOISY_COPIES) + 16 * self.mosaics)
-        work += patches * (count + len(images) + 4 * self.mosaics)
+        work = self._cost * (count + self.few * (len(FRACTIONS_OF_BLOCKS) + _NOISY_COPIES) + 16 * self.mosaics)
+        work += patches * (count + self.few + 4 * self.mosaics)
         removals = (maps + RANDOM_MAPS - 1) * count * points / 2
         removals += maps * (min(self.grouped, count) * SACO_GROUPS * 0.9)
         removals += maps * points * (min(self.filled, count) + min(self.blurred, count))
@@ -250,23 +250,24 @@ class Benchmark:
         precision: Precision = "float32",
     ) -> token_ablation.Predict:
         """Probability and logit [R, 2] of each image's class, from the patches that are kept."""
-        with autocast(self.device, precision):
-            classify = self._build_classifier(model, images, grid=self.grid, fill=fill)
-
-        def score(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R 2"]:
-            with autocast(self.device, precision):
-                return token_ablation.score_classes(classify(kept), classes)
-
-        return score
+        classify = self._build_classifier(model, images, grid=self.grid, fill=fill, precision=precision)
+        return lambda kept: token_ablation.score_classes(classify(kept), classes)
 
     def _build_classifier(
-        self, model: nn.Module, images: Images, *, grid: Grid, fill: str = "auto"
+        self, model: nn.Module, images: Images, *, grid: Grid, fill: str = "auto", precision: Precision = "float32"
     ) -> token_ablation.Classify:
         def advance(forwards: float) -> None:
             self.advance(forwards * images[0].numel() / self.images[0].numel(), self._task)
 
         running: dict[str, Any] = {"batch_size": self.batch_size, "on_forward": advance}
-        return token_ablation.build_classifier(model, images, grid=grid, fill=fill, **running)
+        with autocast(self.device, precision):
+            classify = token_ablation.build_classifier(model, images, grid=grid, fill=fill, **running)
+
+        def run(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
+            with autocast(self.device, precision):
+                return classify(kept).float()
+
+        return run
 
     def _keep(self, metric: str, names: list[str], values: Float[Tensor, " Mn"]) -> None:
         for name in dict.fromkeys(names):
