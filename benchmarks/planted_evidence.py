@@ -11,6 +11,7 @@ prints each method's fraction of correct maps (chance: 1 in 16).
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from conditions import describe_conditions, write_result
@@ -84,6 +85,14 @@ def measure_pointing(model: nn.Module, images: Tensor, classes: Tensor, glyphs: 
     return accuracy
 
 
+def build_table(result: dict[str, Any]) -> str:
+    """A row for each map, a column for each model."""
+    runs = result["pointing"]
+    names = sorted(runs[0], key=lambda name: -sum(run[name] for run in runs))
+    rows = [[name, *(f"{100 * run[name]:.0f} %" for run in runs)] for name in names]
+    return to_markdown(["map", *(f"seed {seed}" for seed in range(len(runs)))], rows)
+
+
 def main() -> None:
     """Train, measure, print and write."""
     parser = argparse.ArgumentParser(description="Do the maps point at evidence that was planted?")
@@ -91,12 +100,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for planted-evidence-<machine>.json")
     options = parser.parse_args()
     machine = describe_conditions("cpu")
-    runs = [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)]
-    names = sorted(runs[0], key=lambda name: -sum(run[name] for run in runs))
-    rows = [[name, *(f"{100 * run[name]:.0f} %" for run in runs)] for name in names]
-    print(to_markdown(["map", *(f"seed {seed}" for seed in range(len(runs)))], rows))
+    result = {"machine": machine, "pointing": [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)]}
+    print(build_table(result))
     if options.output:
-        write_result(options.output, "planted-evidence", {"machine": machine, "pointing": runs})
+        write_result(options.output, "planted-evidence", result)
 
 
 if __name__ == "__main__":

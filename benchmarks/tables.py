@@ -17,6 +17,7 @@ import attention_programs
 import class_balance
 import faithfulness
 import own_photos
+import planted_evidence
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -237,6 +238,7 @@ def build_tables() -> dict[str, str]:
         "class-balance": "\n\n".join(map(class_balance.build_table, load_results("class-balance").values())),
         "own-photos": "\n\n".join(map(own_photos.build_table, load_results(own_photos.NAME).values()))
         or "Not measured yet.",
+        "planted-evidence": "\n\n".join(map(planted_evidence.build_table, load_results("planted-evidence").values())),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),

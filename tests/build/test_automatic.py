@@ -93,6 +93,11 @@ def test_the_minutes_decide_the_epochs_and_at_last_the_size(photos: Path, speed:
     assert "0.25 minutes" in choices["length"]
 
 
+def test_minutes_that_are_none_are_refused(photos: Path) -> None:
+    with pytest.raises(ValueError, match="minutes 0 must be more than 0"):
+        choose_config(photos, minutes=0)
+
+
 def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     photos: Path, speed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,8 @@ def choose_config(
 ) -> tuple[Config, dict[str, str]]:
     """The configuration with which `data` is trained on, and by name what was chosen and why, in a sentence each.
     `data` is what `find_kind` knows. Raises ValueError where it can't be opened, and for overrides that don't fit."""
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes {minutes} must be more than 0")
     given = read_overrides(overrides)
     kind = find_kind(data)
     section = {"name": kind} if kind == str(data) else {"name": kind, "root": str(data)}

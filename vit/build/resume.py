@@ -6,7 +6,7 @@ from vit.build.run import Run, build_plan, build_schedule, find_patch_size
 from vit.config import Config, dump_config, load_config
 from vit.model.model_file import MODEL_FILE
 from vit.optim.schedule import schedule_factor
-from vit.runtime.files import write_text
+from vit.runtime.files import rename_durably, write_text
 from vit.training.identity import find_changes
 from vit.training.plan import TrainingPlan
 from vit.training.run_directory import CONFIG_FILE
@@ -29,7 +29,7 @@ def resume_run(run: Run, config: Config, *, directory: Path) -> bool:
         raise ValueError(f"{text}; start another run from its model with --init {directory}")
     model = directory / MODEL_FILE
     if is_main and model.exists():
-        model.rename(directory / f"model-{shorter.train.epochs}-epochs.safetensors")
+        rename_durably(model, directory / f"model-{shorter.train.epochs}-epochs.safetensors")
     trainer.resume(most_steps=common)
     if is_main:
         write_text(saved, dump_config(config))

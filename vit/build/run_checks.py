@@ -6,10 +6,11 @@ import numpy as np
 
 from vit.build.data import Data
 from vit.build.run import Run
+from vit.data.balance import MOST_RATIO, compute_class_ratio
 from vit.data.open import ImageDataset
 from vit.data.statistics import sample_statistics
 
-_FEW_STEPS, _IMBALANCE = 200, 5
+_FEW_STEPS = 200
 _SMALLER, _LARGER = 0.5, 8  # the images' shorter side, in units of data.image_size
 _SAMPLE = 200  # images of a split
 
@@ -21,11 +22,11 @@ def list_warnings(run: Run) -> list[str]:
     if plan.total_steps < _FEW_STEPS:
         cure = "raise train.epochs or lower train.batch_size"
         warnings.append(f"the run has {plan.total_steps} steps, and fewer than {_FEW_STEPS} rarely train well: {cure}")
-    counts, names = np.bincount(data.train.labels), data.train.class_names
-    if counts.max() > _IMBALANCE * counts.min() and data.class_balance == "none":
+    if compute_class_ratio(data.train.labels) > MOST_RATIO and data.class_balance == "none":
+        counts, names = np.bincount(data.train.labels), data.train.class_names
         most, fewest = (f"{names[index]} has {counts[index]:,}" for index in (counts.argmax(), counts.argmin()))
         cure = "train.class_balance=auto balances them"
-        warnings.append(f"classes of more than {_IMBALANCE}:1: {most} training images and {fewest}; {cure}")
+        warnings.append(f"classes of more than {MOST_RATIO}:1: {most} training images and {fewest}; {cure}")
     return warnings + list(_check_images(data))
 
 
