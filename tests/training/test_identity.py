@@ -284,6 +284,27 @@ def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_p
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
+def test_a_killed_worker_raises_nothing_after_the_run(make_run: MakeRun, tmp_path: Path) -> None:
+    """Its pipe ends before its signal comes: what torch's handler does then is called here, after the run."""
+    run = make_run(tmp_path / "run", "data.pipeline=workers", "data.workers=1", "train.epochs=1")
+
+    class Killing(type(run.trainer.step)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> Any:
+            (worker,) = run.trainer.train_batches._decoder._iterator._workers
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            raise ConnectionResetError
+
+    run.trainer.step.__class__ = Killing
+    handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        with pytest.raises(OSError, match="a process that decodes images was killed"):
+            run.trainer.run()
+        torch._C._error_if_any_worker_fails()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
 def test_model_checkpoint_and_evaluation_name_their_run(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     identity = torch.load(latest(tiny_run), weights_only=True)["identity"]
     bundle = load_bundle(tiny_run)

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
 from vit.data.cache import DecodedDataset
@@ -121,6 +122,9 @@ class _Loader(ABC):
             for ids, pixels in steps:
                 yield self._finish(pixels, ids, rng, size, mix=mix and self.augment.mixes)
 
+    def close(self) -> None:  # noqa: B027  (most loaders hold nothing)
+        """End the processes that decode images, if there are any; the next epoch starts them again."""
+
     @abstractmethod
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         """(sample ids on the host, what `cut_pixels` gives) of each step."""
@@ -182,8 +186,11 @@ class WorkerLoader(_Loader):
         self._decoder: DataLoader[Tensor | str] | None = None
 
     def close(self) -> None:
-        """End the workers."""
-        self._decoder = None
+        # torch's handler of a killed worker's signal raises wherever the program is, until its loader has ended
+        decoder, self._decoder = self._decoder, None
+        iterator = decoder and decoder._iterator
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()
 
     def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
         self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]

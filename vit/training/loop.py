@@ -103,19 +103,27 @@ class Trainer:
                 start: dict[str, Any] = {"step": self.progress.step, "total_steps": self.plan.total_steps}
                 start["settings"] = self.identity.settings if self.identity else {}
                 self._tell(lambda observer: observer.on_start(**start))
-                while not self.progress.is_done(self.plan) and self._train_epoch():
-                    self._finish_epoch()
-                    if not self.progress.is_done(self.plan) and self._stop_early():
-                        break
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                # torch raises the first wherever the loop is; the others are of a batch that was being received
-                if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+                self._train_epochs()
+            except RuntimeError as error:  # torch raises it wherever the loop is when a worker was killed
+                if "DataLoader worker" not in str(error):
                     raise
                 cure = "continue with --resume, perhaps with fewer data.workers"
                 raise OSError(f"a process that decodes images was killed, for want of memory? {cure}") from error
             finally:
                 self._tell(lambda observer: observer.on_end())
         return self.progress
+
+    def _train_epochs(self) -> None:
+        try:
+            while not self.progress.is_done(self.plan) and self._train_epoch():
+                self._finish_epoch()
+                if not self.progress.is_done(self.plan) and self._stop_early():
+                    break
+        except (ConnectionError, EOFError) as error:
+            # a killed worker's pipe ends before torch's handler of its signal is called, which raises as well
+            raise RuntimeError("a DataLoader worker was killed while it sent a batch") from error
+        finally:
+            self.train_batches.close()
 
     def _train_epoch(self) -> bool:
         """The rest of the running epoch, or of the plan; whether it was finished."""
