@@ -111,12 +111,17 @@ def train(
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
 
 
-def _build_chosen(choose: Callable[[], Chosen], *, process: Process, **arguments: Any) -> tuple[Config, Run]:
-    """The run of the configuration that the main process chooses."""
-    chosen = process.broadcast(choose() if process.is_main else None)
-    assert chosen is not None
-    resolved, choices = chosen
-    return resolved, replace(build_run(resolved, process=process, **arguments), choices=choices)
+def _build_chosen(
+    choose: Callable[[], Chosen], *, given: Given, process: Process, **arguments: Any
+) -> tuple[Config, Run]:
+    """The run of the configuration that the main process chooses, for which it may have opened the data set."""
+    chosen = choose() if process.is_main else None
+    if chosen is not None and chosen.dataset is not None:
+        given = replace(given, dataset=chosen.dataset)
+    told = process.broadcast(None if chosen is None else chosen[:2])
+    assert told is not None
+    resolved, choices = told
+    return resolved, replace(build_run(resolved, process=process, given=given, **arguments), choices=choices)
 
 
 def evaluate(
@@ -211,8 +216,8 @@ def explain(
     model's own test split. `methods`: names; "best" is the one that `measure_faithfulness` found. `target`: "auto" (the
     predicted class), a class's name or index, "all" or "top3". `sanity_checks` are made by default of up to 64 images.
     With `output` every batch is written there as soon as it is explained, in the `formats` png (or jpeg
-    or webp; photos of at most `max_side` pixels), npz, html and tensorboard; `resume` continues such an export, and
-    only the images that it lacks are in the result.
+    or webp; photos of at most `max_side` pixels, 0 for no limit), npz, html and tensorboard; `resume` continues such an
+    export, and only the images that it lacks are in the result.
 
     Raises ValueError for an unknown method, option or class, and where no image can be read.
     """

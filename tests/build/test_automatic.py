@@ -15,6 +15,7 @@ from vit.build.automatic import choose_config
 from vit.build.recipe import list_recipes
 from vit.bundle import load_bundle
 from vit.config import load_config
+from vit.data.sets import folders
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,20 @@ def test_one_word_trains_and_evaluates(cli: Launcher, digits: Path, tmp_path: Pa
     assert load_config(run / "config.yaml") == load_config(written)
 
 
+def test_a_folder_is_listed_once(cli: Launcher, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million files that takes minutes."""
+    listed, list_files = list[str](), folders.list_files
+    monkeypatch.setattr(
+        folders, "list_files", lambda folder, **more: listed.append(str(folder)) or list_files(folder, **more)
+    )
+    short = ["train.epochs=1", "train.max_steps=1", "train.device=cpu"]
+    cli.succeed("train", photos, "-o", tmp_path / "run", "--minutes", "0.02", *short)
+    assert sorted(listed) == [str(photos / "china"), str(photos / "flower")]
+
+
 @pytest.mark.usefixtures("speed")
 def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None:
-    config, choices = choose_config(photos)
+    config, choices, _ = choose_config(photos)
     assert (config.data.image_size, config.model.patch_size) == (64, 8)  # of 90 × 100 pixels
     assert config.augment.resized_crop_scale == (0.35, 1.0)
     assert config.train.batch_size == 8  # of 44
@@ -87,7 +99,7 @@ def test_the_minutes_decide_the_epochs_and_at_last_the_size(photos: Path, speed:
     assert lengths[0] < lengths[1] < lengths[2]
     assert lengths[2] == pytest.approx(4 * lengths[0], abs=4)
     speed(0.5)
-    config, choices = choose_config(photos, minutes=0.25)
+    config, choices, _ = choose_config(photos, minutes=0.25)
     assert config.train.epochs == 1
     assert config.train.max_steps == 1
     assert "0.25 minutes" in choices["length"]
@@ -102,11 +114,11 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     photos: Path, speed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic, "_ENOUGH_PHOTOS", 40)
-    config, choices = choose_config(photos)
+    config, choices, _ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size, config.model.drop_path_rate) == (256, 88, 0.1)
     assert "stochastic depth for so few" in choices["regularisation"]
     speed(1.0)
-    config, choices = choose_config(photos)
+    config, choices, _ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)
     assert "the minutes are too few" in choices["image size"]
 
@@ -128,7 +140,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
 def test_what_is_given_holds_and_what_depends_on_it_follows(
     photos: Path, overrides: list[str], expected: dict[str, Any]
 ) -> None:
-    config, choices = choose_config(photos, overrides)
+    config, choices, _ = choose_config(photos, overrides)
     found = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in expected}
     assert found == expected
     if overrides == ["train.epochs=3"]:

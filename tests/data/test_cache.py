@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from vit.data import cache as decoding
 from vit.data.cache import DecodedDataset, decode_dataset
 from vit.data.images import Preprocess, read_image
 from vit.data.open import open_dataset
-from vit.data.sets.source import ArrayReader, ImageSource
+from vit.data.sets.source import ArrayReader, FileReader, ImageSource
 
 MakeFolder = Callable[..., Path]
 
@@ -31,6 +32,12 @@ def cache(tmp_path: Path) -> Path:
 
 def build(source: ImageSource, cache: Path, **options: object) -> DecodedDataset:
     return decode_dataset(source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options)
+
+
+def assert_same(left: DecodedDataset, right: DecodedDataset) -> None:
+    np.testing.assert_array_equal(left.images, right.images)
+    np.testing.assert_array_equal(left.digests, right.digests)
+    np.testing.assert_array_equal(left.perceptual, right.perceptual)
 
 
 def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
@@ -73,9 +80,37 @@ def test_processes_and_this_process_build_the_same(
     monkeypatch.setattr(decoding, "_FEW", 0)
     monkeypatch.setattr(decoding, "_CHUNK", 7)
     many, one = build(source, cache / "many", workers=2), build(source, cache / "one", workers=1)
-    np.testing.assert_array_equal(many.images, one.images)
-    np.testing.assert_array_equal(many.digests, one.digests)
-    np.testing.assert_array_equal(many.perceptual, one.perceptual)
+    assert_same(many, one)
+
+
+@dataclass(frozen=True, eq=False)
+class KillingReader(FileReader):
+    """Kills the process that reads the first dog, once."""
+
+    mark: Path
+
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        if self.paths[index].startswith("dog") and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().open(index)
+
+    def subset(self, indices: np.ndarray) -> "KillingReader":
+        return KillingReader(self.root, super().subset(indices).paths, self.mark)
+
+
+def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
+    make_folder: MakeFolder, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder_source(make_folder, count=20)
+    monkeypatch.setattr(decoding, "_FEW", 0)
+    monkeypatch.setattr(decoding, "_CHUNK", 7)
+    reader = KillingReader(tmp_path / "images", source.ids, tmp_path / "killed")
+    killing = replace(source, reader=reader)
+    with pytest.raises(OSError, match="a process that decodes images was killed, perhaps for want of memory"):
+        build(killing, cache, workers=2)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))
 
 
 def test_a_dataset_is_decoded_once(array_source: ImageSource, cache: Path) -> None:

@@ -575,6 +575,9 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
         open_page(browser, tmp_path / "gallery.html")
         chosen = browser.execute_script("return document.getElementById('method').selectedOptions[0].text")
         assert chosen == first + (" (best)" if best == first else "")
+        if best:
+            assert f"measured {best} to be the best method for this model" in read(browser, "best")
+            assert ("it is not on this page" in read(browser, "best")) == (best != first)
     assert read(browser, "verdict").lower().startswith("not checked: ")
 
 

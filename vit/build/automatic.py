@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from vit.build.data import build_dataset
-from vit.build.recipe import find_recipe
-from vit.build.run import build_model, build_plan, build_step, find_patch_size
+from vit.build.recipe import Chosen, find_recipe
+from vit.build.run import Pretrained, build_model, build_plan, build_step, find_patch_size
 from vit.config import Config, flatten_config, load_config, read_overrides
 from vit.data.open import find_kind
 from vit.data.statistics import sample_statistics
@@ -43,6 +43,7 @@ class _Images:
     side: int  # the shorter one, median
     device: torch.device
     minutes: float
+    pretrained: Pretrained | None  # to start from
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ class _Candidate:
     epochs: int = 0
 
 
-def choose_config(
-    data: str | Path, overrides: Sequence[str] = (), *, minutes: float | None = None
-) -> tuple[Config, dict[str, str]]:
-    """The configuration with which `data` is trained on, and by name what was chosen and why, in a sentence each.
+def choose_config(data: str | Path, overrides: Sequence[str] = (), *, minutes: float | None = None) -> Chosen:
+    """The configuration with which `data` is trained on, what was chosen and why, and the data set, opened.
     `data` is what `find_kind` knows. Raises ValueError where it can't be opened, and for overrides that don't fit."""
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes {minutes} must be more than 0")
@@ -68,8 +67,14 @@ def choose_config(
     found = build_dataset(load_config({"data": section | given.get("data", {}) | {"image_size": 32}}))
     source, device = found.split("train"), choose_device(str(given.get("train", {}).get("device", "auto")))
     side = round(sample_statistics(source, count=_SAMPLE).median_side)
-    images = _Images(len(source), len(source.class_names), side, device, minutes or DEFAULT_MINUTES[device.type])
-    for candidate in _list_candidates(images, init=given.get("model", {}).get("init")):
+    num_classes, init, pretrained = len(source.class_names), given.get("model", {}).get("init"), None
+    if init:
+        from vit.model.timm_weights import load_pretrained
+
+        pretrained = load_pretrained(str(init), img_size=None, num_classes=num_classes)
+    minutes = minutes or DEFAULT_MINUTES[device.type]
+    images = _Images(len(source), num_classes, side, device, minutes, pretrained)
+    for candidate in _list_candidates(images):
         values = _adapt(candidate, images, given)
         values["data"] |= section
         rate = _measure_rate(load_config(values, overrides), images)
@@ -78,13 +83,13 @@ def choose_config(
             break
     _set_length(values, images, epochs=epochs, given=given)
     config = load_config(values, overrides)
-    return config, _explain(config, images, candidate, given, rate=rate)
+    return Chosen(config, _explain(config, images, candidate, given, rate=rate), found)
 
 
-def _list_candidates(images: _Images, *, init: str | None) -> list[_Candidate]:
+def _list_candidates(images: _Images) -> list[_Candidate]:
     """Best first; the last is taken in any case."""
     side, on_gpu = images.side, images.device.type == "cuda"
-    if init:
+    if images.pretrained is not None:
         return [_Candidate("folder/finetune", "the size that its weights were trained at")]
     if side <= 48:
         own = "the images' own size"
@@ -109,11 +114,8 @@ def _adapt(candidate: _Candidate, images: _Images, given: dict[str, Any]) -> dic
     data, model, train, given_model = values["data"], values["model"], values["train"], given.get("model", {})
     data.pop("validation_fraction", None)
     train["class_balance"] = "auto"
-    if given_model.get("init"):
-        from vit.model.timm_weights import load_pretrained
-
-        found, _ = load_pretrained(str(given_model["init"]), img_size=None, num_classes=images.num_classes)
-        data["image_size"] = _shorten(found.patch_embed.img_size)
+    if images.pretrained is not None:
+        data["image_size"] = _shorten(images.pretrained[0].patch_embed.img_size)
         del data["crop_pct"]  # as those weights'
         return values
     # the power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000, and four times that on GPUs
@@ -153,7 +155,7 @@ def _shorten(sides: tuple[int, int]) -> int | list[int]:
 
 def _measure_rate(config: Config, images: _Images) -> float:
     """Images that are trained on in a second, over the sizes of the run."""
-    model, _ = build_model(config, num_classes=images.num_classes)
+    model, _ = build_model(config, num_classes=images.num_classes, pretrained=images.pretrained)
     model.to(images.device)
     size, batch_size = as_pair(config.data.image_size, name="data.image_size"), config.train.batch_size
     plan = build_plan(config, steps_per_epoch=10, batch_size=batch_size, patch_size=find_patch_size(model))

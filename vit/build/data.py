@@ -31,7 +31,7 @@ _MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so ma
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Given:
-    """What a program gives beside the configuration; see `vit.train`."""
+    """What a program gives beside the configuration, see `vit.train`; or the data set, which is open already."""
 
     transform: Transform | None = None
     dataset: Any = None
@@ -85,6 +85,8 @@ class Data:
 
 def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
     """The data set of the configuration, or the one that was given, found but not decoded."""
+    if isinstance(given.dataset, ImageDataset):
+        return given.dataset
     if given.dataset is not None:
         found, cache_dir = find_given(given.dataset, given.class_names), config.data.cache_dir or default_cache_dir()
         splitting = (config.data.validation_fraction, config.data.split_seed)

@@ -16,7 +16,7 @@ from vit.explanation.items import ImageItem, find_items
 from vit.explanation.methods.traced_rollout import LogitsAndRollout
 from vit.explanation.render.overlay import save_overlay
 from vit.export.card import CardFacts
-from vit.export.formats import ExportExtras, Form, export_bundle
+from vit.export.formats import Form, export_bundle
 from vit.export.onnx_file import Input, OnnxOptions, WeightPrecision
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
@@ -63,7 +63,7 @@ def export_model(
         draw = partial(_draw_map, bundle, item)
     content = None if evaluation is None else evaluation.model_dump(mode="json")
     card = CardFacts(content, [] if evaluation is None else evaluation.list_warnings(), draw)
-    return export_bundle(bundle, to, Path(output), extras=ExportExtras(options, images, card), overwrite=overwrite)
+    return export_bundle(bundle, to, Path(output), options=options, images=images, card=card, overwrite=overwrite)
 
 
 def _draw_map(bundle: Bundle, item: ImageItem, path: Path) -> None:

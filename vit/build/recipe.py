@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vit
 from vit.config import Config, load_config, plain_values, read_overrides
@@ -13,8 +13,18 @@ from vit.runtime.files import read_text
 from vit.training.identity import find_changes
 from vit.training.run_directory import CONFIG_FILE
 
+if TYPE_CHECKING:
+    from vit.data.open import ImageDataset
+
 ConfigLike = str | Path | Mapping[str, Any] | Config
-Chosen = tuple[Config, dict[str, str]]  # with what was chosen for the images and why, by name
+
+
+class Chosen(NamedTuple):
+    """A configuration; where it was chosen for images, what was chosen and why, by name, and their open data set."""
+
+    config: Config
+    choices: Mapping[str, str]
+    dataset: "ImageDataset | None"
 
 
 def prepare_config(
@@ -35,7 +45,7 @@ def prepare_config(
         raise ValueError("--minutes is for a configuration that is chosen for images; others have train.epochs")
     if not is_chosen or (resume and (output / CONFIG_FILE).exists()):
         resolved = resolve_config(None if is_chosen else config, overrides, output, resume=resume)
-        return resolved.train.device, lambda: (resolved, {})
+        return resolved.train.device, lambda: Chosen(resolved, {}, None)
     assert isinstance(config, str | Path)
     if any(text.endswith("=given") for text in overrides):
         raise ValueError("a configuration is chosen for images and models that are named; give one, such as a recipe's")
@@ -61,10 +71,8 @@ def resolve_config(config: ConfigLike | None, overrides: Sequence[str], output: 
     if continues and (changed := find_changes(resolved, saved)):
         text, cure = f"--resume continues the run of {saved}, but {', '.join(changed)} differ", "resume without them"
         if changed == ["train.epochs"]:
-            if (
-                resolved.schedule.name == "constant-cooldown"
-                and resolved.train.epochs > load_config(saved).train.epochs
-            ):
+            is_longer = resolved.train.epochs > load_config(saved).train.epochs
+            if is_longer and resolved.schedule.name == "constant-cooldown":
                 return resolved
             cure = "only a schedule constant-cooldown goes on to more epochs"
         raise ValueError(f"{text}; {cure} or start another run, perhaps from its model with --init {output}")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ from vit.training.plan import TrainingPlan
 from vit.training.state import gather_weights
 from vit.training.step import TrainStep
 
-if TYPE_CHECKING:
-    pass
+Pretrained = tuple[VisionTransformer, dict[str, Any] | None]  # what `load_pretrained` gives
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,11 @@ class Run:
 
 
 def build_model(
-    config: Config, *, num_classes: int, given: nn.Module | None = None
+    config: Config, *, num_classes: int, given: nn.Module | None = None, pretrained: Pretrained | None = None
 ) -> tuple[nn.Module, Preprocess | None]:
-    """The model, with its weights drawn from `train.seed` or loaded from `model.init`; in that case also the
-    preprocessing that those weights were trained with. One that was `given` is taken as it is, if it fits."""
+    """The model, with its weights drawn from `train.seed` or loaded from `model.init`, unless `pretrained` has them; in
+    that case also the preprocessing that those weights were trained with. One that was `given` is taken as it is, if it
+    fits."""
     wanted = config.model
     if given is not None:
         _check_model(config, given, num_classes=num_classes)
@@ -77,9 +77,8 @@ def build_model(
     if wanted.init is not None:
         from vit.model.timm_weights import load_pretrained
 
-        model, values = load_pretrained(
-            wanted.init, img_size=None, num_classes=num_classes, drop_path_rate=wanted.drop_path_rate
-        )
+        more: dict[str, Any] = {"num_classes": num_classes, "drop_path_rate": wanted.drop_path_rate}
+        model, values = pretrained or load_pretrained(wanted.init, img_size=None, **more)
         preprocess = Preprocess.from_dict(values) if values else None
         resolve_image_sizes(**image_sizes, patch_size=model.patch_embed.patch_size)
         model.set_input_size(image_size)

@@ -28,7 +28,7 @@ def attention(
     formats: Annotated[
         str, typer.Option("--format", help="png (or jpeg or webp), npz, html, tensorboard; separated by commas")
     ] = "png,npz",
-    max_side: Annotated[int, typer.Option(min=32, help="of a photo in the overlays, pixels")] = 640,
+    max_side: Annotated[int, typer.Option(min=0, help="of a photo in the overlays, pixels; 0: no limit")] = 512,
     scale: Annotated[str, typer.Option(help="of the colours: image, batch or fixed")] = "image",
     checks: Annotated[bool | None, typer.Option("--checks/--no-checks", help=_CHECKS)] = None,
     trust: Annotated[bool | None, typer.Option("--trust/--no-trust", hidden=True)] = None,  # an older name

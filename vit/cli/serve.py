@@ -6,15 +6,14 @@ import typer
 
 from vit.cli.common import Device, Model
 
+_HOST = "address to listen on; 0.0.0.0 is all: anyone who reaches it may ask"
 _HOSTS = "another name under which this machine may be reached, such as that of a proxy; may be repeated"
 
 
 def serve(
     model: Model,
     *,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is all: anyone who reaches it may ask")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help=_HOST)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
     allow_host: Annotated[list[str] | None, typer.Option(help=_HOSTS)] = None,
     method: Annotated[str, typer.Option(help="of the map; best: the one that vit faithfulness found")] = "rollout",

@@ -22,8 +22,7 @@ from pydantic import BaseModel
 
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Interpolation, Preprocess
-from vit.data.sets.given import DatasetReader
-from vit.data.sets.source import ArrayReader, ImageSource
+from vit.data.sets.source import ImageSource
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import default_cache_dir, open_regular, read_arrays, rename_durably, write_arrays, write_text
 from vit.runtime.progress import show_progress
@@ -147,7 +146,7 @@ def _decode_all(
     chunks = (range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK))
     tasks = ((source.subset(chunk), chunk.start, pixels, preprocess) for chunk in chunks)
     with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
-        if workers <= 1 or len(source) < _FEW or isinstance(source.reader, ArrayReader | DatasetReader):
+        if workers <= 1 or len(source) < _FEW or source.reader.in_process:
             results: Iterator[_Chunk] = (_decode(*task) for task in tasks)
         else:
             # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them

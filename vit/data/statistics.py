@@ -46,9 +46,8 @@ def sample_statistics(source: ImageSource, *, count: int) -> Statistics:
     """Of `count` images of a source, evenly spaced: of fewer where they are large, and without unreadable ones."""
     rows = list(_measure_images(source, count))
     if not rows:
-        raise ValueError(
-            f"none of {count} images of {source.name} {source.split} can be read; the first is {source.ids[0]}"
-        )
+        what = f"none of {count} images of {source.name} {source.split} can be read"
+        raise ValueError(f"{what}; the first is {source.ids[0]}")
     return Statistics(dict(zip(_TOLERANCES, np.array(rows).T, strict=True)))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,18 +35,15 @@ _NOT_IN_TIMM = {"mlp", "mlp_ratio", "stem", "global_pool", "pos_embed", "distill
 _NOT_IN_TIMM |= {"drop_path_rate", "attention_backend"}
 
 
-@dataclass(frozen=True)
-class ExportExtras:
-    """What an export has beside the model: options of ONNX, images to measure the accuracy of smaller weights, with
-    labels of the model's classes, and what the card tells."""
-
-    onnx: OnnxOptions = field(default_factory=OnnxOptions)
-    images: DecodedDataset | None = None
-    card: CardFacts = field(default_factory=CardFacts)
-
-
 def export_bundle(
-    bundle: Bundle, to: Form, directory: Path, *, extras: ExportExtras | None = None, overwrite: bool = False
+    bundle: Bundle,
+    to: Form,
+    directory: Path,
+    *,
+    options: OnnxOptions,
+    images: DecodedDataset | None,
+    card: CardFacts,
+    overwrite: bool,
 ) -> Path:
     """Write `bundle`, of our VisionTransformer, for other programs; `directory`, or the file of the model for ONNX and
     torch-export.
@@ -55,10 +52,11 @@ def export_bundle(
     pretrained=True)` opens, after `import timm_vit` where that file is in it; fixed sine-cosine positions become
     learned ones of the same values. huggingface: what transformers opens with `trust_remote_code=True`. torch-export:
     `torch.export.load(path).module()(images)` gives the logits of normalised images. model.json says the preprocessing,
-    README.md is a model card. Raises ValueError for a model that timm doesn't have, and without the packages of ONNX;
+    README.md is a model card. The accuracy of an ONNX file is measured on `images`, with labels of the model's classes,
+    where there are any. Raises ValueError for a model that timm doesn't have, and without the packages of ONNX;
     FileExistsError where `directory` holds something without `overwrite`.
     """
-    model, extras = bundle.model, extras or ExportExtras()
+    model = bundle.model
     assert isinstance(model, VisionTransformer)
     # what is refused is refused before an earlier export is replaced
     config = describe_for_timm(bundle, model) if to in ("timm", "huggingface") else {}
@@ -71,7 +69,7 @@ def export_bundle(
     path = directory
     if to == "onnx":
         path = directory / "model.onnx"
-        facts |= _export_onnx(bundle, path, extras, facts)
+        facts |= _export_onnx(bundle, path, options, images, facts)
     elif to == "torch-export":
         path = directory / "model.pt2"
         write_atomically(path, lambda temporary: _save_program(model, temporary))
@@ -86,7 +84,7 @@ def export_bundle(
         _write_json(directory / "config.json", config)
     if to in ("onnx", "torch-export"):
         _write_json(directory / "model.json", facts)
-    write_card(directory, bundle, to, facts, extras.card)
+    write_card(directory, bundle, to, facts, card)
     return path
 
 
@@ -117,14 +115,10 @@ def describe_for_timm(bundle: Bundle, model: VisionTransformer) -> dict[str, Any
     pretrained |= {key: preprocess[key] for key in ("mean", "std", "crop_pct")} | {"crop_mode": "center"}
     pretrained |= {"interpolation": preprocess["interpolation"], "num_classes": classes}
     pretrained |= {"label_names": list(bundle.class_names), "pool_size": None, "first_conv": "patch_embed.proj"}
-    return {
-        "architecture": architecture if is_plain else "vit_with_stem",
-        "num_classes": classes,
-        "num_features": model.embed_dim,
-        "global_pool": model.global_pool,
-        "model_args": arguments,
-        "pretrained_cfg": pretrained | {"classifier": ["head", "head_dist"] if ours["distilled"] else "head"},
-    }
+    pretrained["classifier"] = ["head", "head_dist"] if ours["distilled"] else "head"
+    config = {"architecture": architecture if is_plain else "vit_with_stem", "num_classes": classes}
+    config |= {"num_features": model.embed_dim, "global_pool": model.global_pool, "model_args": arguments}
+    return config | {"pretrained_cfg": pretrained}
 
 
 def describe_for_transformers(bundle: Bundle, timm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,11 +127,8 @@ def describe_for_transformers(bundle: Bundle, timm: dict[str, Any]) -> tuple[dic
     assert isinstance(model, VisionTransformer)
     arguments = {name: model.architecture[name] for name in ("stem", "mlp", "distilled")} | timm["model_args"]
     config = {"model_type": "vit_with_stem", "architectures": ["ViTForImageClassification"], "arguments": arguments}
-    config |= {
-        "logit_temperature": bundle.temperature,
-        "dtype": "float32",
-        "problem_type": "single_label_classification",
-    }
+    config |= {"logit_temperature": bundle.temperature, "dtype": "float32"}
+    config |= {"problem_type": "single_label_classification"}
     config |= {"id2label": {str(index): name for index, name in enumerate(bundle.class_names)}}
     config |= {"label2id": {name: index for index, name in enumerate(bundle.class_names)}}
     classes = {"AutoConfig": "ViTConfig", "AutoModelForImageClassification": "ViTForImageClassification"}
@@ -149,15 +140,13 @@ def describe_for_transformers(bundle: Bundle, timm: dict[str, Any]) -> tuple[dic
     return config, processor | {"image_mean": preprocess.mean, "image_std": preprocess.std}
 
 
-def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[str, Any]) -> dict[str, Any]:
+def _export_onnx(
+    bundle: Bundle, path: Path, options: OnnxOptions, images: DecodedDataset | None, facts: dict[str, Any]
+) -> dict[str, Any]:
     """Write model.onnx with `facts` and, for pixels, predict.py; more facts, measured where there are images."""
-    options, images = extras.onnx, extras.images
     how: dict[str, Any] = {"preprocess": bundle.preprocess, "temperature": bundle.temperature}
-    found: dict[str, Any] = {
-        "input": options.input,
-        "precision": options.precision,
-        "attention": options.maps is not None,
-    }
+    found: dict[str, Any] = {"input": options.input, "precision": options.precision}
+    found["attention"] = options.maps is not None
     files: dict[WeightPrecision, Path] = {"float32": path.with_name(".float32.onnx"), options.precision: path}
     for precision, file in files.items():
         if precision == "int8":
@@ -165,10 +154,10 @@ def _export_onnx(bundle: Bundle, path: Path, extras: ExportExtras, facts: dict[s
         else:
             write_onnx(file, bundle.model, replace(options, precision=precision), **how)
     if images is not None:
-        top1 = {
-            precision: measure_top1(file, replace(options, precision=precision), images, preprocess=bundle.preprocess)
-            for precision, file in files.items()
-        }
+        top1 = {}
+        for precision, file in files.items():
+            of_file = replace(options, precision=precision)
+            top1[precision] = measure_top1(file, of_file, images, preprocess=bundle.preprocess)
         measured = {"data": images.name, "split": images.split, "num_images": len(images)}
         found["accuracy"] = {"top1": top1, **measured, "fingerprint": images.fingerprint}
     for file in set(files.values()) - {path}:

@@ -2,12 +2,10 @@
 
 import difflib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
-import huggingface_hub as hub
 import timm
 import torch
 from timm import layers
@@ -22,6 +20,7 @@ from vit.model.patch_embed import Size
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_fit, convert_torchvision, infer_architecture, load_weights, read_weights
 from vit.runtime.arguments import first_line
+from vit.runtime.hub import without_retries
 
 _LOCAL = "local-dir:"
 
@@ -33,27 +32,13 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
         raise ValueError(f"timm has no model {name!r}; {f'near it: {near}' if near else 'see timm.list_models()'}")
     try:
-        with nullcontext() if name.startswith(_LOCAL) or not pretrained else _without_retries():
+        with nullcontext() if name.startswith(_LOCAL) or not pretrained else without_retries():
             return cast(nn.Module, timm.create_model(name, pretrained=pretrained).eval())
     except OSError as error:
         cure = "download their file on another machine and give its path"
         raise OSError(f"the weights of {name!r} cannot be downloaded ({first_line(error)}); {cure}") from error
     except Exception as error:  # timm answers an odd config.json with nearly any
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
-
-
-@contextmanager
-def _without_retries() -> Iterator[None]:
-    """Where the hub can't be reached, only weights that were downloaded before: it would be asked again for minutes."""
-    before = hub.constants.HF_HUB_OFFLINE
-    try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
-    except Exception:  # of whichever library it sends its requests with
-        hub.constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        hub.constants.HF_HUB_OFFLINE = before
 
 
 def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
@@ -72,17 +57,15 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
 def build_module(values: dict[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
     """The module that `describe_module` described, without its weights. Raises ValueError for one that timm can't
     build: its file needs `vit.load_bundle(path, model=…)`."""
-    name, size = values["timm"], values.get("img_size")
+    name, size, cure = values["timm"], values.get("img_size"), "give vit.load_bundle(path, model=…)"
     if name is None or not timm.is_model(name):
-        raise ValueError(f"{values['name']} can't be built from its file alone; give vit.load_bundle(path, model=…)")
+        raise ValueError(f"{values['name']} can't be built from its file alone; {cure}")
     options = {"num_classes": num_classes, **({"img_size": size} if size else {})}
     try:
         with torch.device(device):
             return cast(nn.Module, timm.create_model(name, pretrained=False, **options).eval())
     except (TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"timm can't build {name!r} ({first_line(error)}); give vit.load_bundle(path, model=…)"
-        ) from error
+        raise ValueError(f"timm can't build {name!r} ({first_line(error)}); {cure}") from error
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:

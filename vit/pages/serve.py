@@ -43,12 +43,8 @@ def build_app(bundle: Bundle, *, method: str = "rollout", hosts: Sequence[str] =
     """The application; it answers requests that name one of `hosts`, so that no other site can have its name point
     here. Without a map where attention of the model can't be read. Raises ValueError for an unknown method."""
     answer, free = _Answer(bundle, method), asyncio.Lock()
-    facts = {
-        "model": name_model(bundle.name),
-        "count": len(bundle.class_names),
-        "most_bytes": MOST_BYTES,
-        "has_map": answer.settings is not None,
-    }
+    facts: dict[str, Any] = {"model": name_model(bundle.name), "count": len(bundle.class_names)}
+    facts |= {"most_bytes": MOST_BYTES, "has_map": answer.settings is not None}
     page = render_page("serve.html.jinja", facts)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
@@ -148,10 +144,8 @@ class _Answer:
             return {**facts, "values": found.values.tolist()}
         scaling = min(max(max(photo.size), 224), MAX_SIDE) / max(photo.size)
         shown = photo.resize([max(round(side * scaling), 1) for side in photo.size], Image.Resampling.LANCZOS)
-        return {
-            **facts,
-            "png": encode_picture(blend(shown, found.values, explained.geometry, scale=found.scale), "PNG"),
-        }
+        overlay = blend(shown, found.values, explained.geometry, scale=found.scale)
+        return {**facts, "png": encode_picture(overlay, "PNG")}
 
 
 def run_server(app: FastAPI, *, host: str, port: int, on_start: Any = print) -> None:
@@ -159,9 +153,8 @@ def run_server(app: FastAPI, *, host: str, port: int, on_start: Any = print) -> 
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
-        raise OSError(
-            f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
-        ) from error
+        cure = "choose another --port or --host"
+        raise OSError(f"{host} port {port} can't be used ({error.strerror}); {cure}") from error
     limits: dict[str, Any] = {"limit_concurrency": _MOST_CONNECTIONS, "timeout_graceful_shutdown": 5}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
     with listening, suppress(KeyboardInterrupt):

@@ -111,6 +111,14 @@ def test_pictures_of_any_size_are_drawn(size: tuple[int, int]) -> None:
     assert max(picture.size) < 1500
 
 
+@pytest.mark.parametrize(("options", "side"), [({}, 512), ({"max_side": 300}, 300), ({"max_side": 0}, 900)])
+def test_photos_are_drawn_at_512_pixels_unless_told_otherwise(options: dict[str, int], side: int) -> None:
+    geometry = Preprocess(image_size=(16, 16)).geometry((900, 600))
+    values, photo = np.ones((4, 4), dtype=np.float32), Image.new("RGB", (900, 600))
+    picture = draw_overlay(photo, values, geometry, scale=SCALE, caption=[], **options)
+    assert picture.width == 2 * side + 3 * 8
+
+
 def test_a_warning_is_red_in_the_picture() -> None:
     arguments = {"scale": SCALE, "caption": ["predicted: 3"]}
     geometry = Preprocess(image_size=(16, 16)).geometry((64, 64))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -21,12 +21,13 @@ GIVEN = "given"  # the data.name of such a run
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetReader:
+class DatasetReader(ImageReader):
     """The images of a data set whose items are (image, label)."""
 
     dataset: Any
     indices: np.ndarray
     digests: np.ndarray  # of every image, so that the cache knows them
+    in_process: ClassVar[bool] = True
 
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         return nullcontext(_read(self.dataset, int(self.indices[index]))[0])

@@ -22,17 +22,19 @@ from vit.data.sets.source import (
     FindOptions,
     FoundSplit,
     FoundSplits,
+    ImageReader,
     ImageSource,
     check_label,
     take_validation_as_test,
 )
 from vit.runtime.arguments import first_line, shorten
+from vit.runtime.hub import without_retries
 
 _IMAGE, _LABEL = ("image", "img"), ("label", "class")
 
 
 @dataclass(frozen=True, eq=False)
-class RowReader:
+class RowReader(ImageReader):
     """Images in rows of a table that is mapped from disk: the bytes of an image file, or its path."""
 
     rows: Any  # datasets.Dataset of one column, not decoded
@@ -119,7 +121,8 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         try:
             if root.startswith("hf:"):
                 name, _, configuration = root.removeprefix("hf:").partition(":")
-                found = datasets.load_dataset(name, configuration or None, cache_dir=str(cache_dir))
+                with without_retries():
+                    found = datasets.load_dataset(name, configuration or None, cache_dir=str(cache_dir))
             elif files:
                 found = datasets.load_dataset("parquet", data_files=files, cache_dir=str(cache_dir), batch_size=1000)
             else:

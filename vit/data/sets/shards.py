@@ -25,7 +25,7 @@ from PIL import Image
 
 from vit.data.images import open_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageReader, ImageSource
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text, rename_durably
 
@@ -35,7 +35,7 @@ _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
-class ShardReader:
+class ShardReader(ImageReader):
     """Images inside tar files."""
 
     shards: Sequence[Path]

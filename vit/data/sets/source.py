@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -29,6 +29,8 @@ Value = TypeVar("Value")
 class ImageReader(Protocol):
     """Reads the images of a source, wherever they are stored."""
 
+    in_process: ClassVar[bool] = False  # is used in this process alone: pixels already, or a program's own objects
+
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         """The RGB image, as `vit.data.images.open_image` gives it; raises ValueError or OSError naming it when it can't
         be decoded."""
@@ -41,10 +43,11 @@ class ImageReader(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ArrayReader:
+class ArrayReader(ImageReader):
     """Images that are already pixels: uint8 [n, H, W, 3]."""
 
     pixels: np.ndarray
+    in_process: ClassVar[bool] = True
 
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         return nullcontext(Image.fromarray(self.pixels[index]))
@@ -57,7 +60,7 @@ class ArrayReader:
 
 
 @dataclass(frozen=True, eq=False)
-class FileReader:
+class FileReader(ImageReader):
     """Image files below a root."""
 
     root: Path
@@ -181,7 +184,7 @@ def join_sources(sources: Sequence[ImageSource]) -> ImageSource:
 
 
 @dataclass(frozen=True, eq=False)
-class _JoinedReader:
+class _JoinedReader(ImageReader):
     readers: Sequence[ImageReader]
     places: np.ndarray  # int64 [n, 2]: reader, index in it
 

@@ -148,7 +148,7 @@ def _correlate_alternatives(
     return torch.stack(found)
 
 
-@lru_cache
+@lru_cache(maxsize=4)
 def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     """Which patch of a map each place of an alternative shows: the map itself, then its copies, mirrored (on square
     grids also transposed) and moved around the edges; at most `MOST_ALTERNATIVES`, evenly chosen."""
@@ -156,11 +156,12 @@ def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     turned = [index.flip(sides) for sides in ((), (0,), (1,), (0, 1))]
     turned += [each.T for each in turned] if grid[0] == grid[1] else []
     shifts = [(down, across) for down in range(grid[0]) for across in range(grid[1])]
-    copies = torch.stack([each.roll(shift, (0, 1)).flatten() for shift in shifts for each in turned])
-    return copies[:: math.ceil(len(copies) / MOST_ALTERNATIVES)]
+    copies = [(each, shift) for shift in shifts for each in turned]
+    chosen = copies[:: math.ceil(len(copies) / MOST_ALTERNATIVES)]  # all of them would take gigabytes on large grids
+    return torch.stack([each.roll(shift, (0, 1)).flatten() for each, shift in chosen])
 
 
-@lru_cache
+@lru_cache(maxsize=4)
 def _quadratic(grid: Grid) -> Float[Tensor, "P 6"]:
     """1, x, y, x², xy and y² of each patch."""
     down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)

@@ -2,6 +2,7 @@
 the pixels it came from: `Preprocess.geometry` says which box of the upright original the model saw. What the model did
 not see is shown in grey."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ OPACITY = 0.6
 SCALES = ("image", "batch", "fixed")
 FIXED_END = 4.0  # the fixed scale ends at this multiple of a uniform map
 PatchMap = Float[np.ndarray, "rows columns"]
-MAX_SIDE, _MIN_SIDE = 640, 224  # of a panel, in pixels
+MAX_SIDE, _MIN_SIDE = 512, 224  # of a panel, in pixels
 _MARGIN, _FONT_SIZE, _LINE = 8, 14, 19
 _BAR_WIDTH, _BAR_HEIGHT = 96, 12
 _TILE, _LABEL_WIDTH = 96, 64  # of a contact sheet
@@ -136,9 +137,10 @@ def draw_overlay(
     warnings: Sequence[str] = (),
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
-    """The photo, its heat map beside it, lines of caption and warning, and the legend."""
+    """The photo, of at most `max_side` pixels (0: no limit), its heat map beside it, lines of caption and warning, and
+    the legend."""
     longest = max(image.size)
-    scaling = min(max(longest, _MIN_SIDE), max_side) / longest
+    scaling = min(max(longest, _MIN_SIDE), max_side or math.inf) / longest
     width, height = (max(round(side * scaling), 1) for side in image.size)
     photo = image.resize((width, height), Image.Resampling.LANCZOS)
     page = Image.new("RGB", (2 * width + _MARGIN, height), "white")

@@ -56,7 +56,7 @@ class _Manifest(BaseModel):
 
 class MapWriter:
     """Writes explained images into the directory `output`, batch by batch: `NAME.METHOD.png` for the format png
-    (or jpeg or webp; photos of at most `max_side` pixels), maps.npz for npz, and always manifest.json.
+    (or jpeg or webp; photos of at most `max_side` pixels, 0 for no limit), maps.npz for npz, and always manifest.json.
 
     A context manager. An interruption leaves a manifest of what was finished; with `resume` the next writer starts from
     it, or raises ValueError where it was made by another model, with other settings or by an older version."""
@@ -124,20 +124,17 @@ class MapWriter:
         manifest = read_json(self.output / MANIFEST_FILE)
         manifest = manifest if isinstance(manifest, dict) else {}
         if manifest.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"{self.output} was written by another version of vit (schema {manifest.get('schema_version')}, not "
-                f"{SCHEMA_VERSION}) and cannot be continued; use --overwrite or another --output"
-            )
+            what = f"by another version of vit (schema {manifest.get('schema_version')}, not {SCHEMA_VERSION})"
+            cure = "use --overwrite or another --output"
+            raise ValueError(f"{self.output} was written {what} and cannot be continued; {cure}")
         check_schema(_Manifest, manifest, origin=str(self.output / MANIFEST_FILE))
         ours, theirs = self.settings.to_dict(), manifest["parameters"]
         changed = [key for key in ours if ours[key] != theirs.get(key)]
         if manifest["model_sha256"] != self.bundle.sha256:
             changed.append("the model")
         if changed:
-            raise ValueError(
-                f"{self.output} was made with another choice of {', '.join(changed)}; "
-                "give the same, or another --output"
-            )
+            cure = "give the same, or another --output"
+            raise ValueError(f"{self.output} was made with another choice of {', '.join(changed)}; {cure}")
         self.entries = manifest["images"]
         if (self.output / ARRAYS_FILE).is_file():
             self.arrays = read_arrays(self.output / ARRAYS_FILE)
