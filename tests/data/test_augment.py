@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, autoaugment
 
-from vit.data.augment import Augment, _draw_beta, cut_pixels, finish_images, mix_batch
+from vit.data.augment import (
+    Augment,
+    _draw_beta,
+    cut_pixels,
+    draw_cut,
+    draw_finish,
+    draw_mix,
+    finish_images,
+    mix_batch,
+)
 from vit.data.images import Preprocess
-from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations
+from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations, draw_operations
 from vit.data.random import StatelessRandom
 
 SIZE = (16, 20)
@@ -25,12 +34,15 @@ def pictures(count: int = 200, size: tuple[int, int] = SIZE) -> Tensor:
 
 def cut(augment: Augment, epoch: int = 0, ids: Tensor = IDS, images: Tensor | None = None) -> Tensor:
     images = pictures() if images is None else images
-    return cut_pixels(images, ids, ids, rng=StatelessRandom(0, epoch), augment=augment, size=SIZE)
+    drawn = draw_cut(ids, rng=StatelessRandom(0, epoch), augment=augment, full=(images.shape[1], images.shape[2]))
+    return cut_pixels(images, ids, drawn, size=SIZE)
 
 
 def finish(augment: Augment, pixels: Tensor, epoch: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
-    ids = torch.arange(len(pixels))
-    return finish_images(pixels, ids, rng=StatelessRandom(0, epoch), augment=augment, preprocess=PREPROCESS, size=size)
+    drawn = draw_finish(
+        torch.arange(len(pixels)), rng=StatelessRandom(0, epoch), augment=augment, size=size, side=SIZE[0]
+    )
+    return finish_images(pixels, drawn, augment=augment, preprocess=PREPROCESS, size=size)
 
 
 def test_without_augmentation_the_pixels_are_only_normalised() -> None:
@@ -101,9 +113,9 @@ def test_resized_crops_keep_their_share_of_area_and_their_aspect() -> None:
 
 
 def test_a_resized_crop_can_come_out_smaller() -> None:
-    crops = cut_pixels(
-        pictures(), IDS, IDS, rng=StatelessRandom(0, 0), augment=Augment(resized_crop_scale=(0.5, 1.0)), size=(8, 10)
-    )
+    augment = Augment(resized_crop_scale=(0.5, 1.0))
+    drawn = draw_cut(IDS, rng=StatelessRandom(0, 0), augment=augment, full=SIZE)
+    crops = cut_pixels(pictures(), IDS, drawn, size=(8, 10))
     assert crops.shape == (200, 3, 8, 10)
 
 
@@ -144,7 +156,8 @@ def test_policy_operations_equal_torchvisions_one_by_one(ranges: Ranges, strengt
     images = torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear").round()
     ids = torch.arange(400)
     rng = StatelessRandom(0, 0)
-    got = apply_operations(images, rng, ids, torch.full((400,), strength), stream="s", ranges=ranges)
+    drawn = draw_operations(rng, ids, torch.full((400,), strength), stream="s", ranges=ranges, size=(32, 32))
+    got = apply_operations(images, drawn, stream="s")
     chosen = rng.integers("s", ids, below=len(OPERATIONS))
     negative = rng.bits("s sign", ids) < 0
     magnitude = {
@@ -186,7 +199,8 @@ def mixed(augment: Augment, count: int = 400, epoch: int = 0) -> tuple[Tensor, T
     ids = torch.arange(count)
     images = PREPROCESS.normalize(pictures(count))
     labels = ids % 7
-    out, targets = mix_batch(images, labels, ids, rng=StatelessRandom(0, epoch), augment=augment, num_classes=7)
+    drawn = draw_mix(ids, rng=StatelessRandom(0, epoch), augment=augment, size=SIZE)
+    out, targets = mix_batch(images, labels, drawn, num_classes=7)
     return images, labels, out, targets
 
 

@@ -1,6 +1,6 @@
 """Augmentation of whole batches on the device they are on, drawn anew for every sample.
 
-Random numbers are drawn on the host, a few hundred integers, and go to the device with the sample's indices:
+Random numbers are drawn on the host, a few hundred integers, and go to the device with the sample's indices in one copy:
 so the host knows which operation falls on which sample, and nothing waits for the device.
 """
 
@@ -17,11 +17,13 @@ from vit.config import AugmentConfig
 from vit.data import kernels
 from vit.data.images import Preprocess
 from vit.data.kernels import Integers, Size, Stored
-from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations
+from vit.data.policies import RAND_AUGMENT, TRIVIAL_AUGMENT, apply_operations, draw_operations
 from vit.data.random import SampleIds, StatelessRandom
 
 Images = Float[Tensor, "B 3 H W"]
 Boxes = Int64[Tensor, "B 4"]  # left, top, right, bottom
+Draws = dict[str, Tensor]  # what was drawn for each sample of a batch, by name
+_JITTER = ("brightness", "contrast", "saturation")
 
 
 class Augment(AugmentConfig):
@@ -38,59 +40,89 @@ class Augment(AugmentConfig):
         return self.mixup > 0 or self.cutmix > 0
 
 
-def cut_pixels(
-    images: Stored, index: SampleIds, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, size: Size
-) -> Tensor:
-    """Crop and flip images[index]; `index` and the sample `ids` are on the host.
+def draw(
+    ids: SampleIds, *, rng: StatelessRandom, augment: Augment, full: Size, size: Size, side: int, mix: bool
+) -> Draws:
+    """All random numbers of a batch, on the host: for stored images of `full` size, cut and finished at `size`. `side`
+    is the height that the configuration's pixels are meant for."""
+    drawn = draw_cut(ids, rng=rng, augment=augment, full=full) | draw_finish(
+        ids, rng=rng, augment=augment, size=size, side=side
+    )
+    return drawn | draw_mix(ids, rng=rng, augment=augment, size=size) if mix else drawn
+
+
+def draw_cut(ids: SampleIds, *, rng: StatelessRandom, augment: Augment, full: Size) -> Draws:
+    """What `cut_pixels` takes, for stored images of `full` size."""
+    drawn = {"flipped": _draw_flips(rng, ids, augment.flip)}
+    if augment.resized_crop_scale is not None:
+        return drawn | {"crop": _draw_crops(rng, ids, full, augment.resized_crop_scale)}
+    padding = augment.crop_padding
+    for axis in "yx" if padding else "":
+        drawn[f"shift {axis}"] = rng.integers(f"crop {axis}", ids, below=2 * padding + 1) - padding
+    return drawn
+
+
+def cut_pixels(images: Stored, index: Integers, drawn: Draws, *, size: Size) -> Tensor:
+    """Crop and flip images[index]; everything is on one device.
 
     Gives uint8 [B, H, W, 3], or after a resized crop float [B, 3, H, W], of values 0..255.
     """
-    device, full, flipped = images.device, (images.shape[1], images.shape[2]), _draw_flips(rng, ids, augment.flip)
-    if augment.resized_crop_scale is not None:
-        boxes = _draw_crops(rng, ids, full, augment.resized_crop_scale).to(device, non_blocking=True)
-        cropped = kernels.resized_crop(images.index_select(0, index.to(device, non_blocking=True)), boxes, size)
-        return torch.where(flipped.to(device, non_blocking=True)[:, None, None, None], cropped.flip(3), cropped)
-    rows, columns = (_draw_lines(rng, ids, augment.crop_padding, axis=axis, full=full, size=size) for axis in (0, 1))
+    full, flipped = (images.shape[1], images.shape[2]), drawn["flipped"]
+    if "crop" in drawn:
+        cropped = kernels.resized_crop(images.index_select(0, index), drawn["crop"], size)
+        return torch.where(flipped[:, None, None, None], cropped.flip(3), cropped)
+    rows, columns = (
+        _choose_lines(index, drawn.get(f"shift {axis}"), full=of_stored, size=wanted)
+        for axis, of_stored, wanted in zip("yx", full, size, strict=True)
+    )
     columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    index, rows, columns = (places.to(device, non_blocking=True) for places in (index, rows, columns))
     return kernels.gather_pixels(images, index, rows, columns)
 
 
-def finish_images(
-    pixels: Tensor, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, preprocess: Preprocess, size: Size
-) -> Images:
+def draw_finish(ids: SampleIds, *, rng: StatelessRandom, augment: Augment, size: Size, side: int) -> Draws:
+    """What `finish_images` takes, for images of `size`."""
+    drawn: Draws = {}
+    for name in _JITTER if augment.color_jitter else ():
+        drawn[name] = (1 + augment.color_jitter * (2 * rng.uniform(name, ids) - 1)).clamp(min=0)
+    if augment.rand_augment is not None:
+        count, magnitude = augment.rand_augment
+        strength = torch.full((len(ids),), magnitude / 10)
+        for number in range(count):
+            stream = f"rand augment {number}"
+            drawn |= draw_operations(rng, ids, strength, stream=stream, ranges=RAND_AUGMENT, size=size)
+    if augment.trivial_augment:
+        stream, strength = "trivial augment", rng.integers("trivial strength", ids, below=31) / 30
+        drawn |= draw_operations(rng, ids, strength, stream=stream, ranges=TRIVIAL_AUGMENT, size=size)
+    if augment.cutout:
+        drawn["cutout"] = _draw_cutout(rng, ids, size, round(augment.cutout * size[0] / side))
+    if augment.re_prob:
+        drawn["erasing"] = _draw_erasing(rng, ids, size, augment.re_prob)
+    return drawn
+
+
+def finish_images(pixels: Tensor, drawn: Draws, *, augment: Augment, preprocess: Preprocess, size: Size) -> Images:
     """Colours, normalisation and erasing of what `cut_pixels` gave, scaled to `size` where that differs."""
     if pixels.dtype == torch.uint8:
         pixels = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
-    for name in ("brightness", "contrast", "saturation") if augment.color_jitter else ():
-        factor = (1 + augment.color_jitter * (2 * rng.uniform(name, ids) - 1)).clamp(min=0)
-        pixels = getattr(kernels, f"adjust_{name}")(pixels, factor.to(pixels.device, non_blocking=True))
-    if augment.rand_augment is not None:
-        count, magnitude = augment.rand_augment
-        for number in range(count):
-            stream, strength = f"rand augment {number}", torch.full((len(ids),), magnitude / 10)
-            pixels = apply_operations(pixels, rng, ids, strength, stream=stream, ranges=RAND_AUGMENT)
+    for name in _JITTER if augment.color_jitter else ():
+        pixels = getattr(kernels, f"adjust_{name}")(pixels, drawn[name])
+    for number in range(augment.rand_augment[0] if augment.rand_augment else 0):
+        pixels = apply_operations(pixels, drawn, stream=f"rand augment {number}")
     if augment.trivial_augment:
-        stream, strength = "trivial augment", rng.integers("trivial strength", ids, below=31) / 30
-        pixels = apply_operations(pixels, rng, ids, strength, stream=stream, ranges=TRIVIAL_AUGMENT)
+        pixels = apply_operations(pixels, drawn, stream="trivial augment")
     scale, shift = preprocess.scale_and_shift(pixels.device)
     images = pixels.mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
-    if augment.cutout:
-        side = round(augment.cutout * size[0] / preprocess.image_size[0])
-        images *= _outside(_draw_cutout(rng, ids, size, side), images)
-    if augment.re_prob:
-        images *= _outside(_draw_erasing(rng, ids, size, augment.re_prob), images)
+    for name in ("cutout", "erasing"):
+        if name in drawn:
+            images *= _outside(drawn[name], images)
     return images
 
 
-def mix_batch(
-    images: Images, labels: Integers, ids: SampleIds, *, rng: StatelessRandom, augment: Augment, num_classes: int
-) -> tuple[Images, Float[Tensor, "B C"]]:
-    """Mixup or cutmix of each sample with its neighbour (an odd last one stays), and their class weights."""
-    count, size = len(ids), (images.shape[-2], images.shape[-1])
-    partner = (torch.arange(count) ^ 1).clamp(max=count - 1).to(images.device, non_blocking=True)
+def draw_mix(ids: SampleIds, *, rng: StatelessRandom, augment: Augment, size: Size) -> Draws:
+    """What `mix_batch` takes: the weight of each sample's own image, and the boxes that are its neighbour's."""
+    count = len(ids)
     is_cutmix = torch.full((count,), augment.cutmix > 0)
     if augment.mixup and augment.cutmix:
         is_cutmix = rng.bits("mix kind", ids) < 0
@@ -100,16 +132,26 @@ def mix_batch(
     if augment.cutmix:
         kept = _draw_beta(rng, "cutmix", ids, augment.cutmix)
         boxes = torch.where(is_cutmix[:, None], _draw_cutmix(rng, ids, size, kept), boxes)
-    weight = weight.to(images.device, non_blocking=True)[:, None, None, None] * _outside(boxes, images)
+    return {"mix weight": weight, "mix boxes": boxes}
+
+
+def mix_batch(
+    images: Images, labels: Integers, drawn: Draws, *, num_classes: int
+) -> tuple[Images, Float[Tensor, "B C"]]:
+    """Mixup or cutmix of each sample with its neighbour (an odd last one stays), and their class weights."""
+    count = len(images)
+    partner = (torch.arange(count, device=images.device) ^ 1).clamp(max=count - 1)
+    weight = drawn["mix weight"][:, None, None, None] * _outside(drawn["mix boxes"], images)
     mixed = torch.lerp(images[partner], images, weight)  # weight [B, 1, H, W]
     own = weight.mean(dim=(1, 2, 3))[:, None]
-    classes = F.one_hot(labels, num_classes).to(torch.float32)
+    # of integers below num_classes; `F.one_hot` looks at them on the host
+    classes = torch.zeros(count, num_classes, device=labels.device).scatter_(1, labels[:, None], 1)
     return mixed, own * classes + (1 - own) * classes[partner]
 
 
 def _outside(boxes: Boxes, images: Images) -> Tensor:
-    """Bool [B, 1, H, W] on the images' device: false inside the boxes."""
-    return kernels.outside_boxes(boxes.to(images.device, non_blocking=True), (images.shape[-2], images.shape[-1]))
+    """Bool [B, 1, H, W]: false inside the boxes."""
+    return kernels.outside_boxes(boxes, (images.shape[-2], images.shape[-1]))
 
 
 def _draw_flips(rng: StatelessRandom, ids: SampleIds, flip: str) -> Tensor:
@@ -121,13 +163,12 @@ def _draw_flips(rng: StatelessRandom, ids: SampleIds, flip: str) -> Tensor:
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def _draw_lines(rng: StatelessRandom, ids: SampleIds, padding: int, *, axis: int, full: Size, size: Size) -> Tensor:
-    """[B, n]: rows (axis 0) or columns (1) of the centre crop, shifted by up to `padding`; outside is reflected."""
-    lines = ((full[axis] - size[axis]) // 2 + torch.arange(size[axis])).expand(len(ids), -1)
-    if padding:
-        shift = rng.integers(f"crop {'yx'[axis]}", ids, below=2 * padding + 1)
-        lines = lines + shift[:, None] - padding
-    period = max(2 * (full[axis] - 1), 1)
+def _choose_lines(index: Integers, shift: Integers | None, *, full: int, size: int) -> Tensor:
+    """[B, n]: rows or columns of the centre crop, moved by `shift`; outside of the image it is reflected."""
+    lines = ((full - size) // 2 + torch.arange(size, device=index.device)).expand(len(index), -1)
+    if shift is not None:
+        lines = lines + shift[:, None]
+    period = max(2 * (full - 1), 1)
     return torch.minimum(lines % period, period - lines % period)  # folded back in, without repeating the edge
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -235,11 +236,8 @@ class Preprocess:
         return torch.addcmul(shift.view(3, 1, 1), pixels.float(), scale.view(3, 1, 1))
 
     def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """(scale, shift), each [3]: a pixel of 0..255 becomes pixel * scale + shift."""
-        import torch
-
-        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)
-        return (1 / (255 * std)).float().to(device), (-mean / std).float().to(device)
+        """(scale, shift), each [3]: a pixel of 0..255 becomes pixel * scale + shift. The same two tensors each time."""
+        return _scale_and_shift(tuple(self.mean), tuple(self.std), str(device))
 
     def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:
         """The model's input for RGB images of any sizes."""
@@ -270,3 +268,12 @@ class Preprocess:
     def _margins(self) -> tuple[int, int]:
         (height, width), (inner_height, inner_width) = self.resize_size, self.image_size
         return (height - inner_height) // 2, (width - inner_width) // 2
+
+
+@lru_cache  # else each batch would copy them to the device again
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
+    import torch
+
+    with torch.inference_mode(False):  # or what is made in it could not be differentiated through elsewhere
+        means, stds = torch.tensor([mean, std], dtype=torch.float64)
+        return (1 / (255 * stds)).float().to(device), (-means / stds).float().to(device)

@@ -4,6 +4,8 @@ Pixels are 0..255: uint8 [B, H, W, 3] as stored, or float [B, 3, H, W] as the co
 (clamped, not rounded). Factors and magnitudes are float [B]. What each does to one image is torchvision's definition.
 """
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
@@ -65,8 +67,12 @@ def _blend(images: Tensor, other: Tensor, factor: Factors) -> Images:
 
 def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
     """Luma: ITU-R 601-2, as in torchvision."""
-    weights = torch.tensor((0.2989, 0.587, 0.114), device=images.device, dtype=images.dtype)
-    return torch.einsum("bchw,c->bhw", images, weights)[:, None]
+    return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device, images.dtype))[:, None]
+
+
+@lru_cache
+def _luma_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor((0.2989, 0.587, 0.114), device=device, dtype=dtype)  # a copy to the device, so made once
 
 
 def adjust_brightness(images: Images, factor: Factors) -> Tensor:

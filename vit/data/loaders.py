@@ -22,16 +22,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from vit.data.augment import Augment, cut_pixels, finish_images, mix_batch
+from vit.data.augment import Augment, cut_pixels, draw, finish_images, mix_batch
 from vit.data.cache import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.kernels import Size
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, Transform, apply_transform, use_one_thread
+from vit.runtime.device import copy_to_device
 
 Pipeline = Literal["resident", "workers"]
-Steps = Generator[tuple[SampleIds, Tensor], None, None]
+Steps = Generator[tuple[SampleIds, Tensor | None], None, None]
 
 
 class Batch(NamedTuple):
@@ -106,7 +107,9 @@ class _Loader(ABC):
         if size > count:
             raise ValueError(f"batch_size {size} is more than the {count} images")
         self.labels = torch.from_numpy(self.dataset.labels)
+        self.images = torch.empty(0, 0, 0, 3)  # uint8, on the device, where all of them lie there
         self._schedule = _Schedule(self.labels, self.balanced, size, self.seed, self.rank, processes)
+        self._of_batches = self.augment  # what is left to be done on the device
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -118,25 +121,37 @@ class _Loader(ABC):
         """The batches of an epoch from `start_step` on, scaled to `image_size`, without mixing on request."""
         rng = StatelessRandom(self.seed, epoch)
         size = image_size or self.preprocess.image_size
-        with closing(self._pixels(rng, start_step, size)) as steps:
+        with closing(self._pixels(rng, start_step)) as steps:
             for ids, pixels in steps:
-                yield self._finish(pixels, ids, rng, size, mix=mix and self.augment.mixes)
+                yield self._augment(pixels, ids, rng, size, mix=mix and self.augment.mixes)
 
     def close(self) -> None:  # noqa: B027  (most loaders hold nothing)
         """End the processes that decode images, if there are any; the next epoch starts them again."""
 
     @abstractmethod
-    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
-        """(sample ids on the host, what `cut_pixels` gives) of each step."""
+    def _pixels(self, rng: StatelessRandom, start_step: int) -> Steps:
+        """(sample ids, their images where they aren't resident), both on the host, of each step."""
 
-    def _finish(self, pixels: Tensor, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool) -> Batch:
-        drawn: dict[str, Any] = {"rng": rng, "augment": self.augment}
-        index = ids % len(self.labels)
-        images = finish_images(pixels, ids, **drawn, preprocess=self.preprocess, size=size)
-        targets = labels = self.labels[index].to(self.device, non_blocking=True)
-        if mix:
-            images, targets = mix_batch(images, labels, ids, **drawn, num_classes=self.num_classes)
-        return Batch(images, targets, labels, index.to(self.device, non_blocking=True))
+    def _augment(
+        self, pixels: Tensor | None, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool
+    ) -> Batch:
+        """Draw on the host, copy all that the device needs at once, and compute there."""
+        augment, preprocess, index = self._of_batches, self.preprocess, ids % len(self.labels)
+        full = self.images.shape if pixels is None else pixels.shape
+        sizes: dict[str, Any] = {"full": (full[1], full[2]), "size": size, "side": preprocess.image_size[0]}
+        sent = draw(ids, rng=rng, augment=augment, mix=mix, **sizes) | {"index": index, "labels": self.labels[index]}
+        sent = copy_to_device(sent if pixels is None else sent | {"pixels": pixels}, torch.device(self.device))
+        index, labels = sent["index"], sent["labels"]
+        images, place = self.images, index
+        if pixels is not None:
+            images, place = sent["pixels"], torch.arange(len(ids), device=self.device)
+        cut = cut_pixels(
+            images, place, sent, size=preprocess.image_size if augment.resized_crop_scale is None else size
+        )
+        finished = finish_images(cut, sent, augment=augment, preprocess=preprocess, size=size)
+        if not mix:
+            return Batch(finished, labels, labels, index)
+        return Batch(*mix_batch(finished, labels, sent, num_classes=self.num_classes), labels, index)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,23 +164,19 @@ class ResidentLoader(_Loader):
         assert self.dataset.images.shape[1:3] == self.preprocess.resize_size
         self.images = torch.from_numpy(self.dataset.images).to(self.device)
 
-    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
-        cut_size = self.preprocess.image_size if self.augment.resized_crop_scale is None else size
+    def _pixels(self, rng: StatelessRandom, start_step: int) -> Steps:
         for step in range(start_step, len(self)):
             ids = self._schedule.sample_ids(rng.epoch, step)
-            images, index = self.images, ids % len(self.labels)
-            if self.transform is not None:
-                images, index = self._transform(self.transform, index, ids, rng), torch.arange(len(ids))
-            yield ids, cut_pixels(images, index, ids, rng=rng, augment=self.augment, size=cut_size)
+            yield ids, None if self.transform is None else self._transform(self.transform, ids, rng)
 
-    def _transform(self, transform: Transform, index: SampleIds, ids: SampleIds, rng: StatelessRandom) -> Tensor:
-        """uint8 [B, H', W', 3]: images[index], each transformed and brought back to the size of the stored ones."""
+    def _transform(self, transform: Transform, ids: SampleIds, rng: StatelessRandom) -> Tensor:
+        """uint8 [B, H', W', 3]: the samples' images, each transformed and brought back to the size of the stored."""
         stored = Preprocess(self.preprocess.resize_size, interpolation=self.preprocess.interpolation)
         seeds = rng.integers("transform", ids, below=2**31 - 1).tolist()
         assert self.dataset.images is not None
-        images = [Image.fromarray(pixels) for pixels in self.dataset.images[index]]
+        images = [Image.fromarray(pixels) for pixels in self.dataset.images[ids % len(self.labels)]]
         changed = [apply_transform(transform, image, seed=seed) for image, seed in zip(images, seeds, strict=True)]
-        return torch.from_numpy(np.stack([stored.to_uint8(image) for image in changed])).to(self.device)
+        return torch.from_numpy(np.stack([stored.to_uint8(image) for image in changed]))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,6 +191,9 @@ class WorkerLoader(_Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.augment.resized_crop_scale is not None:  # this and the random flip are done where images are decoded
+            flip = "alternating" if self.augment.flip == "alternating" else "none"
+            self._of_batches = self.augment.model_copy(update={"resized_crop_scale": None, "flip": flip})
         self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
         geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
         self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
@@ -192,7 +206,7 @@ class WorkerLoader(_Loader):
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             iterator._shutdown_workers()
 
-    def _pixels(self, rng: StatelessRandom, start_step: int, size: Size) -> Steps:
+    def _pixels(self, rng: StatelessRandom, start_step: int) -> Steps:
         self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
         if self._decoder is None:
             workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
@@ -203,21 +217,14 @@ class WorkerLoader(_Loader):
                 num_workers=workers,
                 persistent_workers=workers > 0,
                 prefetch_factor=2 if workers else None,  # batches that each worker decodes ahead
-                pin_memory=torch.device(self.device).type == "cuda",
                 worker_init_fn=use_one_thread,
                 multiprocessing_context=self.start_method if workers else None,
                 generator=torch.Generator(),  # or each epoch would take a number from torch's own
             )
-        rest = self.augment
-        if rest.resized_crop_scale is not None:  # this and the random flip were done where the image was decoded
-            flip = "alternating" if rest.flip == "alternating" else "none"
-            rest = rest.model_copy(update={"resized_crop_scale": None, "flip": flip})
         for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
             if isinstance(pixels, str):
                 raise ValueError(pixels)  # the image that a worker could not read
-            ids = self._schedule.sample_ids(epoch, step)
-            pixels, own = pixels.to(self.device, non_blocking=True), torch.arange(len(ids))
-            yield ids, cut_pixels(pixels, own, ids, rng=rng, augment=rest, size=self.preprocess.image_size)
+            yield self._schedule.sample_ids(epoch, step), pixels
 
 
 class _DecodedSteps(Dataset[Tensor | str]):

@@ -32,35 +32,47 @@ RAND_AUGMENT = Ranges(0.3, 150 / 331, translate_pixels=0.0, rotate=30.0, enhance
 TRIVIAL_AUGMENT = Ranges(0.99, 0.0, translate_pixels=32.0, rotate=135.0, enhance=0.99, posterize=6)
 
 _GEOMETRIC = ("identity", "shear x", "shear y", "translate x", "translate y", "rotate")
-_ENHANCING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+_OPERATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": kernels.adjust_brightness,
     "color": kernels.adjust_saturation,
     "contrast": kernels.adjust_contrast,
     "sharpness": kernels.adjust_sharpness,
+    "posterize": kernels.posterize,
+    "solarize": kernels.solarize,
+    "autocontrast": lambda images, _: kernels.autocontrast(images),
+    "equalize": lambda images, _: kernels.equalize(images),
+    "affine": kernels.affine,
 }
-OPERATIONS = (*_GEOMETRIC, *_ENHANCING, "posterize", "solarize", "autocontrast", "equalize")
+OPERATIONS = (*_GEOMETRIC, *list(_OPERATIONS)[:-1])
 
 
-def apply_operations(
-    images: Images, rng: StatelessRandom, ids: SampleIds, strength: Factors, *, stream: str, ranges: Ranges
-) -> Images:
-    """Apply an operation drawn for each sample; the sample `ids` and `strength` are on the host."""
+def draw_operations(
+    rng: StatelessRandom, ids: SampleIds, strength: Factors, *, stream: str, ranges: Ranges, size: Size
+) -> dict[str, Tensor]:
+    """For each operation that is drawn, which samples get it and its magnitudes, on the host as `ids` and `strength`
+    are: so that no list of indices is ever read back from the device."""
     chosen = rng.integers(stream, ids, below=len(OPERATIONS))
     signed = torch.where(rng.bits(f"{stream} sign", ids) < 0, -strength, strength)
-    result = images.clone()
-    # the host knows who gets what, so that no list of indices is ever read back from the device
+    drawn = {}
     for number in range(len(_GEOMETRIC), len(OPERATIONS)):
-        members = torch.nonzero(chosen == number).flatten()
+        members, name = torch.nonzero(chosen == number).flatten(), OPERATIONS[number]
         if len(members):
-            place, name = members.to(images.device, non_blocking=True), OPERATIONS[number]
-            result[place] = _recolor(name, images[place], strength[members], signed[members], ranges=ranges)
+            drawn[f"{stream} {name}"] = members
+            drawn[f"{stream} {name} by"] = _magnitudes(name, strength[members], signed[members], ranges=ranges)
     moved = torch.nonzero((chosen > 0) & (chosen < len(_GEOMETRIC))).flatten()
     if len(moved):
-        matrices = compute_matrices(
-            chosen[moved], signed[moved], ranges=ranges, size=(images.shape[2], images.shape[3])
-        )
-        place = moved.to(images.device, non_blocking=True)
-        result[place] = kernels.affine(images[place], matrices.to(images.device, non_blocking=True))
+        drawn[f"{stream} affine"] = moved
+        drawn[f"{stream} affine by"] = compute_matrices(chosen[moved], signed[moved], ranges=ranges, size=size)
+    return drawn
+
+
+def apply_operations(images: Images, drawn: Mapping[str, Tensor], *, stream: str) -> Images:
+    """What `draw_operations` drew, by then on the images' device."""
+    result = images.clone()
+    for name, operation in _OPERATIONS.items():
+        place = drawn.get(f"{stream} {name}")
+        if place is not None:
+            result[place] = operation(images[place], drawn[f"{stream} {name} by"])
     return result
 
 
@@ -82,14 +94,7 @@ def compute_matrices(chosen: Integers, signed: Factors, *, ranges: Ranges, size:
     return torch.stack([torch.stack(across, dim=1), torch.stack(down, dim=1)], dim=1)
 
 
-def _recolor(name: str, images: Tensor, strength: Tensor, signed: Tensor, *, ranges: Ranges) -> Tensor:
-    if name in ("autocontrast", "equalize"):
-        return kernels.equalize(images) if name == "equalize" else kernels.autocontrast(images)
-    operation: Callable[[Tensor, Tensor], Tensor]
+def _magnitudes(name: str, strength: Factors, signed: Factors, *, ranges: Ranges) -> Factors:
     if name == "posterize":
-        operation, magnitude = kernels.posterize, 8 - (strength * ranges.posterize).round()
-    elif name == "solarize":
-        operation, magnitude = kernels.solarize, 255 * (1 - strength)
-    else:
-        operation, magnitude = _ENHANCING[name], 1 + signed * ranges.enhance
-    return operation(images, magnitude.to(images.device, non_blocking=True))
+        return 8 - (strength * ranges.posterize).round()
+    return 255 * (1 - strength) if name == "solarize" else 1 + signed * ranges.enhance

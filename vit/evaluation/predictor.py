@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.model.logits import compute_logits
-from vit.runtime.device import Precision, autocast, choose_precision
+from vit.runtime.device import Precision, autocast, choose_precision, copy_to_device
 from vit.runtime.processes import current_process
 
 Pixels = NDArray[np.uint8]
@@ -75,7 +75,7 @@ class Predictor:
         return cast(Logits, logits.cpu().numpy())
 
     def _compute(self, pixels: Tensor) -> Tensor:
-        images = self.preprocess.normalize(pixels.to(self.device))
+        images = self.preprocess.normalize(copy_to_device({"pixels": pixels}, self.device)["pixels"])
         logits = compute_logits(self.model, images)
         return (logits + compute_logits(self.model, images.flip(-1))) / 2 if self.mirrored else logits
 

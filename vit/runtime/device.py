@@ -1,15 +1,22 @@
-"""Which device and precision a run uses, and how they are named."""
+"""Which device and precision a run uses, how they are named, and copies to and from it."""
 
 import platform
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import cast, get_args
+from typing import TypeVar, cast, get_args
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vit.runtime.arguments import Precision as Precision
 from vit.runtime.arguments import check_choice, shorten
+
+T = TypeVar("T")
 
 
 def choose_device(name: str) -> torch.device:
@@ -63,6 +70,37 @@ def _read_cpuinfo(key: str) -> list[str]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key]
+
+
+def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tensors of the host on `device`, by one copy that nothing waits for; for a CPU, the same tensors."""
+    if device.type == "cpu":
+        return dict(tensors)
+    # each begins where any type may; torch keeps pinned memory for the next batch, once the copy is done
+    starts = list(accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()), initial=0))
+    packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
+    for tensor, part in zip(tensors.values(), _unpack(packed, tensors, starts), strict=True):
+        part.copy_(tensor)
+    return dict(zip(tensors, _unpack(packed.to(device, non_blocking=True), tensors, starts), strict=True))
+
+
+def _unpack(packed: Tensor, tensors: Mapping[str, Tensor], starts: Sequence[int]) -> Iterator[Tensor]:
+    for tensor, start in zip(tensors.values(), starts, strict=True):
+        yield packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def copy_to_host(values: T) -> T:
+    """`values` with its tensors, also those in lists, tuples and dictionaries, on the host: by one copy, which waits
+    for the device."""
+    leaves, structure = tree_flatten(values)
+    sent = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu}
+    if sent:
+        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in sent.values()]
+        packed = torch.cat([F.pad(part, (0, -len(part) % 16)) for part in parts]).cpu()
+        starts = accumulate((-(-len(part) // 16) * 16 for part in parts[:-1]), initial=0)
+        for place, part in zip(sent, _unpack(packed, sent, list(starts)), strict=True):
+            leaves[int(place)] = part.clone()  # a part that is kept would keep the whole
+    return cast(T, tree_unflatten(leaves, structure))
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
