@@ -1,6 +1,7 @@
 """One step by its numbers."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim import create_optimizer, create_schedule
+from vit.runtime.threads import BatchThreads, thread_generator
 from vit.training.nonfinite import find_nonfinite
 from vit.training.step import TrainStep
 
@@ -40,6 +42,52 @@ def test_micro_batches_make_the_whole_batchs_step(size, count):
     torch.testing.assert_close(results[1].loss, results[0].loss)
     torch.testing.assert_close(results[1].grad_norm, results[0].grad_norm)
     assert results[1].correct == results[0].correct
+
+
+@pytest.mark.parametrize(("size", "count"), [(256, 4), (10, 1), (7, 7), (1, 1)])
+def test_threads_make_the_whole_batchs_step(size, count):
+    whole, divided = build_step(), build_step(grad_accum_steps=count, threads=BatchThreads(3))
+    results = [step(*draw_batch(size)) for step in (whole, divided)]
+    torch.testing.assert_close(weights(divided), weights(whole), rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[1].loss, results[0].loss)
+    torch.testing.assert_close(results[1].grad_norm, results[0].grad_norm)
+    assert results[1].correct == results[0].correct
+
+
+def test_threads_draw_the_same_numbers_in_every_run():
+    """Which paths are dropped doesn't depend on which thread is first, and no two parts drop the same."""
+
+    def train(delays: list[float]) -> Tensor:
+        torch.manual_seed(0)
+        model = VisionTransformer(8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, drop_path_rate=0.5)
+        step = build_step(model, threads=BatchThreads(4), precision="bfloat16")
+        whole = step._forward
+
+        def forward(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            time.sleep(delays[int(targets[0]) % len(delays)])
+            return whole(images, targets)
+
+        step._forward = forward
+        for seed in range(3):
+            torch.manual_seed(seed)
+            step(*draw_batch(64, seed=seed))
+        return weights(step)
+
+    assert torch.equal(train([0.0, 0.01, 0.0, 0.02]), train([0.02, 0.0, 0.01, 0.0]))
+    threads = BatchThreads(4)
+    drawn = threads.map(lambda _: torch.rand(8, generator=thread_generator()), range(4))
+    assert len({tuple(values.tolist()) for values in drawn}) == 4
+    assert thread_generator() is None
+
+
+def test_frozen_and_unused_parameters_have_no_gradient_with_threads():
+    step = build_step(threads=BatchThreads(2))
+    step.module.patch_embed.requires_grad_(False)
+    step.module.unused = nn.Parameter(torch.ones(2))
+    step(*draw_batch())
+    assert step.module.patch_embed.proj.weight.grad is None
+    assert step.module.unused.grad is None
+    assert torch.equal(step.module.unused, torch.ones(2))
 
 
 def test_loss_is_the_smoothed_cross_entropy_before_the_update():

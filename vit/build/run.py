@@ -33,7 +33,7 @@ from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
 from vit.training.compilation import keep_compiled_code, should_compile
-from vit.training.estimate import StepCost, choose_grad_accum_steps, measure_step_cost
+from vit.training.estimate import StepCost, choose_grad_accum_steps, choose_threads, measure_step_cost
 from vit.training.identity import RunIdentity
 from vit.training.loop import Trainer
 from vit.training.observers import Observer
@@ -183,7 +183,9 @@ def _choose_compile(config: Config, model: nn.Module, plan: TrainingPlan, device
     train, wanted = config.train, config.train.compile
     if wanted == "auto":
         wanted = False
-        if train.parallel != "fsdp" and isinstance(model, VisionTransformer):
+        # threads that divide the batch gain more than compiled code does, which they can't run side by side
+        is_divided = choose_threads(model, device=device) is not None
+        if train.parallel != "fsdp" and isinstance(model, VisionTransformer) and not is_divided:
             num_flops = 3 * compute_flops(model.architecture) * plan.total_steps * plan.batch_size
             num_sizes = len(plan.image_sizes) or 1
             wanted = should_compile(device.type, total_flops=num_flops, num_sizes=num_sizes)
@@ -205,6 +207,9 @@ def build_step(
     if average_model is not None and train.parallel == "fsdp":
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
+    threads = None
+    if parallel_model is model and not more.get("compile"):  # compiled code keeps Python's lock
+        threads = choose_threads(model, device=device)
     return TrainStep(
         parallel_model,
         optimizer,
@@ -212,6 +217,7 @@ def build_step(
         precision=precision,
         average_model=average_model,
         halt_on_nonfinite=train.on_nonfinite == "stop",
+        threads=threads,
         **train.model_dump(include={"label_smoothing", "clip_grad", "ema_decay"}),
         **more,
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vit.model.attention import NORM_EPS, Backend, MultiHeadAttention
 from vit.runtime.arguments import check_choice
+from vit.runtime.threads import thread_generator
 
 Tokens = Float[Tensor, "B N D"]
 
@@ -59,7 +60,7 @@ class DropPath(nn.Module):
     def forward(self, branch: Tokens) -> Tokens:
         if not self.training or self.rate == 0:
             return branch
-        keep = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        keep = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(1 - self.rate, generator=thread_generator())
         return branch * keep / (1 - self.rate)
 
 

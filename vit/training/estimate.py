@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
+from vit.runtime.threads import BatchThreads
 
 _MEASURED_IMAGES, _MEASURED_STEPS = 128, 2
 # of a micro-batch's largest activation, for each thread: a core's own cache and its part of the shared one
@@ -71,3 +72,12 @@ def choose_grad_accum_steps(
     width = max(layer.out_features for layer in block.modules() if isinstance(layer, nn.Linear))
     size = max(_CACHE_BYTES * torch.get_num_threads() // (2 * tokens * width), 1)
     return int(-(-batch_size // size))
+
+
+def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
+    """Threads for the micro-batches of our models on a CPU with several cores. Not where something draws random numbers
+    that only torch's own generator gives, or looks at the whole batch, as other models may."""
+    random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    if device.type != "cpu" or not isinstance(model, VisionTransformer) or random or torch.get_num_threads() == 1:
+        return None
+    return BatchThreads()

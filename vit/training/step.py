@@ -1,7 +1,7 @@
 """One optimisation step: forward, backward, guarded update, average of the weights."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple, cast, get_args
@@ -19,6 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import Precision, autocast
+from vit.runtime.threads import BatchThreads
+
+Gradients = Sequence[Tensor | None]
 
 
 class StepResult(NamedTuple):
@@ -30,12 +33,25 @@ class StepResult(NamedTuple):
     finite: Bool[Tensor, ""]  # False: loss or gradient was not finite, and nothing was updated
 
 
+def _split(images: Tensor, targets: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(images.chunk(count), targets.chunk(count), strict=True))
+
+
+def _add(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Elementwise; None is the gradient of a parameter that is not used."""
+    return [
+        one if other is None else other if one is None else one + other
+        for one, other in zip(sums, gradients, strict=True)
+    ]
+
+
 @dataclass(eq=False)
 class TrainStep:
     """Trains `model`, which may be wrapped in DistributedDataParallel or sharded by FSDP2, by one batch a call. A batch
-    goes through in `grad_accum_steps` micro-batches of near-equal size whose gradients add up to the whole batch's. A
-    non-finite loss or gradient changes neither weights nor optimizer nor average; with `halt_on_nonfinite` no later
-    step does either. The check needs no answer from the device."""
+    goes through in `grad_accum_steps` micro-batches of near-equal size whose gradients add up to the whole batch's;
+    `threads`, for a model that is not wrapped, divide them among themselves, at least one for each. A non-finite loss
+    or gradient changes neither weights nor optimizer nor average; with `halt_on_nonfinite` no later step does either.
+    The check needs no answer from the device."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -50,6 +66,7 @@ class TrainStep:
     average_model: InitVar[nn.Module | None] = None  # by default a copy of the model
     halt_on_nonfinite: bool = False
     compile: InitVar[bool] = False
+    threads: BatchThreads | None = None
 
     def __post_init__(self, average_model: nn.Module | None, compile: bool) -> None:
         check_choice(self.precision, get_args(Precision), name="precision")
@@ -76,8 +93,9 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        chunks = (images.chunk(self.grad_accum_steps), targets.chunk(self.grad_accum_steps))
-        micro_batches = list(zip(*chunks, strict=True))
+        if self.threads is not None and len(images) > 1:
+            return self._update(*self._divide_among_threads(images, targets, self.threads))
+        micro_batches = _split(images, targets, self.grad_accum_steps)
         for i, (some_images, some_targets) in enumerate(micro_batches):
             with self._synchronize_gradients(i == len(micro_batches) - 1):
                 some_loss, some_correct = self._forward(some_images, some_targets)
@@ -86,6 +104,29 @@ class TrainStep:
             loss += some_loss.detach()
             correct += some_correct
         return self._update(loss, correct)
+
+    def _divide_among_threads(self, images: Tensor, targets: Tensor, threads: BatchThreads) -> tuple[Tensor, Tensor]:
+        """Loss and correct images of the batch; the gradients, added up in the order of the batch."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def run(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Gradients]:
+            gradients: Gradients = [None] * len(parameters)
+            loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+            for some_images, some_targets in _split(*part, -(-self.grad_accum_steps // threads.count)):
+                some_loss, some_correct = self._forward(some_images, some_targets)
+                some_loss = some_loss * (len(some_images) / len(images))
+                gradients = _add(gradients, torch.autograd.grad(some_loss, parameters, allow_unused=True))
+                loss += some_loss.detach()
+                correct += some_correct
+            return loss, correct, gradients
+
+        losses, corrects, of_threads = zip(*threads.map(run, _split(images, targets, threads.count)), strict=True)
+        total: Gradients = [None] * len(parameters)
+        for gradients in of_threads:
+            total = _add(total, gradients)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+        return torch.stack(losses).sum(), torch.stack(corrects).sum()
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(self.device, self.precision):

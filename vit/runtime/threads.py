@@ -1,0 +1,50 @@
+"""Threads that each take a part of a batch on a CPU.
+
+The threads of one operation (OpenMP's) wait for one another at its end, hundreds of times a step: that takes time, and
+where another process holds one of them up, it holds up all. Threads that each take a part of the batch through all
+operations meet once a step.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+_MOST_THREADS = 8  # Python runs one thread at a time between the operations; more cores share a part's operations
+_local = threading.local()
+
+
+class BatchThreads:
+    """`count` threads, by default one for each of torch's up to 8, that divide torch's threads among them."""
+
+    def __init__(self, count: int | None = None) -> None:
+        available = torch.get_num_threads()
+        self.count = count or min(available, _MOST_THREADS)
+        each = max(available // self.count, 1)
+        self._pool = ThreadPoolExecutor(self.count, "vit", initializer=torch.set_num_threads, initargs=(each,))
+
+    def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
+        """function(part) of each, in order. What is drawn with `thread_generator` follows from torch's seed and the
+        order of the parts alone."""
+        parts = list(parts)
+        seeds = torch.randint(2**62, (len(parts),)).tolist()
+
+        def run(part: Part, seed: int) -> Result:
+            _local.generator = torch.Generator().manual_seed(seed)
+            try:
+                return function(part)
+            finally:
+                del _local.generator
+
+        return list(self._pool.map(run, parts, seeds))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def thread_generator() -> torch.Generator | None:
+    """Where a thread of `BatchThreads` takes its random numbers from; elsewhere None, torch's own generator: threads
+    would take its numbers in no certain order."""
+    return getattr(_local, "generator", None)
