@@ -18,6 +18,7 @@ import class_balance
 import faithfulness
 import own_photos
 import planted_evidence
+import processes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -239,6 +240,8 @@ def build_tables() -> dict[str, str]:
         "own-photos": "\n\n".join(map(own_photos.build_table, load_results(own_photos.NAME).values()))
         or "Not measured yet.",
         "planted-evidence": "\n\n".join(map(planted_evidence.build_table, load_results("planted-evidence").values())),
+        "processes": "\n\n".join(map(processes.build_table, load_results(processes.NAME).values()))
+        or "Not measured yet.",
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),

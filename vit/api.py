@@ -82,8 +82,8 @@ def train(
     classes `class_names` names. `model` replaces its model: any module from images [B, 3, H, W] to logits [B, C], which
     is trained itself. `callbacks` see the run's events and may end it. Resuming takes the same of each again.
 
-    Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, and
-    `vit.training.signals.Stopped` after SIGINT or SIGTERM, with the state saved.
+    Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, `Stopped` of
+    `vit.training.signals` after SIGINT or SIGTERM, with the state saved, `LostProcess` where another process ends.
     """
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")

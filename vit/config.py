@@ -164,6 +164,7 @@ class TrainConfig(_Section):
     attention_maps: int = Field(8, ge=0)  # validation images whose maps go to TensorBoard; none with fsdp
     on_nonfinite: Literal["stop", "skip"] = "stop"
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    timeout_seconds: float = Field(600, gt=0)  # that processes wait for one that hangs, from the first step on
 
 
 class Config(_Section):

@@ -237,7 +237,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int, patch_s
     total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
     is_constant = config.schedule.name == "constant-cooldown"
     keys = {"epochs", "seed", "on_nonfinite", "evaluate_every_epochs", "checkpoint_every_steps", "keep_every_epochs"}
-    keys |= {"select_by", "early_stopping_patience"}
+    keys |= {"select_by", "early_stopping_patience", "timeout_seconds"}
     return TrainingPlan(
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,

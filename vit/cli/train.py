@@ -11,7 +11,7 @@ from vit.cli.common import Output, build_console, build_facts_table
 if TYPE_CHECKING:
     from vit.build.run import Run
 
-REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal with its state saved; a scheduler may start it again
+REQUEUE = 75  # EX_TEMPFAIL: stopped by a signal, or without another process; a scheduler may start it again
 _CONFIG = "images (a folder, table, shards or data set), or a YAML file or recipe; with --resume the run's own"
 _INIT = "weights to start from: a model file, a run directory or timm:NAME"
 _MINUTES = "of training, where images are named; default: 5 on a CPU, 20 on a GPU"
@@ -33,6 +33,7 @@ def train(
     Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit.
     """
     from vit import api
+    from vit.runtime.processes import LostProcess
     from vit.training.signals import Stopped
 
     changes = overrides or []
@@ -42,7 +43,7 @@ def train(
     mode |= {"resume": resume, "overwrite": overwrite, "dry_run": dry_run}
     try:
         result = api.train(config, output=output, overrides=changes, **mode, on_start=_show_summary)
-    except Stopped as stopped:
+    except (Stopped, LostProcess) as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
     if dry_run:

@@ -1,16 +1,25 @@
 """The processes of one run, as torchrun starts them."""
 
-import datetime
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vit.runtime.arguments import first_line
+
 T = TypeVar("T")
+_START_TIMEOUT = timedelta(hours=1)  # until the first step: one machine may decode images that another has
+_ANSWER_SECONDS = 5.0  # within which the processes that are left say so
+
+
+class LostProcess(ConnectionError):
+    """Another process of the run has ended or hangs; the run can be continued from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +34,17 @@ class Process:
         """The one process that writes files and messages."""
         return self.rank == 0
 
-    def any(self, flag: bool, device: torch.device) -> bool:
+    def any(self, flag: bool) -> bool:
         """Whether `flag` is set in any process."""
-        if self.world_size == 1:
-            return flag
-        total = torch.tensor(int(flag), device=device)
-        dist.all_reduce(total, dist.ReduceOp.MAX)
-        return bool(total)
+        return max(self.gather(flag)) > 0 if self.world_size > 1 else flag
+
+    def gather(self, value: float) -> list[float]:
+        """Every process's `value`, by rank. It goes from host to host, so nothing waits for a GPU."""
+        values = torch.zeros(self.world_size, dtype=torch.float64)
+        values[self.rank] = value
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values.tolist()
 
     def broadcast(self, value: T) -> T:
         """The main process's `value`, in every process."""
@@ -45,6 +58,13 @@ class Process:
         if self.world_size > 1:
             dist.barrier()
 
+    def limit_waits(self, seconds: float) -> None:
+        """From now on, an exchange between hosts fails that another process has not joined for `seconds`. Training has
+        one in each step, so a host that waits for its GPU is found too; NCCL's watchdog, which can't tell whom it waits
+        for, comes later."""
+        if self.world_size > 1 and (group := dist.group.WORLD) is not None:
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+
 
 def current_process() -> Process:
     """This process's place in torch's process group; the only one where there is no group."""
@@ -54,7 +74,8 @@ def current_process() -> Process:
 
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
-    """Join torchrun's process group (NCCL or gloo), where there is one; yields this process and its device."""
+    """Join torchrun's process group (gloo, on GPUs NCCL beside it), where there is one; yields this process and its
+    device. Raises LostProcess, with a sentence that names it, where another process ends or hangs."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
         return
@@ -62,8 +83,34 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
     if on_gpu:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_START_TIMEOUT)
     try:
         yield current_process(), device
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise LostProcess(_describe_loss(current_process(), error)) from error
     finally:
         dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether this is what torch raises where another process does not answer; gloo's errors have no class."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _describe_loss(process: Process, error: RuntimeError) -> str:
+    """Which processes do not answer. All that lost one come here at the same time, and say so in torch's store."""
+    silent = set(range(process.world_size))
+    try:
+        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _ANSWER_SECONDS
+        store.set(f"vit/{process.rank}", "here")
+        while silent and time.monotonic() < until:
+            silent = {rank for rank in silent if not store.check([f"vit/{rank}"])}
+            time.sleep(0.05)
+    except dist.DistError:
+        silent = {0} if process.rank else silent  # the store was its
+    names = " and ".join(map(str, sorted(silent - {process.rank})))
+    lost = f"process {names} of {process.world_size} has ended or hangs" if names else "a connection was lost"
+    reason = first_line(error).rpartition("] ")[2]  # behind gloo's file and line
+    return f"{lost} (process {process.rank}: {reason}); continue with --resume"

@@ -14,7 +14,8 @@ from vit.runtime.arguments import shorten
 # where the images lie or are cached, and how many processes decode them, changes no number; class names are in the
 # fingerprint of the data
 NEUTRAL_KEYS = {
-    *("data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "data.class_names", "train.keep_limit")
+    *("data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "data.class_names", "train.keep_limit"),
+    "train.timeout_seconds",
 }
 # keys that came after the first run identities: while they have their default, a run keeps the identity that it had
 _LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience"}

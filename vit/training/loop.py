@@ -19,7 +19,7 @@ from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
 from vit.data.random import seed_generators
 from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
-from vit.runtime.processes import Process
+from vit.runtime.processes import Process, is_lost
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
@@ -27,6 +27,7 @@ from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import Stopped, stop_on_signals
 from vit.training.state import collect_state, restore_state, save_shards
 from vit.training.step import StepResult, TrainStep
+from vit.training.stragglers import Stragglers
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,6 +52,7 @@ class Trainer:
         self._stop_requested = self._signalled = self._extends = False
         self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
+        self._stragglers = Stragglers(self.process)
 
     def resume(self, *, most_steps: int | None = None) -> bool:
         """Go back to the newest whole checkpoint; False where there is none. A model file that is gone or damaged is
@@ -90,6 +92,8 @@ class Trainer:
         except ValueError as error:  # ours, or torch's
             raise ValueError(first_line(error)) from error
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            if is_lost(error):
+                raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"a checkpoint does not hold the state of this run ({reason}); remove it") from error
         self.progress = progress
@@ -98,6 +102,7 @@ class Trainer:
         """Train to the end of the plan, or until an observer asks to stop. Raises Stopped after SIGINT or SIGTERM, with
         the state saved."""
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
+        self.process.limit_waits(self.plan.timeout_seconds)
         with stop_on_signals(self._request_stop):
             try:
                 start: dict[str, Any] = {"step": self.progress.step, "total_steps": self.plan.total_steps}
@@ -130,7 +135,10 @@ class Trainer:
         progress, plan = self.progress, self.plan
         self.step.model.train()
         before = time.perf_counter() - progress.epoch_seconds
+        timer = self.step.timer
+        timer.start()
         for batch in self._batches(start_step=progress.step_in_epoch):
+            timer.stop()
             seed_step(plan.seed, progress.step, self.process.rank)
             result = self.step(batch.images, batch.targets)
             progress.step += 1
@@ -142,20 +150,24 @@ class Trainer:
             self._log(result)
             if self._stop_early():
                 return False
+            if self.process.world_size > 1 and progress.step % LOG_EVERY_STEPS == 0:
+                for sentence in self._stragglers.check(self.step.timer):
+                    self._say(sentence)
             if progress.step >= plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them twice
             if self._is_checkpoint_due() and progress.step_in_epoch < len(self.train_batches):
                 self._save()
+            timer.start()
         return True
 
     def _stop_early(self) -> bool:
         """Whether the run was asked to end; its state is saved then. Raises Stopped after a signal."""
-        if not self.process.any(self._stop_requested, self.step.device):
+        if not self.process.any(self._stop_requested):
             return False
         self._save()
         text = f"stopped after step {self.progress.step}; continue with --resume"
-        if self.process.any(self._signalled, self.step.device):
+        if self.process.any(self._signalled):
             raise Stopped(text)
         if not self.progress.best_step:  # else the result would have no model
             self.save_model(self.step.averaged_model.eval())

@@ -1,5 +1,6 @@
 """One model in several processes: torch's DistributedDataParallel or FSDP2."""
 
+from itertools import pairwise
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -13,20 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.model.logits import compute_logits
 from vit.runtime.processes import Process
 
+_BUCKETS = 8  # of gradients, or more
+
 
 def wrap_model(
     model: nn.Module, *, process: Process, parallel: Literal["ddp", "fsdp"], device: torch.device
 ) -> nn.Module:
     """`model` on `device` with its gradients averaged over the processes (ddp) or its weights sharded too (fsdp): each
-    block goes to the device and is sharded there before the next."""
+    block goes to the device and is sharded there before the next. Both exchange while they compute: the gradients of
+    the last layers during the backward pass of the first, a block's weights during the forward pass of the one before.
+    """
     if process.world_size == 1:
         return model.to(device)
     if parallel == "ddp":
-        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        # torch's 25 MB would hold a small model whole, and its exchange would begin when the backward pass has ended
+        bucket_mb = max(num_bytes / 2**20 / _BUCKETS, 1)
+        size: dict[str, Any] = {"bucket_cap_mb": bucket_mb} if bucket_mb < 25 else {}
+        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True, **size)
     mesh = init_device_mesh(device.type, (process.world_size,))
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    blocks = [fully_shard(block, mesh=mesh) for block in model.get_submodule("blocks").children()]
+    for module, following in pairwise([fully_shard(model, mesh=mesh), *blocks]):
+        module.set_modules_to_forward_prefetch([following])
     cast(Any, model).compute_logits = MethodType(compute_logits, model)
     register_fsdp_forward_method(model, "compute_logits")
     return model

@@ -25,6 +25,7 @@ class TrainingPlan:
     on_nonfinite: str = "stop"
     select_by: str = "top1"  # or macro_f1, loss: what makes a model the best
     early_stopping_patience: int | None = None  # evaluations without a better model after which the run ends
+    timeout_seconds: float = 600  # without an answer from another process
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
         """The size of epoch number `epoch`, counted from 0; None for the data's own."""

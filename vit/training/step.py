@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import Precision, autocast
 from vit.runtime.threads import BatchThreads
+from vit.training.stragglers import Timer
 
 Gradients = Sequence[Tensor | None]
 
@@ -82,6 +83,11 @@ class TrainStep:
         if self.ema_decay:
             self.average = (average_model or copy.deepcopy(self.module)).eval().requires_grad_(False)
         self._forward = torch.compile(self._compute_loss) if compile else self._compute_loss
+        self.timer = Timer()  # of what waits for no other process
+        if isinstance(self.model, FSDPModule):
+            self.timer.watch(self.model.get_submodule("blocks"))
+        elif isinstance(self.model, DistributedDataParallel):
+            self._forward = self.timer.wrap(self._forward)
 
     @property
     def averaged_model(self) -> nn.Module:

@@ -1,0 +1,115 @@
+"""The batch script for Slurm and the job for Kubernetes in docs/cluster, as far as they go without a cluster."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from vit.build.recipe import find_recipe
+from vit.cli.main import app
+from vit.config import load_config
+
+FOLDER = Path(__file__).parents[1] / "docs" / "cluster"
+SLURM = FOLDER / "slurm.sh"
+# what stands for Slurm's commands; torchrun is the one of this environment
+COMMANDS = {
+    "scontrol": '#!/bin/bash\necho "scontrol $*" >> calls\n[ "$1" = show ] && printf "node7\\nnode8\\n" || true\n',
+    "scancel": '#!/bin/bash\necho "scancel $*" >> calls\nkill -TERM "$(cat step)"\n',
+    "srun": '#!/bin/bash\necho "srun $*" >> calls\nshift\necho $$ > step\nexec "$@"\n',
+    "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "${{@/node7/localhost}}"\n',
+}
+ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[7-8]"}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with Slurm's commands, in which their calls are noted; they come first in PATH."""
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
+    for key, value in ALLOCATION.items():
+        monkeypatch.setenv(key, value)
+    return tmp_path
+
+
+def make_settings(arguments: list[str]) -> dict[str, Any]:
+    """The options of `vit train ARGUMENTS`; raises for one that it does not have."""
+    group: Any = typer.main.get_command(app)
+    return group.commands["train"].make_context("train", list(arguments)).params  # type: ignore[no-any-return]
+
+
+def test_the_slurm_script_has_no_syntax_error_and_asks_for_nodes() -> None:
+    subprocess.run(["bash", "-n", SLURM], check=True)
+    lines = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")]
+    asked = dict(line.removeprefix("--").partition("=")[::2] for line in lines)
+    assert asked["ntasks-per-node"] == "1"
+    assert asked["signal"] == "B:USR1@300"
+    assert {"nodes", "gpus-per-node", "cpus-per-task", "time", "no-kill", "requeue"} <= set(asked)
+
+
+def test_the_slurm_script_starts_the_run_on_all_nodes(cluster: Path) -> None:
+    arguments = ["digits", "--output", "run", "train.device=cpu", "--dry-run"]
+    done = subprocess.run(["bash", SLURM, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (cluster / "run" / "dry_run.png").exists()
+    first, second = (cluster / "calls").read_text().splitlines()
+    assert first == "scontrol show hostnames node[7-8]"
+    launcher, train = second.split(" -m vit train ")
+    assert launcher == (
+        "srun --kill-on-bad-exit=0 torchrun --nnodes 1:4 --nproc-per-node 1 --max-restarts 20 "
+        "--rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint node7:29400"
+    )
+    assert make_settings(train.split())["resume"]
+
+
+def test_before_its_time_ends_the_slurm_job_saves_and_is_queued_again(cluster: Path) -> None:
+    (cluster / "torchrun").write_text("#!/bin/bash\ntrap 'echo saved >> calls; exit 1' TERM\nsleep 30 &\nwait\n")
+    job = subprocess.Popen(["bash", SLURM, "digits", "--output", "run"])
+    deadline = time.monotonic() + 30
+    while not (cluster / "step").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # until the trap is set
+    subprocess.run(["kill", "-USR1", str(job.pid)], check=True)
+    assert job.wait(timeout=30) == 0
+    calls = (cluster / "calls").read_text().splitlines()
+    assert calls[2:] == ["scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
+
+
+def test_a_run_that_fails_is_not_queued_again(cluster: Path) -> None:
+    (cluster / "torchrun").write_text("#!/bin/bash\nexit 2\n")
+    assert subprocess.run(["bash", SLURM, "digits"], check=False).returncode == 2
+    assert "requeue" not in (cluster / "calls").read_text()
+
+
+def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
+    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    elastic, (worker,) = spec["elasticPolicy"], spec["pytorchReplicaSpecs"].values()
+    assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}  # an elastic job has no master
+    assert elastic["rdzvBackend"] == "c10d"
+    assert elastic["minReplicas"] == 1 <= worker["replicas"] <= elastic["maxReplicas"] == 4
+    assert worker["restartPolicy"] == "OnFailure"
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"
+    assert spec["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    command = container["command"]
+    assert command[:4] == ["torchrun", "-m", "vit", "train"]
+    settings = make_settings(command[4:])
+    assert settings["resume"]
+    load_config(find_recipe(settings["config"]), settings["overrides"] or [])
+    shared = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared")
+    assert str(settings["output"]).startswith(shared)
