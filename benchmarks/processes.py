@@ -110,10 +110,8 @@ def read_steps(directory: Path) -> list[dict[str, Any]]:
 
 def count_sent_bytes(exchanged: dict[str, int], world_size: int) -> float:
     """What a process sends to others in rings: an all-reduce passes everything round twice, the others once."""
-    once = (world_size - 1) / world_size
-    return once * sum(
-        size * (2 if "reduce" in name and "scatter" not in name else 1) for name, size in exchanged.items()
-    )
+    twice = ("allreduce_", "all_reduce")
+    return (world_size - 1) / world_size * sum(size * (1 + (name in twice)) for name, size in exchanged.items())
 
 
 def measure_overlap(order: list[tuple[str, int]]) -> float:
