@@ -19,7 +19,7 @@ set -euo pipefail
 # A node that fails takes its store along: each restart then makes a new one.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 
 out_of_time=false
 trap 'out_of_time=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1

@@ -51,9 +51,9 @@ def run_command(directory: Path, *arguments: str) -> None:
 
         forward = Block.forward
 
-        def forward_slowly(block: Any, tokens: Any) -> Any:
+        def forward_slowly(block: Any, *arguments: Any, **options: Any) -> Any:
             time.sleep(0.015)
-            return forward(block, tokens)
+            return forward(block, *arguments, **options)
 
         Block.forward = forward_slowly  # type: ignore[method-assign]
     from vit.cli.main import main
