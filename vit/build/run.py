@@ -208,7 +208,7 @@ def build_step(
         wrap_model(average_model, process=process, parallel=train.parallel, device=device)
     optimizer = create_optimizer(model=model, **config.optimizer.model_dump(), muon_dtype=getattr(torch, precision))
     threads = None
-    if parallel_model is model and not more.get("compile"):  # compiled code keeps Python's lock
+    if process.world_size == 1 and not more.get("compile"):  # compiled code keeps Python's lock
         threads = choose_threads(model, device=device)
     return TrainStep(
         parallel_model,
