@@ -15,6 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from jaxtyping import install_import_hook
 
+import vit.runtime.memory
+
+# a command that runs inside a test would set it for all that follow, whose process then stays at its largest size
+vit.runtime.memory.keep_freed_memory = lambda: False
+
 # before any module below is imported: each annotated call then checks its array shapes
 install_import_hook(
     ["vit.model", "vit.explanation", "vit.data.random", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],

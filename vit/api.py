@@ -111,9 +111,7 @@ def train(
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
 
 
-def _build_chosen(
-    choose: Callable[[], Chosen], *, given: Given, process: Process, **arguments: Any
-) -> tuple[Config, Run]:
+def _build_chosen(choose: Callable[[], Chosen], *, given: Given, process: Process, **more: Any) -> tuple[Config, Run]:
     """The run of the configuration that the main process chooses, for which it may have opened the data set."""
     chosen = choose() if process.is_main else None
     if chosen is not None and chosen.dataset is not None:
@@ -121,7 +119,7 @@ def _build_chosen(
     told = process.broadcast(None if chosen is None else chosen[:2])
     assert told is not None
     resolved, choices = told
-    return resolved, replace(build_run(resolved, process=process, given=given, **arguments), choices=choices)
+    return resolved, replace(build_run(resolved, process=process, given=given, **more), choices=choices)
 
 
 def evaluate(
