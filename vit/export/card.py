@@ -37,12 +37,9 @@ def write_card(directory: Path, bundle: Bundle, to: str, facts: Mapping[str, Any
         "has_code": (directory / "timm_vit.py").exists(),
         "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
         "names": names[:_MOST_CLASSES],
-        "num_classes": len(names),
-        "data": bundle.data,
+        "bundle": bundle,
         "evaluation": found,
         "metrics": [(name, found[name], *found["intervals"][name]) for name in metrics] if found else [],
-        "sha256": bundle.sha256,
-        "versions": bundle.metadata.get("versions", {}),
         "card": card,
     }
     loader = PackageLoader("vit", "export/templates")
