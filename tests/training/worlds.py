@@ -16,7 +16,9 @@ from typing import Any
 def start_world(target: Callable[..., None], *arguments: Any, size: int) -> list[BaseProcess]:
     """target(*arguments) in each of `size` processes, with the environment that torchrun would give them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vit.api", "vit.cli.train", "processes", "torch.utils.tensorboard"])
+    context.set_forkserver_preload(
+        ["vit.api", "vit.cli.main", "processes", "torch.utils.tensorboard", "sklearn.datasets"]
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -59,9 +59,8 @@ class Process:
             dist.barrier()
 
     def limit_waits(self, seconds: float) -> None:
-        """From now on, an exchange between hosts fails that another process has not joined for `seconds`. Training has
-        one in each step, so a host that waits for its GPU is found too; NCCL's watchdog, which can't tell whom it waits
-        for, comes later."""
+        """From now on, an exchange between hosts fails that another process has not joined for `seconds`. Each training
+        step has one, which fails before NCCL's watchdog ends the process without a name."""
         if self.world_size > 1 and (group := dist.group.WORLD) is not None:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 

@@ -10,8 +10,7 @@ from torch import nn
 from vit.runtime.processes import Process
 
 T = TypeVar("T")
-_RATIO = 1.2  # to the median of the processes, and
-_SHARE = 0.1  # of the step that it costs, below which nobody is told
+_RATIO, _SHARE = 1.2, 0.1  # who takes longer than the median so many times, and by such a share of a step, is slow
 
 
 class Timer:
@@ -40,7 +39,7 @@ class Timer:
         return timed
 
     def watch(self, blocks: nn.Module) -> None:
-        """Time the blocks of a sharded model, without the waiting for weights that lies between them."""
+        """Time the blocks of a sharded model, which waits for weights between them."""
         for block in blocks.children():
             block.register_forward_pre_hook(self.start)
             block.register_forward_hook(self.stop)
