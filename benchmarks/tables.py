@@ -15,6 +15,7 @@ from typing import Any
 
 import attention_programs
 import class_balance
+import contention
 import faithfulness
 import own_photos
 import planted_evidence
@@ -242,6 +243,7 @@ def build_tables() -> dict[str, str]:
         "planted-evidence": "\n\n".join(map(planted_evidence.build_table, load_results("planted-evidence").values())),
         "processes": "\n\n".join(map(processes.build_table, load_results(processes.NAME).values()))
         or "Not measured yet.",
+        "contention": "\n\n".join(map(contention.build_table, load_results(contention.NAME).values())),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),

@@ -75,7 +75,7 @@ def test_threads_draw_the_same_numbers_in_every_run():
 
     assert torch.equal(train([0.0, 0.01, 0.0, 0.02]), train([0.02, 0.0, 0.01, 0.0]))
     threads = BatchThreads(4)
-    drawn = threads.map(lambda _: torch.rand(8, generator=thread_generator()), range(4))
+    drawn = threads.map(lambda _: torch.rand(8, generator=thread_generator()), range(4), is_random=True)
     assert len({tuple(values.tolist()) for values in drawn}) == 4
     assert thread_generator() is None
 

@@ -132,9 +132,7 @@ class _Loader(ABC):
     def _pixels(self, rng: StatelessRandom, start_step: int) -> Steps:
         """(sample ids, their images where they aren't resident), both on the host, of each step."""
 
-    def _augment(
-        self, pixels: Tensor | None, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool
-    ) -> Batch:
+    def _augment(self, pixels: Tensor | None, ids: SampleIds, rng: StatelessRandom, size: Size, *, mix: bool) -> Batch:
         """Draw on the host, copy all that the device needs at once, and compute there."""
         augment, preprocess, index = self._of_batches, self.preprocess, ids % len(self.labels)
         full = self.images.shape if pixels is None else pixels.shape

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.model.logits import compute_logits
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, choose_precision, copy_to_device
 from vit.runtime.processes import current_process
+from vit.runtime.threads import BatchThreads
 
 Pixels = NDArray[np.uint8]
 Logits = NDArray[np.float32]
@@ -55,21 +57,36 @@ class Predictor:
         same way whatever the number of processes, so the logits are the same to the last bit; none is padded, so no
         image counts twice. A process without a batch of its own in the last round still runs the model, on an empty
         image: the weights of a sharded model come together only where all processes call it. `on_progress` receives
-        how many images are done, over all processes.
+        how many images are done, over all processes. On a CPU each thread takes batches of its own and calls both.
         """
         process = current_process()
         size, world_size = self.batch_size, process.world_size
         logits = torch.zeros(count, self.num_classes, device=self.device if world_size > 1 else "cpu")
-        # one context around the loop: autocast keeps its bf16 copies of the weights until it is left
-        with autocast(self.device, self.precision):
-            for first in range(0, count, world_size * size):
-                start = first + process.rank * size
-                stop = min(start + size, count)
-                if start >= count:
-                    self._compute(torch.zeros(1, *self.preprocess.image_size, 3, dtype=torch.uint8))
-                    continue
-                logits[start:stop] = self._compute(torch.from_numpy(np.array(read(start, stop)))).to(logits.device)
-                on_progress(min(world_size * size, count - start))
+
+        @torch.inference_mode()  # each thread has modes of its own
+        def run(rounds: range) -> None:
+            # one context around the loop: autocast keeps its bf16 copies of the weights until it is left
+            with autocast(self.device, self.precision):
+                for first in rounds:
+                    start = first + process.rank * size
+                    stop = min(start + size, count)
+                    if start >= count:
+                        self._compute(torch.zeros(1, *self.preprocess.image_size, 3, dtype=torch.uint8))
+                        continue
+                    logits[start:stop] = self._compute(torch.from_numpy(np.array(read(start, stop)))).to(logits.device)
+                    on_progress(min(world_size * size, count - start))
+
+        rounds = range(0, count, world_size * size)
+        if (
+            self.device.type == "cpu"
+            and isinstance(self.model, VisionTransformer)
+            and world_size == 1
+            and len(rounds) > 1
+        ):
+            threads = BatchThreads()
+            threads.map(run, [rounds[number :: threads.count] for number in range(threads.count)])
+        else:
+            run(rounds)
         if world_size > 1:
             dist.all_reduce(logits)  # all processes but one hold zero for an image: this sum rounds nothing
         return cast(Logits, logits.cpu().numpy())

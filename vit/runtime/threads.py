@@ -6,7 +6,7 @@ operations meet once a step.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -27,18 +27,16 @@ class BatchThreads:
         each = max(available // self.count, 1)
         self._pool = ThreadPoolExecutor(self.count, "vit", initializer=torch.set_num_threads, initargs=(each,))
 
-    def map(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
-        """function(part) of each, in order. What is drawn with `thread_generator` follows from torch's seed and the
-        order of the parts alone."""
-        parts = list(parts)
-        seeds = torch.randint(2**62, (len(parts),)).tolist()
+    def map(
+        self, function: Callable[[Part], Result], parts: Sequence[Part], *, is_random: bool = False
+    ) -> list[Result]:
+        """function(part) of each, in order. Where it `is_random`, seeds are drawn from torch's generator, one for each
+        part's `thread_generator`: its numbers don't depend on which thread is first."""
+        seeds = torch.randint(2**62, (len(parts),)).tolist() if is_random else [None] * len(parts)
 
-        def run(part: Part, seed: int) -> Result:
-            _local.generator = torch.Generator().manual_seed(seed)
-            try:
-                return function(part)
-            finally:
-                del _local.generator
+        def run(part: Part, seed: int | None) -> Result:
+            _local.generator = None if seed is None else torch.Generator().manual_seed(seed)
+            return function(part)
 
         return list(self._pool.map(run, parts, seeds))
 

@@ -126,7 +126,8 @@ class TrainStep:
                 correct += some_correct
             return loss, correct, gradients
 
-        losses, corrects, of_threads = zip(*threads.map(run, _split(images, targets, threads.count)), strict=True)
+        parts = _split(images, targets, threads.count)
+        losses, corrects, of_threads = zip(*threads.map(run, parts, is_random=True), strict=True)
         total: Gradients = [None] * len(parameters)
         for gradients in of_threads:
             total = _add(total, gradients)
