@@ -200,6 +200,7 @@ def _explain(
     minutes = f"{images.minutes:g} minutes (--minutes) on this {images.device.type.upper()}, {rate:,.0f} images/s"
     enough = f"enough for {images.count:,} images; {minutes}, hold {held:,.0f}"
     is_photo = candidate.recipe == "cifar10/cpu" and images.side > 48
+    is_regularised = config.model.drop_path_rate > 0 or (is_photo and images.count < _ENOUGH_PHOTOS)
     chosen = {
         "image size": (("data.image_size", "model.patch_size"), candidate.why),
         "architecture": (("model.stem", "model.embed_dim", "model.depth"), recipe),
@@ -211,7 +212,7 @@ def _explain(
         ),
         "regularisation": (
             ("train.label_smoothing", "optimizer.weight_decay", "model.drop_path_rate"),
-            f"stochastic depth for so few as {images.count:,} images" if config.model.drop_path_rate else recipe,
+            f"more than in the recipe for so few as {images.count:,} images" if is_regularised else recipe,
         ),
         "learning rate": (("optimizer.name", "optimizer.lr", "optimizer.muon_lr", "schedule.name"), recipe),
     }
