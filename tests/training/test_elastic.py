@@ -21,7 +21,7 @@ from tests.training.test_kill import done_steps
 RENDEZVOUS = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
 PLACE = ("--nnodes=1:4", "--nproc-per-node=1", "--local-addr=127.0.0.1")
 PROGRAM = ("-m", "torch.distributed.run", *PLACE, "--max-restarts=100")
-LONG = ["train.epochs=20", "train.checkpoint_every_steps=1"]
+LONG = ["train.epochs=20", "train.checkpoint_every_steps=1", "train.batch_size=96"]  # for 1, 2, 3 and 4 processes
 
 
 def kill(process: int) -> bool:
