@@ -22,7 +22,8 @@ COMMANDS = {
     "scontrol": '#!/bin/bash\necho "scontrol $*" >> calls\n[ "$1" = show ] && printf "node7\\nnode8\\n" || true\n',
     "scancel": '#!/bin/bash\necho "scancel $*" >> calls\nkill -TERM "$(cat step)"\n',
     "srun": '#!/bin/bash\necho "srun $*" >> calls\nshift\necho $$ > step\nexec "$@"\n',
-    "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run --local-addr localhost "${{@/node7/localhost}}"\n',
+    "torchrun": f"#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "
+    '--local-addr localhost "${@/node7/localhost}"\n',
 }
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node[7-8]"}
 

@@ -116,7 +116,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     monkeypatch.setattr(automatic, "_ENOUGH_PHOTOS", 40)
     config, choices, _ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size, config.model.drop_path_rate) == (256, 88, 0.1)
-    assert "stochastic depth for so few" in choices["regularisation"]
+    assert "more than in the recipe for so few" in choices["regularisation"]
     speed(1.0)
     config, choices, _ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)

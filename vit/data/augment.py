@@ -1,7 +1,7 @@
 """Augmentation of whole batches on the device they are on, drawn anew for every sample.
 
-Random numbers are drawn on the host, a few hundred integers, and go to the device with the sample's indices in one copy:
-so the host knows which operation falls on which sample, and nothing waits for the device.
+Random numbers are drawn on the host, a few hundred integers, and go to the device with the indices in one copy: so the
+host knows which operation falls on which sample, and nothing waits for the device.
 """
 
 import math
