@@ -2,6 +2,7 @@
 
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_threads_draw_the_same_numbers_in_every_run():
     drawn = threads.map(lambda _: torch.rand(8, generator=thread_generator()), range(4), is_random=True)
     assert len({tuple(values.tolist()) for values in drawn}) == 4
     assert thread_generator() is None
+
+
+def test_later_threads_have_all_of_torchs_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        BatchThreads(3).map(lambda _: None, range(3))
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_frozen_and_unused_parameters_have_no_gradient_with_threads():

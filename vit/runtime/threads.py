@@ -22,9 +22,9 @@ class BatchThreads:
     """`count` threads, by default one for each of torch's up to 8, that divide torch's threads among them."""
 
     def __init__(self, count: int | None = None) -> None:
-        available = torch.get_num_threads()
-        self.count = count or min(available, _MOST_THREADS)
-        each = max(available // self.count, 1)
+        self._available = torch.get_num_threads()
+        self.count = count or min(self._available, _MOST_THREADS)
+        each = max(self._available // self.count, 1)
         self._pool = ThreadPoolExecutor(self.count, "vit", initializer=torch.set_num_threads, initargs=(each,))
 
     def map(
@@ -38,7 +38,9 @@ class BatchThreads:
             _local.generator = None if seed is None else torch.Generator().manual_seed(seed)
             return function(part)
 
-        return list(self._pool.map(run, parts, seeds))
+        results = list(self._pool.map(run, parts, seeds))
+        torch.set_num_threads(self._available)  # a thread that a program starts later has as many as the last one set
+        return results
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
