@@ -396,6 +396,8 @@ class TestModelFiles:
             ("temperature", float("nan")),
             ("temperature", "hot"),
             ("preprocess.mean", [float("nan"), 0, 0]),
+            ("preprocess.mean", [10**30, 0, 0]),
+            ("preprocess.std", [1, 1, 1e-320]),
             ("preprocess.std", [1, 1, 0]),
             ("preprocess.image_size", [10**9, 10**9]),
             ("preprocess.crop_pct", 1e-320),

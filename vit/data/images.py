@@ -195,8 +195,9 @@ class Preprocess:
         if not max(self.image_size) <= self.crop_pct * MOST_PIXELS:
             sides = f"image_size {self.image_size} and crop_pct {self.crop_pct}"
             raise ValueError(f"{sides} ask for images of more than {MOST_PIXELS:,} pixels a side")
-        if not all(map(math.isfinite, self.mean)) or not all(0 < value < math.inf for value in self.std):
-            raise ValueError(f"mean {self.mean} must be finite, and std {self.std} positive as well")
+        # of pixels in [0, 1], or of 0..255; far beyond, normalised pixels overflow and the logits are NaN
+        if not all(abs(value) <= 1e3 for value in self.mean) or not all(1e-6 <= value <= 1e6 for value in self.std):
+            raise ValueError(f"mean {self.mean} must be within ±1000, and std {self.std} from 1e-6 to 1e6")
         if self.interpolation not in _RESAMPLING:
             raise ValueError(f"unknown interpolation {self.interpolation!r}; known: {', '.join(_RESAMPLING)}")
 
