@@ -1,5 +1,7 @@
-"""The training step of a packaged recipe, as `vit train` builds it: on a device, or on CUDA tensors without memory."""
+"""The training step of a packaged recipe, as `vit train` builds it: on a device, or on tensors without memory."""
 
+import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,15 +67,18 @@ def draw_batch(config: Config, size: tuple[int, int], *, seed: int = 0) -> tuple
 
 
 @contextmanager
-def cuda_without_device() -> Iterator[None]:
-    """Tensors are made on CUDA, without memory or a device. Autocast otherwise turns itself off, drawing a truncated
-    normal distribution looks at the values, and modules can't be moved, nor need they."""
+def without_memory() -> Iterator[None]:
+    """Tensors have shapes and no values. They are the CPU's: for CUDA's, torch's backward pass asks for a device. What
+    the code does on a CPU alone is left out; drawing a truncated normal distribution looks at values, and modules can't
+    be moved, nor need they."""
     with (
-        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
-        patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
+        patch("vit.model.attention.choose_backend", lambda *_: "fused"),
+        patch("vit.model.patch_embed.cpu_multiplies_bfloat16", lambda: True),
+        patch("vit.optim.muon._BATCHED_WIDTH", math.inf),
         patch("torch.nn.init.trunc_normal_", lambda tensor, **_: tensor),
         patch.object(torch.nn.Module, "to", lambda module, *_: module),
+        patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),  # of the weights' average
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # of copies, that there is no memory
         FakeTensorMode(),
-        torch.device("cuda"),
     ):
         yield

@@ -95,6 +95,8 @@ def capture(step: TrainStep, images: Tensor, targets: Tensor) -> Callable[[Tenso
 
 def measure_variant(name: str, variant: str, device: torch.device, *, seconds: float, overrides: list[str]) -> Any:
     """Images a second over about `seconds` of steps, waiting only at the end."""
+    if variant == "graph" and device.type != "cuda":
+        raise RuntimeError("a CUDA graph needs CUDA")
     config = load_recipe(name, f"train.precision={choose_precision('auto', device)}", *overrides)
     torch.manual_seed(0)
     step = build(config, device=device, compile=variant != "plain")

@@ -2,8 +2,8 @@
 
     python benchmarks/step_cost.py --output benchmarks/results
 
-No GPU is used: the recipe's own step runs at its own batch size on CUDA tensors without memory (torch's
-FakeTensorMode), and every operation is counted as it goes by:
+No GPU is used: the recipe's own step runs at its own batch size on tensors without memory (torch's FakeTensorMode), as
+it would on a GPU, and every operation is counted as it goes by:
 
     FLOPs      torch's formulas of matrix products, convolutions and attention; a multiply-add counts as two
     bytes      what an operation reads and writes. Compiled, operations between two of the former are taken as one
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from conditions import describe_conditions, write_result
-from recipe_step import build, build_run_plan, cuda_without_device, draw_batch, list_sizes, load_recipe
+from recipe_step import build, build_run_plan, draw_batch, list_sizes, load_recipe, without_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -122,9 +122,9 @@ class Recorded:
 def record_step(config: Config, size: tuple[int, int]) -> Recorded:
     """Run the second step of the recipe; the first one allocates the optimizer's state."""
     real = draw_batch(config, size)
-    with cuda_without_device():
-        step = build(config, device="cuda")
-        batch = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in real]
+    with without_memory():
+        step = build(config)
+        batch = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in real]
         return record(step, *batch)
 
 
