@@ -72,7 +72,9 @@ def list_parts(options: argparse.Namespace, images: Path) -> list[Part]:
     def script(name: str, *arguments: str) -> list[str]:
         return [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, *written]
 
-    tests = ["tests/runtime/test_device.py"] if small else ["tests/device", "tests/training/test_graphs.py"]
+    tests = ["tests/runtime/test_device.py"]
+    if not small:
+        tests += ["tests/training/test_graphs.py", *(["tests/device"] if (ROOT / "tests" / "device").exists() else [])]
     parity, steps = (recipes[:1], ["--small", "--seconds", "0.1"]) if small else ([], [])
     images_of_maps = ["--images", str(images), "--count", "2" if small else "64", "--rounds", "1" if small else "3"]
     models = ["--models", "ViT at 32 px, 65 tokens"] if small else []
@@ -108,10 +110,13 @@ def run_part(part: Part, *, log: Path, seconds: float, environment: dict[str, st
     return found
 
 
-def run_parts(parts: Sequence[Part], *, minutes: float, folder: Path, write: Callable[[dict[str, Any]], Any]) -> None:
+def run_parts(
+    parts: Sequence[Part], *, minutes: float, device: str, folder: Path, write: Callable[[dict[str, Any]], Any]
+) -> None:
     """One part after the other while there is time; `write` gets what is known after each."""
     end, found = time.perf_counter() + 60 * minutes, {}
     environment = os.environ | {"VIT_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
+    environment["VIT_TEST_DEVICE"] = device  # what the tests of devices run on
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     for part in parts:
         left = end - time.perf_counter()
@@ -227,7 +232,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         images = prepare_images(options.images, folder)
-        run_parts(list_parts(options, images), minutes=options.minutes, folder=folder, write=write)
+        limits: dict[str, Any] = {"minutes": options.minutes, "device": options.device}
+        run_parts(list_parts(options, images), folder=folder, write=write, **limits)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from vit.build.recipe import list_recipes
 from vit.model import patch_embed
 
-# two narrow blocks, one without drop path, one with it, of which some recipes read the first token only; the structure
-# of all others is theirs, and whole models only take longer (27 tests with three blocks of the full width passed too)
+# two narrow blocks, one without drop path, one with it, of which some recipes read the first token only: all others
+# have the structure of one of these
 SHORT = ["model.depth=2", "model.embed_dim=64", "model.num_heads=2", "train.batch_size=4", "train.max_steps=100"]
 
 
