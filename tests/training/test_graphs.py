@@ -102,7 +102,8 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
     assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & {name for name, _ in recorded[0]}
 
 
-@pytest.mark.parametrize("name", list_recipes())
+# Muon with an average and mixed images; AdamW with clipping; Muon alone
+@pytest.mark.parametrize("name", ["cifar10/speedrun", "folder/finetune", "digits"])
 def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
     config = load_recipe(name, *SHORT, "train.precision=float32")
     _, size = list_sizes(config)[0]

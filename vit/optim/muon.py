@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
             every = [parameter for _, members in entries for parameter in members]
             directions = self._orthogonalize_divided(self._momentum(every, (rows, columns), momentum=momentum))
             directions *= max(1.0, rows / columns) ** 0.5
-            each = iter(directions.split([parameter.shape[0] // rows for parameter in every]))
+            each = iter(torch.split(directions, [parameter.shape[0] // rows for parameter in every]))
             for group, members in entries:
                 changes = [next(each).reshape(parameter.shape) for parameter in members]
                 changes = list(torch._foreach_add(changes, members, alpha=group["weight_decay"]))
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
         else:
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             ahead = torch.where(self.found_inf > 0, buffer, buffer.lerp(gradient, 1 - momentum))
-        each = ahead.split([parameter.shape[0] // shape[0] for parameter in parameters])
+        each = torch.split(ahead, [parameter.shape[0] // shape[0] for parameter in parameters])
         torch._foreach_copy_(buffers, [part.reshape(of.shape) for part, of in zip(each, buffers, strict=True)])
         return gradient.lerp(ahead, momentum)
 
