@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint docs notebooks results soak fuzz clean
+.PHONY: demo test lint docs notebooks results soak fuzz gpu clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -45,6 +45,11 @@ soak: $(VENV)/.installed-dev
 # 20,000 cases of bad input, in at most 20 minutes; the result goes to benchmarks/results
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200 --output benchmarks/results
+
+# Ten minutes on a GPU, such as one H100; IMAGES is CIFAR-10 as an image folder or a tar archive of one
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py --images $(IMAGES) --output benchmarks/results
+	$(BIN)/python benchmarks/tables.py --write
 
 clean:
 	rm -rf $(VENV) runs

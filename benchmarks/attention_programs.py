@@ -67,12 +67,13 @@ def build_vit_explain(checkout: Path, model: Any, size: int) -> Program:
     cv2, program = importlib.import_module("cv2"), importlib.import_module("vit_explain")
     for block in model.blocks:
         block.attn.fused_attn = False
+    device = next(model.parameters()).device
     rollout = program.VITAttentionRollout(model, head_fusion="max", discard_ratio=0.9)
 
     def explain(path: str, folder: Path) -> None:
         image = Image.open(path).convert("RGB").resize((size, size))
         pixels = np.array(image)[:, :, ::-1]
-        mask = cv2.resize(rollout(to_input(image)), (size, size))
+        mask = cv2.resize(rollout(to_input(image).to(device)), (size, size))
         cv2.imwrite(str(folder / f"{Path(path).stem}.png"), pixels)
         cv2.imwrite(str(folder / f"{Path(path).stem}.rollout.png"), program.show_mask_on_image(pixels, mask))
 
@@ -87,11 +88,12 @@ def build_grad_cam(model: Any, size: int) -> Program:
     def to_grid(tokens: Tensor) -> Tensor:
         return tokens[:, 1:].unflatten(1, model.patch_embed.grid_size).movedim(-1, 1)  # [B, D, rows, columns]
 
+    device = next(model.parameters()).device
     cam = library.GradCAM(model=model, target_layers=[model.blocks[-1].norm1], reshape_transform=to_grid)
 
     def explain(path: str, folder: Path) -> None:
         pixels = np.float32(cv2.resize(cv2.imread(path, 1)[:, :, ::-1], (size, size))) / 255
-        mask = cam(input_tensor=images.preprocess_image(pixels, mean=MEAN, std=STD), targets=None)[0]
+        mask = cam(input_tensor=images.preprocess_image(pixels, mean=MEAN, std=STD).to(device), targets=None)[0]
         cv2.imwrite(str(folder / f"{Path(path).stem}.jpg"), images.show_cam_on_image(pixels, mask))
 
     return explain
@@ -142,13 +144,13 @@ def run_program(program: Program, images: Sequence[str]) -> Variant:
 
 
 def measure_programs(
-    architecture: dict[str, int], images: Sequence[str], *, vit_explain: Path | None, rounds: int
+    architecture: dict[str, int], images: Sequence[str], *, vit_explain: Path | None, rounds: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """Images a second of every program, and ours divided by theirs."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return timm.models.VisionTransformer(**architecture).eval()
+        return timm.models.VisionTransformer(**architecture).eval().to(device)
 
     ours = VisionTransformer(**architecture)
     ours.load_state_dict(build().state_dict())
@@ -159,29 +161,29 @@ def measure_programs(
     for method in METHODS:
         for title, checks in CHECKS.items():
             name = f"vit attention, {method}, {title}"
-            variants[name] = explain_all(bundle, images, count, methods=method, sanity_checks=checks)
-    small: dict[str, Any] = {"methods": METHODS[0], "sanity_checks": False, "max_side": size}
+            variants[name] = explain_all(bundle, images, count, methods=method, sanity_checks=checks, device=device)
+    small: dict[str, Any] = {"device": device, "methods": METHODS[0], "sanity_checks": False, "max_side": size}
     variants[f"vit attention, {METHODS[0]}, without checks, pictures of {size} px"] = explain_all(
         bundle, images, count, **small
     )
-    rates = take_turns(variants, rounds=rounds, device=torch.device("cpu"))
+    rates = take_turns(variants, rounds=rounds, device=torch.device(device))
     ours_alone = {name: rate for name, rate in rates.items() if name not in others}
     ratios = {f"{name} / {other}": rate / rates[other] for name, rate in ours_alone.items() for other in others}
     return {"images": count, "images_per_second": rates, "ratios": ratios}
 
 
-def measure_checks(run: str, *, count: int, rounds: int) -> list[dict[str, Any]]:
+def measure_checks(run: str, *, count: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
     """Of each choice of methods and formats: images a second without and with checks, and how much longer it takes."""
     bundle = load_model(run)
     choices = list(itertools.product(COMBINATIONS, FORMATS))
     variants = {
         f"{methods} {formats} {title}": explain_all(
-            bundle, None, count, methods=methods, formats=formats, sanity_checks=checks
+            bundle, None, count, methods=methods, formats=formats, sanity_checks=checks, device=device
         )
         for methods, formats in choices
         for title, checks in CHECKS.items()
     }
-    rates = take_turns(variants, rounds=rounds, device=torch.device("cpu"))
+    rates = take_turns(variants, rounds=rounds, device=torch.device(device))
     results = []
     for methods, formats in choices:
         without, checked = (rates[f"{methods} {formats} {title}"] for title in CHECKS)
@@ -229,19 +231,20 @@ def main() -> None:
     parser.add_argument("--runs", nargs="*", default=[], help="run directories or model files, for what checks cost")
     parser.add_argument("--count", type=int, default=64, help="images of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": describe_conditions("cpu"), "rounds": options.rounds}
+    result: dict[str, Any] = {"machine": describe_conditions(options.device), "rounds": options.rounds}
     result |= {"programs": {}, "checks": {}}
     if options.images:
         images = choose_images(options.images, options.count)
         for name in options.models:
             result["programs"][name] = measure_programs(
-                MODELS[name], images, vit_explain=options.vit_explain, rounds=options.rounds
+                MODELS[name], images, vit_explain=options.vit_explain, rounds=options.rounds, device=options.device
             )
     for run in options.runs:
         name = Path(run).parent.name if Path(run).is_file() else Path(run).name
-        result["checks"][name] = measure_checks(run, count=options.count, rounds=options.rounds)
+        result["checks"][name] = measure_checks(run, count=options.count, rounds=options.rounds, device=options.device)
     print(build_tables(result))
     if options.output:
         print(f"\n{write_result(options.output, NAME, result)}")

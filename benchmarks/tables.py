@@ -1,4 +1,4 @@
-"""Write the tables of README.md, SECURITY.md and docs/benchmarks.md from the result files; draw the learning curves.
+"""Write the tables of README.md, SECURITY.md and two pages of docs/ from the result files; draw the learning curves.
 
     python benchmarks/tables.py            # print them
     python benchmarks/tables.py --write    # into these pages, between their marks; and the picture
@@ -17,13 +17,15 @@ import attention_programs
 import class_balance
 import contention
 import faithfulness
+import gpu
 import own_photos
 import planted_evidence
 import processes
+import step_cost
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "gpu.md")
 CURVES = ROOT / "docs" / "images" / "learning-curves.png"
 RECIPE = "cifar10-cpu"  # whose curves are drawn
 MINUTES = (1, 3, 5, 10, 20)
@@ -246,6 +248,8 @@ def build_tables() -> dict[str, str]:
         "contention": "\n\n".join(map(contention.build_table, load_results(contention.NAME).values())),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
+        "gpu": gpu.build_tables(load_results),
+        "step-cost": "\n\n".join(map(step_cost.build_tables, load_results(step_cost.NAME).values())),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 

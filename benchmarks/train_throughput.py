@@ -9,6 +9,7 @@ ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 
     compiled   the same, with torch.compile
     engine     `vit train` with its default settings, the same architecture, optimizer and augmentation
     engine-2   the engine as two processes of one thread each (CPU only; on request)
+    engine-compiled  the engine with train.compile=true (on request; by default short runs are not compiled)
     matmul     the model's own matrix products alone, forward and both of the backward pass, in bfloat16
 
 Every variant runs in a process of its own, they take turns round by round, and a result is the median over the
@@ -33,6 +34,7 @@ from train_variants import ARCHITECTURE, BATCH_SIZE, IMAGE_SIZE
 from vit.model.presets import compute_flops
 
 DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]
+ON_REQUEST = ["engine-2", "engine-compiled"]
 
 
 def start_variant(variant: str, arguments: argparse.Namespace, *, cache: Path) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
-    parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, "engine-2"])
+    parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, *ON_REQUEST])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up")
     parser.add_argument("--device", default="cpu")

@@ -136,7 +136,7 @@ class TimedBatches:
                 raise Stopped
 
 
-def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[str, float]:
+def run_engine(root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False) -> dict[str, float]:
     """The whole training loop, but for what it shows and saves between epochs."""
     from vit.build.run import build_run
     from vit.config import load_config
@@ -148,6 +148,7 @@ def run_engine(root: Path, device: Any, *, seconds: float, cache: Path) -> dict[
     overrides += ["data.name=folder", f"data.root={root}", f"data.cache_dir={cache}"]
     overrides += ["augment.crop_padding=4", "augment.flip=random"]
     overrides += [f"data.image_size={IMAGE_SIZE}", f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
+    overrides += ["train.compile=true"] if compiled else []
     with tempfile.TemporaryDirectory() as directory, join_processes(str(device)) as (process, name):
         run = build_run(
             load_config(None, overrides), directory=Path(directory), process=process, device_name=name, observers=[]
@@ -231,7 +232,9 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("variant", choices=["plain", "compiled", "engine", "engine-2", "matmul", "agreement"])
+    parser.add_argument(
+        "variant", choices=["plain", "compiled", "engine", "engine-2", "engine-compiled", "matmul", "agreement"]
+    )
     parser.add_argument("root", type=Path)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
@@ -245,7 +248,9 @@ def main() -> None:
     elif options.variant == "agreement":
         report = run_agreement(options.root, device, cache=options.cache)
     elif options.variant.startswith("engine"):
-        report = run_engine(options.root, device, seconds=seconds, cache=options.cache)
+        report = run_engine(
+            options.root, device, seconds=seconds, cache=options.cache, compiled=options.variant == "engine-compiled"
+        )
     else:
         report = run_plain(options.root, device, seconds=seconds, compiled=options.variant == "compiled")
     print(json.dumps(report), flush=True)

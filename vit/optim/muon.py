@@ -111,44 +111,53 @@ class Muon(torch.optim.Optimizer):
         adamw(parameters, gradients, averages, squares, [], steps, **settings)
 
     def _step_muon(self) -> None:
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, dict[str, Any]]]] = defaultdict(list)
+        stacks: dict[tuple[int, int, float], list[tuple[dict[str, Any], list[Tensor]]]] = defaultdict(list)
         for group in self.param_groups:
+            parameters: dict[tuple[int, int, float], list[Tensor]] = defaultdict(list)
             for parameter in group["params"] if group["num_matrices"] else ():
                 if parameter.grad is not None:
-                    update = self._momentum(parameter, momentum=group["momentum"])
                     shape = (parameter.shape[0] // group["num_matrices"], parameter[0].numel())
-                    stacks[shape].append((parameter, update.reshape(group["num_matrices"], *shape), group))
-        for (rows, columns), entries in stacks.items():
-            directions = self._orthogonalize_divided(torch.cat([update for _, update, _ in entries]))
+                    parameters[*shape, group["momentum"]].append(parameter)
+            for key, members in parameters.items():
+                stacks[key].append((group, members))
+        for (rows, columns, momentum), entries in stacks.items():
+            every = [parameter for _, members in entries for parameter in members]
+            directions = self._orthogonalize_divided(self._momentum(every, (rows, columns), momentum=momentum))
             directions *= max(1.0, rows / columns) ** 0.5
-            each = torch.split(directions, [len(update) for _, update, _ in entries])
-            for (parameter, _, group), direction in zip(entries, each, strict=True):
-                change = direction.reshape(parameter.shape).add(parameter, alpha=group["weight_decay"])
-                parameter.sub_(self._unless_found_inf(change.mul_(group["lr"])))
+            each = iter(torch.split(directions, [parameter.shape[0] // rows for parameter in every]))
+            for group, members in entries:
+                changes = [next(each).reshape(parameter.shape) for parameter in members]
+                changes = list(torch._foreach_add(changes, members, alpha=group["weight_decay"]))
+                rate = group["lr"] if self.found_inf is None else group["lr"] * (self.found_inf == 0)
+                torch._foreach_mul_(changes, rate)
+                torch._foreach_sub_(members, changes)
 
-    def _momentum(self, parameter: Tensor, *, momentum: float) -> Tensor:
-        """Nesterov's update, up to the factor 1 − μ, which the iteration's normalisation removes."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        assert gradient is not None
-        gradient = self._unless_found_inf(gradient if self.grad_scale is None else gradient / self.grad_scale)
-        buffer = state["momentum_buffer"]
-        ahead = buffer.lerp(gradient, 1 - momentum)
-        buffer.copy_(ahead if self.found_inf is None else torch.where(self.found_inf > 0, buffer, ahead))
-        return gradient.lerp(buffer, momentum)
-
-    def _unless_found_inf(self, values: Tensor) -> Tensor:
-        return values if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, values)
+    def _momentum(self, parameters: list[Tensor], shape: tuple[int, int], *, momentum: float) -> Float[Tensor, "M R C"]:
+        """Nesterov's updates, up to the factor 1 − μ, which the iteration's normalisation removes."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradient, buffer = (torch.cat([part.reshape(-1, *shape) for part in of]) for of in (gradients, buffers))
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        if self.found_inf is None:
+            ahead = buffer.lerp(gradient, 1 - momentum)
+        else:
+            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
+            ahead = torch.where(self.found_inf > 0, buffer, buffer.lerp(gradient, 1 - momentum))
+        each = torch.split(ahead, [parameter.shape[0] // shape[0] for parameter in parameters])
+        torch._foreach_copy_(buffers, [part.reshape(of.shape) for part, of in zip(each, buffers, strict=True)])
+        return gradient.lerp(ahead, momentum)
 
     def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         process = current_process()
         if process.world_size == 1:
             return orthogonalize(updates, dtype=self._dtype)
         count = -(-len(updates) // process.world_size)  # every rank takes as many; the last ones repeat a matrix
-        mine = torch.arange(process.rank * count, (process.rank + 1) * count).clamp(max=len(updates) - 1)
+        numbers = torch.arange(process.rank * count, (process.rank + 1) * count, device=updates.device)
         gathered = updates.new_empty(process.world_size * count, *updates.shape[1:])
-        directions = orthogonalize(updates[mine.to(updates.device)], dtype=self._dtype)
+        directions = orthogonalize(updates[numbers.clamp(max=len(updates) - 1)], dtype=self._dtype)
         dist.all_gather_into_tensor(gathered, directions.contiguous())
         return gathered[: len(updates)]

@@ -88,6 +88,11 @@ class TrainStep:
             self.timer.watch(self.model.get_submodule("blocks"))
         elif isinstance(self.model, DistributedDataParallel):
             self._forward = self.timer.wrap(self._forward)
+        # torch's fused optimizers take a rate that is a tensor as float32 on CUDA, as float64 on a CPU
+        rate_dtype = torch.float32 if self.device.type == "cuda" else torch.float64
+        groups = self.optimizer.param_groups
+        self._rates = [torch.zeros((), dtype=rate_dtype, device=self.device) for _ in groups]
+        self._average_weight = torch.zeros((), device=self.device)
 
     @property
     def averaged_model(self) -> nn.Module:
@@ -96,6 +101,22 @@ class TrainStep:
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights. `targets` are classes [B] or class probabilities [B, C]."""
+        self.set_numbers()
+        result = self.run(images, targets)
+        self.schedule.step()
+        self.step += 1
+        return result
+
+    def set_numbers(self) -> None:
+        """Put what a step takes from the host, learning rates and the average's weight, where `run` reads it. d, the
+        average's decay, rises from 0.1 to `ema_decay` as (2 + step) / (11 + step): first weights are soon forgotten."""
+        for rate, group in zip(self._rates, self.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        self._average_weight.fill_(1 - min(self.ema_decay or 0, (2 + self.step) / (11 + self.step)))
+
+    def run(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
+        """All that a step does on the device. Its numbers and addresses are the next step's, and it reads nothing from
+        the device: a CUDA graph of it, replayed after `set_numbers` on batches put in the place of these, trains."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -172,25 +193,34 @@ class TrainStep:
         scale = (norm / self.clip_grad).clamp(min=1) if self.clip_grad else None
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.schedule.step()
-        self.step += 1
+        with self._rates_on_device():
+            self.optimizer.step()
         self.nonfinite_steps += ~finite
         self._update_average(finite)
         return StepResult(loss, correct, norm, finite)
 
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Between steps they are floats, which the schedule sets and checkpoints hold."""
+        floats = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, floats, strict=True):
+                group["lr"] = rate
+
     def _update_average(self, finite: Tensor) -> None:
-        """average ← d · average + (1 − d) · weights, where the step was `finite`. d rises from 0.1 to `ema_decay` as
-        (1 + step) / (10 + step), so the random first weights are soon forgotten."""
-        if self.average is None or self.ema_decay is None:
+        """average ← d · average + (1 − d) · weights, where the step was `finite`."""
+        if self.average is None:
             return
-        weight = (1 - min(self.ema_decay, (1 + self.step) / (10 + self.step))) * finite
         averages, values = (
             [value for value in model.state_dict().values() if value.is_floating_point()]
             for model in (self.average, self.module)
         )
         change = torch._foreach_sub(values, averages)
-        torch._foreach_mul_(change, weight)
+        torch._foreach_mul_(change, self._average_weight * finite)
         torch._foreach_add_(averages, change)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""`make gpu`, rehearsed at small size: on the day that there is a GPU, nothing in it is new."""
+
+import argparse
+import importlib
+import json
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import gpu
+import parity
+import pytest
+import recipe_step
+import recipe_steps
+import step_cost
+from recipe_step import load_recipe
+
+from vit.build.recipe import list_recipes
+from vit.model.presets import compute_flops
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """A benchmark's `main`, as its command runs it."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
+    script.main()
+
+
+def read_result(folder: Path, name: str) -> dict[str, Any]:
+    (path,) = folder.glob(f"{name}-*.json")
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert {"device", "command", "commit", "torch"} <= set(result["machine"])
+    return result
+
+
+def count_rows(table: str) -> int:
+    """Of a Markdown table, without its header; all rows have as many cells."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    return len(lines) - 2
+
+
+def make_options(**changes: Any) -> argparse.Namespace:
+    options = {"small": False, "device": "cpu", "output": Path("out"), "vit_explain": Path("x"), "parts": None}
+    return argparse.Namespace(**options | changes)
+
+
+class Parsed(Exception):
+    """The options of a script were accepted."""
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_every_part_is_a_script_that_takes_its_options(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise Parsed
+
+    tests, *parts = gpu.list_parts(make_options(small=small), Path("images"))
+    assert all((ROOT / path).exists() for path in tests.command if path.startswith("tests/"))
+    assert sum(part.limit for part in (tests, *parts)) <= 60 * gpu.MINUTES < 600
+    for part in parts:
+        script = importlib.import_module(Path(part.command[1]).stem)
+        monkeypatch.setattr(script, "describe_conditions", stop)
+        monkeypatch.chdir(ROOT)
+        with pytest.raises(Parsed):
+            run_script(script, monkeypatch, *part.command[2:])
+
+
+def test_a_part_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+    programs = {
+        "fails": "import sys; print('why'); sys.exit(3)",
+        "hangs": "import time; time.sleep(60)",
+        "works": "import os; assert os.environ['VIT_CACHE']",
+    }
+    parts = [gpu.Part(name, 1 if name == "hangs" else 20, [sys.executable, "-c", of]) for name, of in programs.items()]
+    written: list[dict[str, Any]] = []
+    gpu.run_parts(parts, minutes=1, device="cpu", folder=tmp_path, write=lambda found: written.append(dict(found)))
+    assert [len(found) for found in written] == [1, 2, 3]
+    assert [part["ended"] for part in written[-1].values()] == ["exit code 3", "out of time", "passed"]
+    assert written[-1]["fails"]["said"] == ["why"]
+    gpu.run_parts(parts[:1], minutes=0.01, device="cpu", folder=tmp_path, write=written.append)
+    assert written[-1] == {"fails": {"ended": "no time left", "seconds": 0.0, "limit": 20}}
+    machine = {"device": "cpu", "torch": "2", "commit": "a"}
+    assert count_rows(gpu.build_table({"machine": machine, "parts": written[2]})) == 3
+
+
+def test_images_come_from_a_folder_an_archive_or_noise(tmp_path: Path) -> None:
+    noise = gpu.prepare_images(None, tmp_path)
+    assert len(list(noise.glob("train/*/*.png"))) == 120
+    with tarfile.open(tmp_path / "images.tar", "w") as archive:
+        archive.add(noise, "cifar10")
+    unpacked = gpu.prepare_images(tmp_path / "images.tar", tmp_path / "unpacked")
+    assert len(list(unpacked.glob("test/*/*.png"))) == 20
+    assert gpu.prepare_images(noise, tmp_path) == noise
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu.list_missing() == []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1" if name == "torch" else "999")
+    assert gpu.list_missing() == ["torch>=2.11 (2.10.1 is installed)"]
+
+
+def test_steps_of_a_recipe_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--device", "cpu", "--small", "--seconds", 0.1, "--variants", "plain", "graph", "--output", tmp_path]
+    run_script(recipe_steps, monkeypatch, "cifar10/speedrun", *options)
+    result = read_result(tmp_path, recipe_steps.NAME)
+    assert all(rate > 0 for rate in result["device_rates"].values())
+    variants = result["recipes"]["cifar10/speedrun"]
+    assert variants["plain"]["images_per_second"] > 0
+    assert "error" in variants["graph"]  # there is no CUDA here, and the other one was measured
+    assert count_rows(recipe_steps.build_tables(result)) == 2
+
+
+def test_a_device_is_compared_with_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script(parity, monkeypatch, "digits", "--device", "cpu", "--output", tmp_path)
+    result = read_result(tmp_path, parity.NAME)
+    found = result["recipes"]["digits"]
+    assert set(found["device, float32"].values()) == {0.0}
+    assert 0 < found["device, bfloat16"]["losses"] < parity.TOLERANCES["bfloat16"]
+    assert count_rows(parity.build_tables(result)) == 3
+
+
+def test_the_cost_on_paper_has_the_models_flops_and_fuses_the_rest() -> None:
+    short = ["model.depth=2", "train.batch_size=8"]
+    recipe = step_cost.describe_recipe("cifar10/speedrun", *short, "optimizer.name=adamw")
+    small, large = recipe["sizes"]
+    assert (small["image_size"], large["image_size"]) == ([24, 24], [32, 32])
+    config = load_recipe("cifar10/speedrun", "model.depth=2")
+    architecture = config.model.model_dump(exclude={"init", "preset", "freeze"}) | {"img_size": 32, "num_classes": 10}
+    forward = 8 * compute_flops(architecture)
+    assert large["flops"] == pytest.approx(3 * forward, rel=0.03)  # the first layer needs no gradient of the pixels
+    assert step_cost.describe_recipe("cifar10/speedrun", *short)["sizes"][1]["flops"] > 2 * large["flops"]  # Muon's
+    for of in recipe["sizes"]:
+        assert of["compiled"]["bytes"] < of["eager"]["bytes"]
+        assert of["update"]["launches"] < of["compiled"]["launches"] < of["eager"]["launches"]
+        assert of["compiled"]["H100"]["seconds"] < of["eager"]["L4"]["seconds"]
+
+
+def test_the_result_on_paper_is_of_the_recipes_as_they_are() -> None:
+    result = read_result(ROOT / "benchmarks" / "results", step_cost.NAME)
+    assert set(result["recipes"]) == set(list_recipes())
+    for name, recipe in result["recipes"].items():
+        config = load_recipe(name)
+        assert recipe["batch_size"] == config.train.batch_size, f"{name}: run benchmarks/step_cost.py"
+        assert recipe["total_steps"] == recipe_step.build_run_plan(config).total_steps
+        assert [of["image_size"] for of in recipe["sizes"]] == [
+            list(size) for _, size in recipe_step.list_sizes(config)
+        ]
+
+
+def test_the_tables_show_the_results_of_every_part() -> None:
+    machine = {"device": "NVIDIA H100", "torch": "2", "commit": "a"}
+    of_variant = {"images_per_second": 1000.0}
+    run = {"seed": 0, "test_top1": 0.941, "curve": [{"seconds": 20.5, "epoch": 5, "top1": 0.91}]}
+    results = {
+        "gpu": {"machine": machine, "parts": {"tests": {"ended": "passed", "seconds": 9.0}}},
+        "recipe-cifar10-speedrun": {"machine": machine, "runs": [run]},
+        "train-throughput": {"machine": machine, "images": "32 px", "variants": {"engine": of_variant}},
+    }
+    page = gpu.build_tables(lambda kind: {kind: results[kind]} if kind in results else {})
+    for text in ("| tests | passed | 9 |", "90% after 20.5 s, 94% after – s from process start; test 94.1%"):
+        assert text in page
+    assert "| engine | 1,000 | – |" in page
+    assert gpu.build_tables(lambda kind: {}) == "Not measured yet."
+
+
+@pytest.mark.slow
+def test_the_whole_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script(gpu, monkeypatch, "--device", "cpu", "--small", "--output", tmp_path)
+    result = read_result(tmp_path, gpu.NAME)
+    assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(result["parts"], "passed")
+    names = ("attention-programs", "parity", "recipe-cifar10-speedrun", "recipe-steps", "train-throughput")
+    assert all(read_result(tmp_path, name) for name in names)
+    assert len(list(tmp_path.iterdir())) == len(names) + 1
