@@ -96,7 +96,8 @@ class TrainStep:
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights. `targets` are classes [B] or class probabilities [B, C]."""
-        self.optimizer.zero_grad(set_to_none=True)
+        # a CUDA graph writes gradients to where they were; a CPU saves adding them to zeros
+        self.optimizer.zero_grad(set_to_none=self.device.type == "cpu")
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.threads is not None and len(images) > 1:
