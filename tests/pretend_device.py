@@ -8,10 +8,13 @@ a device tensor. Every transfer and every wait is counted with the line of ours 
         model.to("npu")
         ...
 
+A copy to the device from memory that is not pinned is a wait too: the host goes on when the copy is done.
+
 It can't show kernels that exist on one kind of device only, CUDA's own numerics, streams and overlap, or memory.
-`torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes its place meanwhile. torch's
-experimental `torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes the
-device known to autograd; a TorchDispatchMode does the rest.
+`torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes its place meanwhile. Autocast casts
+what the matrix products, convolutions and the fused attention take, as it does on a CPU. torch's experimental
+`torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes the device known to
+autograd; a TorchDispatchMode does the rest.
 """
 
 import collections
@@ -22,13 +25,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TRANSFERS: collections.Counter[str] = collections.Counter()
-_WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+_WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_WAITS |= {"unique_consecutive", "bincount", "repeat_interleave", "_linalg_svd", "linalg_inv_ex", "_linalg_solve_ex"}
 
 
 class _Backend:
@@ -45,6 +50,11 @@ class _Backend:
 
 
 _setup_privateuseone_for_python_backend("npu", backend_module=_Backend())
+_AUTOCAST = torch.library.Library("_", "IMPL")
+_AUTOCAST.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # `_Functions` casts
+_IN_HALF_PRECISION = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul}
+_IN_HALF_PRECISION |= {torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm, torch.addmm, torch.baddbmm}
+_IN_HALF_PRECISION |= {torch.Tensor.__matmul__, torch.einsum}
 
 
 class DeviceTensor(torch.Tensor):
@@ -84,6 +94,10 @@ def _is_npu(device: Any) -> bool:
     return device is not None and torch.device(device).type == "npu"
 
 
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if _on_device(value) and value.dtype == torch.float32 else value
+
+
 def _count(what: str) -> None:
     ours = [frame for frame in traceback.extract_stack() if "/vit/" in frame.filename]
     place = f"{ours[-1].filename.split('/vit/')[-1]}:{ours[-1].lineno}" if ours else "?"
@@ -101,6 +115,10 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         source, to_device = args[0], _is_npu(kwargs.get("device") or args[0].device)
         if _on_device(source) != to_device:
             _count("host→device" if to_device else "device→host")
+        if to_device and not _on_device(source):
+            is_pinned = getattr(source, "pretends_to_be_pinned", False)
+            if not (is_pinned and kwargs.get("non_blocking")):
+                _count("wait (copy of unpinned memory)")
         for key in ("non_blocking", "pin_memory"):
             host_kwargs.pop(key, None)
         copy = op(_host(source), **host_kwargs)
@@ -111,12 +129,15 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
             _count("host→device" if _on_device(target) else "device→host")
         _host(target).copy_(_host(source))
         return target
-    if uses_device and name.partition(".")[0] in _WAITS:
-        _count(f"wait ({name.partition('.')[0]})")
+    kind = name.partition(".")[0]
+    by_mask = kind == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+    if uses_device and (kind in _WAITS or by_mask):
+        _count(f"wait ({kind})")
     for tensor in tensors:
         if uses_device and not _on_device(tensor) and tensor.dim() > 0:
             if "index" in name and tensor.dtype in (torch.int64, torch.bool):  # CUDA takes these, by a copy
-                _count("host→device (index)")
+                _count("host→device")
+                _count("wait (copy of unpinned memory)")
             else:
                 raise RuntimeError(f"{name}: a host tensor {list(tensor.shape)} among device tensors")
     result = op(*tree_map(_host, args), **host_kwargs)
@@ -141,6 +162,15 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function in _IN_HALF_PRECISION and torch.is_autocast_enabled("npu"):
+            dtype = torch.get_autocast_dtype("npu")
+            args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            with torch.autocast("npu", enabled=False):
+                return function(*args, **kwargs)
+        if kwargs.get("pin_memory") and function is torch.empty:
+            pinned = function(*args, **kwargs | {"pin_memory": False})
+            pinned.pretends_to_be_pinned = True
+            return pinned
         if function in (torch.tensor, torch.as_tensor) and _is_npu(kwargs.get("device")):
             device = kwargs.pop("device")
             return function(*args, **kwargs).to(device)
@@ -164,12 +194,18 @@ def _address(storage: torch.UntypedStorage) -> int:
         return int(storage._cdata)
 
 
+def _enter(mode: Any) -> None:
+    mode.before = torch.is_grad_enabled()
+    torch.set_grad_enabled(not mode.mode)
+
+
 @contextmanager
 def pretend_device() -> Iterator[collections.Counter[str]]:
     """Make "npu" work for as long as this lasts; gives the counter of transfers and waits."""
     TRANSFERS.clear()
     with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
         patch.setattr(torch.UntypedStorage, "data_ptr", _address)
-        patch.setattr(torch, "inference_mode", torch.no_grad)
+        patch.setattr(torch.inference_mode, "__enter__", _enter)
+        patch.setattr(torch.inference_mode, "__exit__", lambda self, *_: torch.set_grad_enabled(self.before))
         patch.setattr(_Backend, "in_use", True)
         yield TRANSFERS

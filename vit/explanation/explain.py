@@ -4,11 +4,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.images import keep_pixels
@@ -16,14 +17,14 @@ from vit.data.inputs import ImageInputs
 from vit.explanation.capture.capture import find_attention_layers
 from vit.explanation.capture.readout import Forward
 from vit.explanation.explanations import Explanation, Explanations
-from vit.explanation.faithfulness.sanity_checks import SanityCheck, check_maps
+from vit.explanation.faithfulness.sanity_checks import SanityCheck, judge_maps, measure_maps
 from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.table import MapOptions, Maps, check_options, compute_maps
-from vit.explanation.methods.targets import build_target_chooser
+from vit.explanation.methods.targets import asks_for_predicted, build_target_chooser
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
-from vit.explanation.render.token_details import TokenDetails, collect_token_details
-from vit.runtime.device import autocast, choose_precision
+from vit.explanation.render.token_details import MeasuredTokens, measure_tokens
+from vit.runtime.device import autocast, choose_precision, copy_to_device, copy_to_host
 from vit.runtime.progress import show_progress
 
 
@@ -135,24 +136,33 @@ class _Explainer:
         self.bundle, self.settings, self.token_bytes = bundle, settings, token_bytes
         self.device = next(bundle.model.parameters()).device
         self.choose_targets = build_target_chooser(settings.target, bundle.class_names)
+        self.predicted_first = asks_for_predicted(settings.target, bundle.class_names)
+        self.is_first = True
+        self.num_layers = len(find_attention_layers(bundle.model))
 
     def __call__(self, decoded: Sequence[_Decoded]) -> list[ExplainedImage]:
         bundle, settings = self.bundle, self.settings
-        images = bundle.preprocess.normalize(torch.from_numpy(np.stack([each.pixels for each in decoded])))
+        pixels = {"pixels": torch.from_numpy(np.stack([each.pixels for each in decoded]))}
+        images = bundle.preprocess.normalize(copy_to_device(pixels, self.device)["pixels"])
         with autocast(self.device, choose_precision(settings.precision, self.device)):
             forward, targets, maps = compute_maps(
                 bundle.model,
-                images.to(self.device),
+                images,
                 methods=settings.methods,
                 choose_targets=self.choose_targets,
                 options=settings.options,
                 keep_graph=settings.sanity_checks,
                 block_tokens=self.token_bytes > 0,
+                verify=self.is_first,
             )
-            logits = forward.logits.detach().float()
-            checked = [of_method for of_method in maps if not of_method.is_sheet]
-            checks = iter(check_maps(forward, targets, checked) if settings.sanity_checks else [])
-        probabilities = (logits / bundle.temperature).softmax(dim=1).cpu().numpy()
+            self.is_first = False
+            logits = forward.logits.detach()
+            checked = [of_method for of_method in maps if not of_method.is_sheet] if settings.sanity_checks else []
+            measured = measure_maps(forward, targets, checked, predicted_first=self.predicted_first)
+        probabilities = (logits.float() / bundle.temperature).softmax(dim=1)
+        tokens = self._measure_tokens(forward, targets)
+        found = [(of_method.values, of_method.prefix_mass, of_method.entropy) for of_method in maps]
+        of_images, found, measured, tokens = copy_to_host(((logits, probabilities, targets), found, measured, tokens))
         explained = [
             ExplainedImage(
                 item=each.item,
@@ -161,35 +171,36 @@ class _Explainer:
                 geometry=bundle.preprocess.geometry(each.size),
                 input_size=bundle.preprocess.image_size[::-1],
                 grid=forward.grid,
-                probabilities=probabilities[row],
-                targets=tuple(targets[row].tolist()),
+                probabilities=of_images[1][row].numpy(),
+                targets=tuple(of_images[2][row].tolist()),
                 maps=[],
-                tokens=self._collect_tokens(forward, row, tuple(targets[row].tolist())),
+                tokens=tokens[row].finish() if tokens else None,
                 image=each.image,
             )
             for row, each in enumerate(decoded)
         ]
-        for of_method in maps:
-            self._add_maps(explained, of_method, forward, None if of_method.is_sheet else next(checks, None))
+        checks = iter(judge_maps(measured))
+        for of_method, tensors in zip(maps, found, strict=True):
+            on_host = Maps(of_method.method, *tensors)
+            self._add_maps(explained, on_host, of_images[0], None if on_host.is_sheet else next(checks, None))
         _set_scales(explained, settings.scale)
         return explained
 
-    def _collect_tokens(self, forward: Forward, row: int, targets: tuple[int, ...]) -> TokenDetails | None:
-        if not self.token_bytes:
-            return None
-        temperature, budget = self.bundle.temperature, self.token_bytes
-        return collect_token_details(forward, row, targets=targets, temperature=temperature, budget=budget)
+    def _measure_tokens(self, forward: Forward, targets: Tensor) -> list[MeasuredTokens]:
+        options: dict[str, Any] = {"temperature": self.bundle.temperature, "budget": self.token_bytes}
+        rows = enumerate(targets) if self.token_bytes else ()
+        return [measure_tokens(forward, row, targets=classes, **options) for row, classes in rows]
 
     def _add_maps(
-        self, explained: Sequence[ExplainedImage], maps: Maps, forward: Forward, checks: list[list[SanityCheck]] | None
+        self, explained: Sequence[ExplainedImage], maps: Maps, logits: Tensor, checks: list[list[SanityCheck]] | None
     ) -> None:
-        """Give each image its map of each class, or all layers and heads as one map."""
-        method, layers = maps.method, len(forward.record.layers) if self.settings.options.layer is None else 1
+        """Give each image its map of each class, or all layers and heads as one map; all is on the host."""
+        method, single = maps.method, self.settings.options.layer is not None
         for row, of_image in enumerate(explained):
-            values, mass, entropy = maps.values[row].cpu().numpy(), maps.prefix_mass[row], maps.entropy[row]
+            values, mass, entropy = maps.values[row].numpy(), maps.prefix_mass[row], maps.entropy[row]
             key = f"{of_image.item.name}.{method.name}"
             if maps.is_sheet:
-                sheet = values.reshape(layers, -1, *of_image.grid)
+                sheet = values.reshape(1 if single else self.num_layers, -1, *of_image.grid)
                 of_image.maps.append(ExplainedMap(method, key, sheet, float(mass.mean()), float(entropy.mean())))
                 continue
             for column, of_class in enumerate(values):
@@ -197,7 +208,7 @@ class _Explainer:
                 found.sanity_check = None if checks is None else checks[row][column]
                 if method.class_specific:
                     found.target = of_image.targets[column]
-                    found.logit = forward.logits[row, found.target].item()
+                    found.logit = logits[row, found.target].item()
                     if self.settings.target != "auto":
                         found.key += f".{clean_name(self.bundle.class_names[found.target])}"
                 of_image.maps.append(found)

@@ -238,7 +238,8 @@ class Trainer:
     def _check_finite(self) -> None:
         """Stop at the first non-finite step. The step has kept the weights as they were before it."""
         unchecked, self._unchecked = self._unchecked, []
-        for number in (number for number, result in unchecked if not result.finite):
+        flags = torch.stack([result.finite for _, result in unchecked]).tolist() if unchecked else []
+        for number in (number for (number, _), finite in zip(unchecked, flags, strict=True) if not finite):
             if self.plan.on_nonfinite == "stop":
                 raise ValueError(self._diagnose(number))
             self._say(f"step {number}: loss or gradient not finite; skipped")

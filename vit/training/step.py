@@ -117,7 +117,8 @@ class TrainStep:
     def run(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """All that a step does on the device. Its numbers and addresses are the next step's, and it reads nothing from
         the device: a CUDA graph of it, replayed after `set_numbers` on batches put in the place of these, trains."""
-        self.optimizer.zero_grad(set_to_none=True)
+        # a CUDA graph writes gradients to where they were; a CPU saves adding them to zeros
+        self.optimizer.zero_grad(set_to_none=self.device.type == "cpu")
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.threads is not None and len(images) > 1:

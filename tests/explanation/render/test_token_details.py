@@ -9,14 +9,25 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.readout import Forward, run_forward
 from vit.explanation.methods.rollout import attention_rollout
-from vit.explanation.render.token_details import QuantisedRows, TokenDetails, _collect_attention, collect_token_details
+from vit.explanation.render.token_details import (
+    QuantisedRows,
+    TokenAttention,
+    TokenDetails,
+    finish_attention,
+    measure_attention,
+    measure_tokens,
+)
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 PATCHES, LAYERS, HEADS, TOKENS = 24, 3, 3, 25
 
 
 def collect(forward: Forward, image: int = 1, *, budget: int = 10**6) -> TokenDetails:
-    return collect_token_details(forward, image, targets=(3, 1), temperature=2.0, budget=budget)
+    return measure_tokens(forward, image, targets=torch.tensor([3, 1]), temperature=2.0, budget=budget).finish()
+
+
+def collect_attention(forward: Forward, one: slice, budget: int) -> list[TokenAttention]:
+    return finish_attention(measure_attention(forward, one, budget))
 
 
 def restore(rows: QuantisedRows, num_prefix: int) -> Tensor:
@@ -112,7 +123,7 @@ def test_what_does_not_fit_is_left_out_in_order(
     ours: Build, matrices: int, names: list[tuple[int | None, int | None]]
 ) -> None:
     model, images = ours()
-    found = _collect_attention(run_forward(model, images), slice(1), matrices * TOKENS**2)
+    found = collect_attention(run_forward(model, images), slice(1), matrices * TOKENS**2)
     kinds = [(each.layer, each.head) for each in found if each.layer in (None, 0) and each.head in (None, 0)]
     assert kinds == names
     assert sum(each.rows.values.size for each in found) <= matrices * TOKENS**2
@@ -120,7 +131,7 @@ def test_what_does_not_fit_is_left_out_in_order(
 
 def test_layers_become_coarser_before_they_go(ours: Build) -> None:
     model, images = ours()
-    found = _collect_attention(run_forward(model, images), slice(1), TOKENS**2 + LAYERS * TOKENS * 7)
+    found = collect_attention(run_forward(model, images), slice(1), TOKENS**2 + LAYERS * TOKENS * 7)
     assert [each.layer for each in found] == [None, 0, 1, 2]
     assert found[1].rows.grid == (2, 3)  # of 4×6 patches
     assert found[1].rows.values.shape == (TOKENS, 1 + 6)
@@ -130,14 +141,14 @@ def test_layers_become_coarser_before_they_go(ours: Build) -> None:
 def test_heads_become_coarser_before_they_go(ours: Build) -> None:
     model, images = ours()
     budget = (1 + LAYERS) * TOKENS**2 + LAYERS * HEADS * TOKENS * 7
-    found = _collect_attention(run_forward(model, images), slice(1), budget)
+    found = collect_attention(run_forward(model, images), slice(1), budget)
     assert {each.rows.grid for each in found if each.head is None} == {(4, 6)}
     assert [each.rows.grid for each in found if each.head is not None] == [(2, 3)] * LAYERS * HEADS
 
 
 def test_rollout_of_a_fine_grid_becomes_coarser_too(ours: Build) -> None:
     model, images = ours()
-    (rollout,) = _collect_attention(run_forward(model, images), slice(1), TOKENS * 7)
+    (rollout,) = collect_attention(run_forward(model, images), slice(1), TOKENS * 7)
     assert (rollout.layer, rollout.rows.grid) == (None, (2, 3))
 
 

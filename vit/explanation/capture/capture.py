@@ -7,7 +7,8 @@ The gradient of a score f with respect to a layer's attention A follows from the
 ∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers; no N×N tensor enters the graph.
 
 Each capture is verified: where A·V of its first image is not what the layer computed (an unknown mask, a position bias,
-a gate …), it raises instead of returning something plausible.
+a gate …), it raises instead of returning something plausible. That waits for the device; of many batches the first is
+verified (`verify`).
 """
 
 import re
@@ -75,7 +76,12 @@ class AttentionRecord:
 
 @contextmanager
 def capture_attention(
-    model: nn.Module, *, gradients: bool = False, query_key_limit: int = QUERY_KEY_LIMIT, block_tokens: bool = False
+    model: nn.Module,
+    *,
+    gradients: bool = False,
+    query_key_limit: int = QUERY_KEY_LIMIT,
+    block_tokens: bool = False,
+    verify: bool = True,
 ) -> Iterator[AttentionRecord]:
     """Record every layer's attention in forward passes inside the `with`; the last one stays in the record.
 
@@ -98,7 +104,7 @@ def capture_attention(
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
             limit = query_key_limit // (2 * len(layers))
-            handles += layer.attach(gradients=gradients, token_limit=limit, block_tokens=block_tokens)
+            handles += layer.attach(gradients=gradients, token_limit=limit, block_tokens=block_tokens, verify=verify)
         yield AttentionRecord(layers)
     finally:
         for handle in handles:

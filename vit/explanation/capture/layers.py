@@ -108,10 +108,12 @@ class AttentionLayer:
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         return at_least_float32(self._split(heads_gradient[images])) @ at_least_float32(value).transpose(-2, -1)
 
-    def attach(self, *, gradients: bool, token_limit: int, block_tokens: bool = False) -> list[RemovableHandle]:
+    def attach(
+        self, *, gradients: bool, token_limit: int, block_tokens: bool = False, verify: bool = True
+    ) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph. Tokens of more than
         `token_limit` bytes are kept instead of queries and keys, half the memory; those are then projected again."""
-        self._gradients = gradients
+        self._gradients, self._verified = gradients, not verify
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # (query, key, value) where a layer is called so: the last is what is attended to

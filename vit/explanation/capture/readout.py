@@ -43,11 +43,18 @@ class Forward:
 
 @torch.inference_mode(False)  # there is no graph in it, and a graph is what gradients and readouts come from
 def run_forward(
-    model: nn.Module, images: Images, *, gradients: bool = False, grid: Grid | None = None, block_tokens: bool = False
+    model: nn.Module,
+    images: Images,
+    *,
+    gradients: bool = False,
+    grid: Grid | None = None,
+    block_tokens: bool = False,
+    verify: bool = True,
 ) -> Forward:
     """Run `model` in evaluation mode with its attention recorded; modes and flags go back afterwards. With `gradients`
     the autograd graph is kept from the images on, without the parameters. `grid` is that of all patches where some are
-    left out (`keep_tokens`). Raises ValueError for a model whose attention or readout is not understood."""
+    left out (`keep_tokens`); `verify` the capture unless that of an earlier pass was. Raises ValueError for a model
+    whose attention or readout is not understood."""
     if next(model.parameters()).is_inference():
         name = type(model).__name__
         raise ValueError(f"{name}'s weights were made within torch.inference_mode; load it outside, to differentiate")
@@ -58,7 +65,7 @@ def run_forward(
         enter = stack.enter_context
         enter(_evaluation_mode(model))
         enter(torch.set_grad_enabled(gradients))
-        record = enter(capture_attention(model, gradients=gradients, block_tokens=block_tokens))
+        record = enter(capture_attention(model, gradients=gradients, block_tokens=block_tokens, verify=verify))
         if tells_pooling(model):
             pooling, net = enter(capture_attention_pooling(model)), cast("Any", model)
             tokens = net.forward_features(images)

@@ -15,9 +15,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.capture import find_attention_layers
@@ -26,6 +27,7 @@ from vit.explanation.capture.tokens import can_drop_tokens
 from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.explanation.methods.table import Maps
+from vit.runtime.device import copy_to_host
 
 SUPPORTED, WEAK = 0.05, 0.25  # largest fractions of alternatives that agree with the evidence as well
 FEWEST_ALTERNATIVES, MOST_ALTERNATIVES = 39, 1000  # fewer cannot show 5 %; more cost time
@@ -55,26 +57,47 @@ class Evidence:
 
     name: str
     drops: Float[Tensor, "B m"]
-    patches: Int[Tensor, " m"]
+    patches: Int[Tensor, " m"]  # on the host
+
+
+class MeasuredChecks(NamedTuple):
+    """The checks of one map of each image, on the model's device."""
+
+    p_value: Float[Tensor, " B"]
+    agreement: Float[Tensor, " B"]
+    constant: Bool[Tensor, " B"]
+    alternatives: int
+    evidence: str
 
 
 def check_maps(forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps]) -> list[list[list[SanityCheck]]]:
     """By method, image and class. `forward` keeps its graph; maps that don't depend on the class are checked for the
     predicted one."""
-    predicted, small = forward.logits.argmax(dim=1), _is_small(forward)
-    found: dict[tuple[tuple[int, ...], bool], Evidence] = {}
-    checks = []
+    return judge_maps(copy_to_host(measure_maps(forward, targets, maps)))
+
+
+def measure_maps(
+    forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps], *, predicted_first: bool = False
+) -> list[list[MeasuredChecks]]:
+    """What `judge_maps` takes, by method and class. `predicted_first`: the first targets are the predicted classes."""
+    predicted = targets[:, 0] if predicted_first else forward.logits.argmax(dim=1)
+    small, found = _is_small(forward), dict[tuple[int, bool], Evidence]()
+    checks: list[list[MeasuredChecks]] = []
     for of_method in maps:
-        by_class = []
+        checks.append([])
         for column, values in enumerate(of_method.values.unbind(dim=1)):
-            circular = of_method.method.of_removal and not small
-            classes = targets[:, column] if of_method.method.class_specific else predicted
-            key = (tuple(classes.tolist()), circular)
+            is_specific, circular = of_method.method.class_specific, of_method.method.of_removal and not small
+            key = (column if is_specific or predicted_first else -1, circular)
             if key not in found:
+                classes = targets[:, column] if is_specific else predicted
                 found[key] = find_evidence(forward, classes, circular=circular)
-            by_class.append(compare(values, found[key]))
-        checks.append([list(of_image) for of_image in zip(*by_class, strict=True)])
+            checks[-1].append(_measure(values, found[key]))
     return checks
+
+
+def judge_maps(measured: Sequence[Sequence[MeasuredChecks]]) -> list[list[list[SanityCheck]]]:
+    """By method, image and class, from the host's copy of what `measure_maps` found."""
+    return [[list(row) for row in zip(*map(_judge, of_method), strict=True)] for of_method in measured]
 
 
 def find_evidence(forward: Forward, classes: Int[Tensor, " B"], *, circular: bool = False) -> Evidence:
@@ -104,24 +127,33 @@ def _is_small(forward: Forward) -> bool:
 
 def compare(maps: PatchMaps, evidence: Evidence) -> list[SanityCheck]:
     """The check of each image's map."""
+    return _judge(copy_to_host(_measure(maps, evidence)))
+
+
+def _measure(maps: PatchMaps, evidence: Evidence) -> MeasuredChecks:
     grid, count = (maps.shape[1], maps.shape[2]), maps[0].numel()
-    places, patches = _alternatives(grid).to(maps.device), evidence.patches.to(maps.device)
+    places, some = _find_places(grid, tuple(evidence.patches.tolist()), maps.device)
     drops, ranks = evidence.drops.double(), _centred_ranks(maps.flatten(1).float()).double()
-    compared = [_correlate_alternatives(ranks, drops, places[:, patches])]
-    if len(patches) == count:
-        trend = _quadratic(grid).to(drops)
-        ranks, drops = (values - values @ trend @ torch.linalg.pinv(trend) for values in (ranks, drops))
+    compared = [_correlate_alternatives(ranks, drops, some)]
+    if len(evidence.patches) == count:
+        trend, inverse = _quadratic(grid, maps.device)
+        ranks, drops = (values - values @ trend @ inverse for values in (ranks, drops))
         compared.append(_correlate_alternatives(ranks, drops, places))
     as_well = [(of_all >= of_all[:, :1] - 1e-6).double().mean(dim=1) for of_all in compared]
-    p_values, agreements = torch.stack(as_well).amax(dim=0).tolist(), compared[0][:, 0].tolist()
-    constant = (maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1)).tolist()
+    constant = maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1)
+    p_value, agreement = torch.stack(as_well).amax(dim=0), compared[0][:, 0]
+    return MeasuredChecks(p_value, agreement, constant, len(places), evidence.name)
+
+
+def _judge(found: MeasuredChecks) -> list[SanityCheck]:
+    count, rows = found.alternatives, zip(*(column.tolist() for column in found[:3]), strict=True)
     return [
-        SanityCheck(*_judge(p_value, len(places), constant=same), agreement, p_value, len(places), evidence.name)
-        for p_value, agreement, same in zip(p_values, agreements, constant, strict=True)
+        SanityCheck(*_find_verdict(p_value, count, constant=same), agreement, p_value, count, found.evidence)
+        for p_value, agreement, same in rows
     ]
 
 
-def _judge(p_value: float, alternatives: int, *, constant: bool) -> tuple[str, str]:
+def _find_verdict(p_value: float, alternatives: int, *, constant: bool) -> tuple[str, str]:
     """Verdict and reason."""
     if constant:
         return "unsupported", "every patch has the same value"
@@ -162,11 +194,20 @@ def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
 
 
 @lru_cache(maxsize=4)
-def _quadratic(grid: Grid) -> Float[Tensor, "P 6"]:
-    """1, x, y, x², xy and y² of each patch."""
+def _find_places(grid: Grid, patches: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The alternatives' places [K, P], and [K, m] of some patches, on the device."""
+    places = _alternatives(grid)
+    on_device = places.to(device)
+    return on_device, on_device if len(patches) == places.shape[1] else places[:, list(patches)].to(device)
+
+
+@lru_cache(maxsize=4)
+def _quadratic(grid: Grid, device: torch.device) -> tuple[Float[Tensor, "P 6"], Float[Tensor, "6 P"]]:
+    """1, x, y, x², xy and y² of each patch, and the pseudoinverse."""
     down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)
     y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
-    return torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
+    trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
+    return trend.to(device), torch.linalg.pinv(trend).to(device)
 
 
 def randomise_weights(model: nn.Module, *, fraction_of_blocks: float = 1.0, seed: int = 0) -> nn.Module:

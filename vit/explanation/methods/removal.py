@@ -10,6 +10,7 @@ from one backward pass to the attention layers' results.
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -40,10 +41,9 @@ def average_over_subsets(
     prefix, patches = forward.num_prefix_tokens, forward.grid[0] * forward.grid[1]
     images = forward.images.detach()
     total, count = images.new_zeros(len(images), prefix + patches), images.new_zeros(prefix + patches)
-    for half in draw_halves(patches, passes):
-        kept = half.to(images.device)
+    for kept in _halves_on(images.device, patches, passes):
         with keep_tokens(forward.model, kept.expand(len(images), -1)):
-            part = run_forward(forward.model, images, gradients=True, grid=forward.grid)
+            part = run_forward(forward.model, images, gradients=True, grid=forward.grid, verify=False)
         tokens = torch.cat([torch.arange(prefix, device=images.device), kept + prefix])
         total[:, tokens] += compute(part).detach()
         count[tokens] += 1
@@ -57,6 +57,11 @@ def draw_halves(patches: int, count: int) -> Iterator[Int[Tensor, " kept"]]:
     for drawn in range(0, count, 2):
         first, second = torch.randperm(patches, generator=generator).tensor_split(2)
         yield from (first.sort().values, second.sort().values)[: count - drawn]
+
+
+@lru_cache(maxsize=4)
+def _halves_on(device: torch.device, patches: int, count: int) -> list[Tensor]:
+    return [half.to(device) for half in draw_halves(patches, count)]
 
 
 def _of_layer(layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]) -> Float[Tensor, "B N"]:

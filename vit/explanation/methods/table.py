@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -70,10 +71,11 @@ def compute_maps(
     options: MapOptions | None = None,
     keep_graph: bool = False,
     block_tokens: bool = False,
+    verify: bool = True,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
     """One recorded forward pass, the classes explained and the maps of every method. `choose_targets` picks T classes
     an image from the logits; without it, the predicted one. With `keep_graph` the pass has the model's own gradients,
-    whatever the methods need; `block_tokens` keeps what leaves each block."""
+    whatever the methods need; `block_tokens` keeps what leaves each block; `verify` as in `run_forward`."""
     chosen, options = find_methods(methods), options or MapOptions()
     passes = {libra: [method for method in chosen if method.libra is libra] for libra in (False, True)}
     forwards = {}
@@ -82,7 +84,8 @@ def compute_maps(
         if of_pass or wanted:
             with LibraGradients() if libra else nullcontext():
                 gradients = wanted or any(method.class_specific for method in of_pass)
-                forwards[libra] = run_forward(model, images, gradients=gradients, block_tokens=block_tokens)
+                options_of_pass: dict[str, Any] = {"gradients": gradients, "block_tokens": block_tokens}
+                forwards[libra] = run_forward(model, images, **options_of_pass, verify=verify)
     forward = next(iter(forwards.values()))  # their results are the same
     if len(forwards) == 2 and forward.logits.requires_grad:  # the first is the plain one
         forwards[True].plain = forward
@@ -185,7 +188,7 @@ def _combine(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """The mean of libra-fullgrad, libra-input-x-gradient and removal-gradient, each divided by its standard deviation
     over the patches: where patches are left out, where they are painted over, and for one patch alone."""
     if forward.plain is None:
-        forward.plain = run_forward(forward.model, forward.images.detach(), gradients=True)
+        forward.plain = run_forward(forward.model, forward.images.detach(), gradients=True, verify=False)
     logit, first = _score(forward, classes), forward.num_prefix_tokens
     maps = [gradients.compute_fullgrad_plus(forward, logit), _PIXELS(forward, logit)]
     maps.append(_remove(forward.plain, classes, options, probability=True))

@@ -9,6 +9,12 @@ from torch import Tensor
 
 ChooseTargets = Callable[[Float[Tensor, "B C"]], Int[Tensor, "B T"]]
 _MOST_CLASSES = 100
+_TOP = r"top(\d+)"
+
+
+def asks_for_predicted(target: int | str, class_names: Sequence[str]) -> bool:
+    """Whether the first class that `build_target_chooser` chooses is the predicted one."""
+    return str(target) not in class_names and bool(re.fullmatch(f"auto|all|{_TOP}", str(target)))
 
 
 def build_target_chooser(target: int | str, class_names: Sequence[str]) -> ChooseTargets:
@@ -17,9 +23,9 @@ def build_target_chooser(target: int | str, class_names: Sequence[str]) -> Choos
     `target`: "auto" (the predicted class), a class's name or index, "all", or "top3" (any number), the most
     probable first. Raises ValueError for anything else.
     """
-    top = re.fullmatch(r"top(\d+)", str(target))
-    if str(target) not in class_names and (target in ("auto", "all") or top):
-        count = 1 if target == "auto" else len(class_names) if target == "all" else int(top[1]) if top else 0
+    if asks_for_predicted(target, class_names):
+        top = re.fullmatch(_TOP, str(target))
+        count = int(top[1]) if top else 1 if target == "auto" else len(class_names)
         if not 0 < count <= len(class_names):
             raise ValueError(f"class {target!r} asks for {count} of {len(class_names)} classes")
         if count > _MOST_CLASSES:

@@ -1,0 +1,109 @@
+"""Batches: each loader and each augmentation, with one copy to the device and no wait."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.device.conftest import Count, Counter, Meter
+from vit.data.augment import Augment
+from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.images import Preprocess
+from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
+from vit.data.open import open_dataset
+
+PREPROCESS = Preprocess((16, 20), crop_pct=0.8)
+AUGMENTS = {
+    "none": Augment(),
+    "crop and flip": Augment(crop_padding=2, flip="random"),
+    "cutout": Augment(flip="alternating", cutout=4),
+    "resized crop": Augment(resized_crop_scale=(0.3, 1.0), flip="random"),
+    "jitter and erasing": Augment(color_jitter=0.3, re_prob=0.4),
+    "RandAugment": Augment(rand_augment=(2, 9.0)),
+    "TrivialAugment": Augment(trivial_augment=True),
+    "mixup": Augment(mixup=0.8),
+    "cutmix": Augment(cutmix=1.0),
+    "all": Augment(crop_padding=2, flip="random", cutout=4, color_jitter=0.2, re_prob=0.3, mixup=0.8, cutmix=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[type, DecodedDataset]:
+    """Thirty-six photos, decoded for one loader and only looked at for the other."""
+    root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for name in "abc":
+        (root / name).mkdir()
+        for number in range(12):
+            Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
+    source, options = open_dataset("folder", root=root).split("all"), {"cache_dir": root / "cache", "progress": False}
+    sizes = {ResidentLoader: PREPROCESS.resize_size, WorkerLoader: None}
+    return {kind: decode_dataset(source, size=size, **options) for kind, size in sizes.items()}
+
+
+def mirror(image: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(image[:, ::-1])
+
+
+def read(
+    datasets: dict[type, DecodedDataset], kind: type, device: str, on_batch: Callable[[], object], **changes: Any
+) -> list[Batch]:
+    options: dict[str, Any] = {"batch_size": 12, "seed": 3, "device": device, "preprocess": PREPROCESS}
+    options |= {"num_classes": 3} | ({"workers": 0} if kind is WorkerLoader else {}) | changes
+    loader, batches = kind(datasets[kind], **options), []
+    for epoch, size in ((0, None), (1, (8, 12))):
+        for batch in loader.epoch(epoch, image_size=size):
+            batches.append(Batch(*(tensor.cpu() for tensor in batch)) if device == "cpu" else batch)
+            on_batch()
+    loader.close()
+    return batches
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+@pytest.mark.parametrize("kind", [ResidentLoader, WorkerLoader])
+def test_batches_equal_the_cpus_and_take_one_copy(
+    datasets: dict[type, DecodedDataset], meter: Meter, table: Callable[..., None], kind: type, name: str
+) -> None:
+    counts: list[Count] = []
+    found = read(datasets, kind, "npu", lambda: counts.append(meter.read()), augment=AUGMENTS[name])
+    table(f"{kind.__name__}, {name}", max(counts[1:]))
+    assert set(counts[1:]) == {Count(1, 0, 0)}, meter.lines
+    expected = read(datasets, kind, "cpu", lambda: None, augment=AUGMENTS[name])
+    for batch, of_cpu in zip(found, expected, strict=True):
+        assert all(tensor.device.type == "npu" for tensor in batch)
+        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [(ResidentLoader, {"transform": mirror}), (WorkerLoader, {"workers": 1}), (ResidentLoader, {"balanced": True})],
+)
+def test_transforms_workers_and_balance_take_one_copy_too(
+    datasets: dict[type, DecodedDataset], meter: Meter, kind: type, changes: dict[str, Any]
+) -> None:
+    counts: list[Count] = []
+    changes = {"augment": AUGMENTS["all"]} | changes
+    found = read(datasets, kind, "npu", lambda: counts.append(meter.read()), **changes)
+    assert set(counts[1:]) == {Count(1, 0, 0)}, meter.lines
+    expected = read(datasets, kind, "cpu", lambda: None, **changes)
+    for batch, of_cpu in zip(found, expected, strict=True):
+        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True))
+
+
+def test_the_fixture_counts_a_blocking_copy_as_a_wait(npu: Counter, tmp_path: Path) -> None:
+    """And refuses what CUDA would refuse."""
+    meter, host = Meter(npu), torch.arange(4)
+    device = host.to("npu")
+    assert meter.read() == Count(1, 0, 1)
+    pinned = torch.empty(4, dtype=torch.int64, pin_memory=True).copy_(host)
+    assert torch.equal(pinned.to("npu", non_blocking=True).cpu(), host)
+    assert meter.read() == Count(1, 1, 0)
+    assert device[device > 1].tolist() == [2, 3]
+    assert meter.read().waits == 2
+    with pytest.raises(RuntimeError, match="a host tensor"):
+        device + host
+    with pytest.raises(TypeError, match="copy it to the host first"):
+        device.numpy()
