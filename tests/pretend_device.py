@@ -100,7 +100,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """torch's `tree_map`, of which a step does ten thousand, for lists, tuples and dictionaries, in a fifth of the time."""
+    """torch's `tree_map`, for lists, tuples and dictionaries alone: a quicker one, of which a step needs thousands."""
     if isinstance(value, dict):
         return {key: _map(change, child) for key, child in value.items()}
     return type(value)(_map(change, child) for child in value) if type(value) in (list, tuple) else change(value)
@@ -142,9 +142,7 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     name = str(op).removeprefix("aten.")
     tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     uses_device = any(map(_on_device, tensors))
-    host_kwargs = {
-        k: torch.device("cpu") if isinstance(v, torch.device) else _map(_host, v) for k, v in kwargs.items()
-    }
+    host_kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else _map(_host, v) for k, v in kwargs.items()}
     if name.startswith("_to_copy"):
         source, to_device = args[0], _is_npu(kwargs.get("device") or args[0].device)
         _count_copy(source, to_device, kwargs.get("non_blocking"))
@@ -178,6 +176,8 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Dispatch(TorchDispatchMode):
+    supports_higher_order_operators = True  # those of torch.export, which works on the host
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_npu(kwargs.get("device")) or any(map(_on_device, _leaves((args, kwargs)))):
@@ -227,6 +227,10 @@ def _enter(mode: Any) -> None:
     torch.set_grad_enabled(not mode.mode)
 
 
+def _leave(mode: Any, *_: object) -> None:
+    torch.set_grad_enabled(mode.before)
+
+
 @contextmanager
 def pretend_device() -> Iterator[collections.Counter[str]]:
     """Make "npu" work for as long as this lasts; gives the counter of transfers and waits."""
@@ -234,6 +238,6 @@ def pretend_device() -> Iterator[collections.Counter[str]]:
     with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
         patch.setattr(torch.UntypedStorage, "data_ptr", _address)
         patch.setattr(torch.inference_mode, "__enter__", _enter)
-        patch.setattr(torch.inference_mode, "__exit__", lambda self, *_: torch.set_grad_enabled(self.before))
+        patch.setattr(torch.inference_mode, "__exit__", _leave)
         patch.setattr(_Backend, "in_use", True)
         yield TRANSFERS

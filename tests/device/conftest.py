@@ -30,7 +30,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     Where code chooses by the kind of device, a CPU gets meanwhile what other devices get, so that the results of the
     two can be the same to the last bit: the same attention kernel, and batches that are not divided among threads."""
     from vit import api  # noqa: F401  (and with it all that choose a device)
-    from vit.build import automatic, run
+    from vit.build import automatic, run  # noqa: F401
     from vit.model import attention
     from vit.runtime.device import choose_device
 

@@ -99,7 +99,9 @@ class Steps(Observer):
                 result = run(images, targets)
             self.operations.append((tuple(images.shape), recorder.operations))
             known = before | {place(tensor): f"result's {name}" for name, tensor in result._asdict().items()}
-            known |= {place(t): "the optimizer's" for t in (step.optimizer.found_inf, step.optimizer.grad_scale) if _on(t)}
+            known |= {
+                place(t): "the optimizer's" for t in (step.optimizer.found_inf, step.optimizer.grad_scale) if _on(t)
+            }
             left = [tensor for each in made if (tensor := each()) is not None]
             if step.step:  # the first step makes the optimizer's state
                 self.left_behind |= {str(list(tensor.shape)) for tensor in left if place(tensor) not in known}
