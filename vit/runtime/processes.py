@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,9 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
     if on_gpu:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_START_TIMEOUT)
+    backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backends, store=_open_store(), rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
     try:
         yield current_process(), device
     except RuntimeError as error:
@@ -91,6 +93,21 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         raise LostProcess(_describe_loss(current_process(), error)) from error
     finally:
         dist.destroy_process_group()
+
+
+def _open_store() -> Any:
+    """Where the processes that torchrun started again on one machine find one another: what they said before is still
+    in torchrun's store, and they would call processes that are gone (https://github.com/pytorch/pytorch/issues/135712).
+    None, torch's own, for several machines, which don't count restarts alike."""
+    said = os.environ.get
+    if said("TORCHELASTIC_USE_AGENT_STORE") != "True" or said("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_START_TIMEOUT
+    )
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store
+    )
 
 
 def is_lost(error: BaseException) -> bool:
