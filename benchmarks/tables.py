@@ -20,6 +20,7 @@ import faithfulness
 import own_photos
 import planted_evidence
 import processes
+import start
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -246,6 +247,7 @@ def build_tables() -> dict[str, str]:
         "contention": "\n\n".join(map(contention.build_table, load_results(contention.NAME).values())),
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
+        "start": "\n\n".join(map(start.build_table, load_results(start.NAME).values())) or "Not measured yet.",
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vit.checkpoint import CheckpointStore
+from vit.data.listed import ListedDataset
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
 from vit.data.random import seed_generators
 from vit.runtime.arguments import first_line
@@ -53,6 +54,8 @@ class Trainer:
         self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
         self._stragglers = Stragglers(self.process)
+        dataset = self.train_batches.dataset
+        self._listed = dataset if isinstance(dataset, ListedDataset) else None
 
     def resume(self, *, most_steps: int | None = None) -> bool:
         """Go back to the newest whole checkpoint; False where there is none. A model file that is gone or damaged is
@@ -88,6 +91,8 @@ class Trainer:
                 origin = f"the checkpoint of step {state['progress']['step']}"
                 self.identity.check(state["identity"], origin=origin, extends=self._extends)
             progress = Progress(**state["progress"]).to(self.step.device)
+            if self._listed is not None and "images" in state:
+                self._listed.restore(state["images"])
             restore_state(self.step, state["state"], shards)
         except ValueError as error:  # ours, or torch's
             raise ValueError(first_line(error)) from error
@@ -105,6 +110,8 @@ class Trainer:
         self.process.limit_waits(self.plan.timeout_seconds)
         with stop_on_signals(self._request_stop):
             try:
+                if self._listed is not None:
+                    self._listed.news.clear()  # the summary of the run has them
                 start: dict[str, Any] = {"step": self.progress.step, "total_steps": self.plan.total_steps}
                 start["settings"] = self.identity.settings if self.identity else {}
                 self._tell(lambda observer: observer.on_start(**start))
@@ -148,6 +155,7 @@ class Trainer:
             progress.finite_steps += result.finite
             progress.epoch_seconds = time.perf_counter() - before
             self._log(result)
+            self._say_news()
             if self._stop_early():
                 return False
             if self.process.world_size > 1 and progress.step % LOG_EVERY_STEPS == 0:
@@ -183,6 +191,9 @@ class Trainer:
         """Evaluate, keep the best model, tell the observers, save."""
         progress, plan = self.progress, self.plan
         self._check_finite()
+        if self._listed is not None and progress.step_in_epoch == len(self.train_batches):
+            self._listed.finish_epoch(self.process)
+            self._say_news()
         is_due = progress.step >= plan.total_steps or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.step.averaged_model.eval()
         found = self.evaluate(model) if is_due and self.evaluate else None
@@ -260,18 +271,27 @@ class Trainer:
 
     def _save(self) -> None:
         self._check_finite()
+        if self._listed is not None:
+            self._listed.share(self.process)
+            self._say_news()
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         shards = self.checkpoints.open_shards() if self.sharded and self.process.is_main else None
         shards = self.process.broadcast(shards) if self.sharded else None
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
-            identity = {} if self.identity is None else {"identity": self.identity.to_dict()}
-            whole = {"progress": vars(progress), "state": state, **identity}
+            more = {} if self.identity is None else {"identity": self.identity.to_dict()}
+            more |= {} if self._listed is None else {"images": self._listed.collect()}
+            whole = {"progress": vars(progress), "state": state, **more}
             self.checkpoints.save(
                 whole, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps, shards=shards
             )
         self.process.wait()
+
+    def _say_news(self) -> None:
+        """Of images that could not be read since the last time."""
+        while self._listed is not None and self._listed.news:
+            self._say(self._listed.news.pop(0))
 
     def _say(self, text: str) -> None:
         self._tell(lambda observer: observer.on_message(text))

@@ -23,19 +23,20 @@ from typing import IO, cast
 import numpy as np
 from PIL import Image
 
-from vit.data.images import open_image
+from vit.data.images import check_header, open_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageReader, ImageSource
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, StoredReader
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text, rename_durably
 
 _MOST_CLASSES, _LABEL_BYTES = 1_000_000, 2**16  # that are numbered; of a label
 _MOST_SHARDS = 1_000_000
+_HEADER_BYTES = 2**16  # of an image, in which its size nearly always is
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
-class ShardReader(ImageReader):
+class ShardReader(StoredReader):
     """Images inside tar files."""
 
     shards: Sequence[Path]
@@ -48,12 +49,29 @@ class ShardReader(ImageReader):
             file.seek(offset)
             return open_image(io.BytesIO(file.read(size)), name=self.names[index])
 
+    def check(self, index: int) -> None:
+        shard, offset, size = self.places[index].tolist()
+        with open_regular(self.shards[shard]) as file:
+            for count in (min(size, _HEADER_BYTES), size):
+                try:
+                    file.seek(offset)
+                    check_header(io.BytesIO(file.read(count)), name=self.names[index])
+                    return
+                except ValueError:
+                    if count == size:
+                        raise
+
+    def sizes(self) -> np.ndarray:
+        return self.places[:, 2]
+
     def cache_key(self) -> bytes:
         stats = map(os.stat, self.shards)
         return repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode() + self.places.tobytes()
 
     def subset(self, indices: np.ndarray) -> ShardReader:
-        return ShardReader(self.shards, [self.names[index] for index in indices], self.places[indices])
+        places = self.places[indices]
+        used, places[:, 0] = np.unique(places[:, 0], return_inverse=True)
+        return ShardReader([self.shards[shard] for shard in used], [self.names[index] for index in indices], places)
 
 
 def find_shards(options: FindOptions) -> FoundSplits:
