@@ -98,7 +98,7 @@ def test_nothing_but_a_sample_is_decoded_before_the_first_step(
     original: Callable[..., Any] = reader.open
     monkeypatch.setattr(reader, "open", lambda self, index: opened.append(self.paths[index]) or original(self, index))
     run = make_run(tmp_path / "run", *overrides)
-    assert len(opened) <= 2 * 9 + 2  # every so manieth: at most twice as many; JPEG's traces are in 32×32 pixels alone
+    assert len(opened) <= 9 + 2  # traces of JPEG are looked for in images of 32×32 pixels alone
     assert run.data.preprocess.mean != IMAGENET_MEAN
     assert all(0.45 < mean < 0.55 for mean in run.data.preprocess.mean)
     opened.clear()

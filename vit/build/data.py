@@ -126,12 +126,12 @@ def build_data(
         pipeline, reason = data.pipeline, "data.pipeline says so"
     options = {"workers": data.workers, "max_unreadable_fraction": data.max_unreadable_fraction}
     decode_validation = cache(partial(dataset.decode, "validation", preprocess, **options))
-    found: dict[str, DecodedDataset] = {}
+    found, images = dict[str, DecodedDataset](), None
     if pipeline == "workers" and isinstance(dataset.split("train").reader, StoredReader):
         for split in splits:
             found[split] = listed = ListedDataset.open(dataset.split(split), cache_dir=dataset.cache_dir, **options)
             listed.check_headers(process or Process())
-        images = [preprocess.to_uint8(image) for image in found["train"].source.sample(_SAMPLED_IMAGES)]
+        images = np.stack([preprocess.to_uint8(image) for image in found["train"].source.sample(_SAMPLED_IMAGES)])
     else:
         found["train"] = dataset.decode("train", preprocess if pipeline == "resident" else None, **options)
         found |= {"validation": decode_validation()} if len(splits) > 1 else {}
@@ -165,8 +165,8 @@ def build_train_loader(
     return WorkerLoader(data.train, workers=config.data.workers, **shared)
 
 
-def _measure_normalization(images: Any) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Mean and standard deviation of images, each uint8 [H, W, 3]; ImageNet's for None."""
+def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Mean and standard deviation of images, uint8 [n, H, W, 3]; ImageNet's for None."""
     if images is None:
         return IMAGENET_MEAN, IMAGENET_STD
     # exact sums of integers, so that the numbers don't depend on how numpy adds

@@ -93,7 +93,7 @@ def decode_dataset(
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
 
     def decode(pixels: Path) -> Iterator[_Chunk]:
-        work = partial(_decode, pixels=pixels, preprocess=preprocess)
+        work = partial(decode_chunk, pixels=pixels, preprocess=preprocess)
         return work_through(source, work, title="decoding", workers=workers, progress=progress)
 
     dataset = _open_or_build(source, cache_dir, preprocess, decode)
@@ -229,13 +229,10 @@ def check_headers(source: ImageSource, start: int) -> _Chunk:
     return start, np.zeros((2, len(source)), dtype=np.uint64), failures
 
 
-def hash_images(source: ImageSource, start: int) -> _Chunk:
-    """Decode a chunk of images for their hashes."""
-    return _decode(source, start, None, None)
-
-
-def _decode(source: ImageSource, start: int, pixels: Path | None, preprocess: Preprocess | None) -> _Chunk:
-    """Decode a chunk of images into places start, start + 1, … of the file, where it is wanted."""
+def decode_chunk(
+    source: ImageSource, start: int, pixels: Path | None = None, preprocess: Preprocess | None = None
+) -> _Chunk:
+    """Decode images for their hashes and, with a file, into its places start, start + 1, …"""
     hashes, failures = np.zeros((2, len(source)), dtype=np.uint64), {}
     if preprocess is not None:
         assert pixels is not None

@@ -20,7 +20,7 @@ from vit.data.cache import (
     DecodedDataset,
     check_headers,
     check_unreadable,
-    hash_images,
+    decode_chunk,
     open_scan,
     save_scan,
     work_through,
@@ -116,19 +116,25 @@ class ListedDataset(DecodedDataset):
 
     def check_headers(self, process: Process) -> None:
         """Look for files that are no images, without decoding any; each process for a part of them."""
+        self.share(process)  # the cache of another machine may hold more
         count = len(self)
         if not self.is_complete:
             looked_at = np.linspace(0, count - 1, min(count, _MOST_HEADERS)).round().astype(np.int64)
             self._work_through(looked_at, check_headers, "checking", process)
+        elif not self.scan:
+            self._save_scan()
 
     def finish_epoch(self, process: Process) -> None:
         """Tell other processes what was found, hash what an epoch has left out, and keep all in the cache, as a scan
         does."""
         if not self.scan:
             self.share(process)
-            self._work_through(np.flatnonzero(self.state == _UNKNOWN), hash_images, "hashing", process)
-            hashes = np.stack([self.digests, self.perceptual])
-            self.scan.append(save_scan(self.source, self.cache_dir, hashes, self.reasons))
+            self._work_through(np.flatnonzero(self.state == _UNKNOWN), decode_chunk, "hashing", process)
+            self._save_scan()
+
+    def _save_scan(self) -> None:
+        hashes = np.stack([self.digests, self.perceptual])
+        self.scan.append(save_scan(self.source, self.cache_dir, hashes, self.reasons))
 
     def share(self, process: Process) -> None:
         """Tell every process what the others have found."""

@@ -271,7 +271,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._check_finite()
-        if self._listed is not None:
+        if self._listed is not None and not self._listed.scan:
             self._listed.share(self.process)
             self._say_news()
         progress = self.progress

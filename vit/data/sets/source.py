@@ -134,10 +134,17 @@ class ImageSource:
             return image
 
     def sample(self, count: int) -> Iterator[Image.Image]:
-        """`count` images, evenly spaced, without those that can't be read."""
-        for index in range(0, len(self), max(1, len(self) // count)):
+        """At most `count` images, evenly spaced, without those that can't be read; raises ValueError where none can."""
+        count, is_empty = min(count, len(self)), True
+        for place in range(count):
             with suppress(ValueError, OSError):
-                yield self.read(index)
+                image = self.read(place * len(self) // count)
+                is_empty = False
+                yield image
+        if is_empty:
+            raise ValueError(
+                f"none of {count} images of {self.name} {self.split} can be read: the first is {self.ids[0]}"
+            )
 
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
