@@ -1,7 +1,10 @@
 """Images that don't fit memory: training begins when they are listed, and what a scan finds is known an epoch later."""
 
 import pickle
+import shutil
+import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from vit.data.listed import ListedDataset
 from vit.data.loaders import Batch, WorkerLoader
 from vit.data.open import open_dataset
 from vit.data.random import StatelessRandom
-from vit.data.sets.source import ImageSource
+from vit.data.sets.source import ImageSource, StoredReader
 from vit.runtime.processes import Process
 
 MakeFolder = Callable[..., Path]
@@ -155,3 +158,57 @@ def test_a_worker_is_sent_no_more_of_many_images(make_folder: MakeFolder, tmp_pa
         ids = torch.arange(8)
         sizes.append(len(pickle.dumps((loader._decode, loader._build_task(StatelessRandom(0, 0), ids)))))
     assert sizes[0] == sizes[1] < 10_000
+
+
+def test_processes_tell_each_other_what_they_found(source: ImageSource, tmp_path: Path) -> None:
+    ranks = [listed(source, tmp_path / str(rank)) for rank in range(2)]
+    for rank, dataset in enumerate(ranks):
+        list(load(dataset, rank=rank, world_size=2).epoch(0))
+    assert all(dataset.state.sum() < 40 for dataset in ranks)
+    found = [dataset.collect() for dataset in ranks]
+
+    class Together(Process):
+        def exchange(self, value: Any) -> list[Any]:
+            return found
+
+    for rank, dataset in enumerate(ranks):
+        dataset.share(Together(rank, 2))
+        np.testing.assert_array_equal(dataset.state, ranks[0].state)
+        np.testing.assert_array_equal(dataset.digests, ranks[0].digests)
+    assert [sorted(dataset.unreadable) for dataset in ranks] == [sorted(ranks[0].unreadable)] * 2
+    assert len(ranks[0].unreadable) == 2
+
+
+def test_a_run_is_known_by_names_sizes_and_labels(source: ImageSource, tmp_path: Path) -> None:
+    known = listed(source, tmp_path / "cache").fingerprint
+    root = Path(source.reader.root)  # type: ignore[attr-defined]
+    shutil.copytree(root, tmp_path / "moved")  # the times are others
+    for change, is_same in ((None, True), ("cat/04.png", False)):
+        if change:
+            with (tmp_path / "moved" / change).open("ab") as file:
+                file.write(b"\0")
+        moved = open_dataset("folder", root=tmp_path / "moved").split("all")
+        assert (listed(moved, tmp_path / "cache").fingerprint == known) == is_same
+    labels = replace(source, labels=1 - source.labels)
+    assert listed(labels, tmp_path / "cache").fingerprint != known
+
+
+def test_images_in_shards_are_checked_and_measured_as_files_are(source: ImageSource, tmp_path: Path) -> None:
+    root = Path(source.reader.root)  # type: ignore[attr-defined]
+    for number in range(2):
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for name in source.ids[number::2]:
+                (tmp_path / "label").write_text(name.split("/")[0])
+                tar.add(root / name, name.replace("/", "-"))
+                tar.add(tmp_path / "label", name.replace("/", "-").replace(".png", ".cls"))
+    shards = open_dataset("webdataset", root=tmp_path).split("all")
+    dataset = listed(shards, tmp_path / "cache")
+    dataset.check_headers(ALONE)
+    assert [name for name, _ in dataset.unreadable] == ["1.tar/dog-05"]
+    order = [source.ids.index(name.partition("/")[2].replace("-", "/") + ".png") for name in shards.ids]
+    assert isinstance(shards.reader, StoredReader)
+    assert isinstance(source.reader, StoredReader)
+    np.testing.assert_array_equal(shards.reader.sizes(), source.reader.sizes()[order])
+    list(load(dataset).epoch(0))
+    dataset.finish_epoch(ALONE)
+    assert dataset.completed().fingerprint == decode_dataset(source, size=None, cache_dir=tmp_path).fingerprint
