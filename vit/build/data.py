@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,13 @@ class Data:
             "fingerprint": train.fingerprint,
             "splits": dict(zip(("train", "validation"), sizes, strict=False)),
             "unreadable": sum(len(dataset.unreadable) for dataset in datasets),
-            "notes": list(train.notes),
+            "notes": [*train.notes, *self._describe_progress()],
         }
+
+    def _describe_progress(self) -> Iterator[str]:
+        if isinstance(train := self.train.completed(), ListedDataset):
+            known = f"{np.count_nonzero(train.state):,} of {len(train):,} training images"
+            yield f"the run ended in its first epoch with {known} seen; duplicates of the others are not found"
 
 
 def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
@@ -125,8 +130,15 @@ def build_data(
     else:
         pipeline, reason = data.pipeline, "data.pipeline says so"
     options = {"workers": data.workers, "max_unreadable_fraction": data.max_unreadable_fraction}
-    decode_validation = cache(partial(dataset.decode, "validation", preprocess, **options))
     found, images = dict[str, DecodedDataset](), None
+
+    @cache
+    def decode_validation() -> DecodedDataset:
+        decoded = dataset.decode("validation", preprocess, **options)
+        if isinstance(train := found["train"], ListedDataset):  # otherwise the summary of the run has them
+            train.news += [f"skipped validation image {name}: {reason}" for name, reason in decoded.unreadable]
+        return decoded
+
     if pipeline == "workers" and isinstance(dataset.split("train").reader, StoredReader):
         for split in splits:
             found[split] = listed = ListedDataset.open(dataset.split(split), cache_dir=dataset.cache_dir, **options)

@@ -75,7 +75,7 @@ class RunIdentity:
             f"{key} is {shorten(str(settings[key]))} there, {shorten(str(ours[key]))} here" for key in differing[:3]
         ]
         theirs = recorded["data_fingerprint"]
-        if theirs != self.data_fingerprint and theirs != self.earlier.data_fingerprint:
+        if theirs != self.data_fingerprint and (found or theirs != self.earlier.data_fingerprint):
             both = f"{theirs[:16]} there, {self.data_fingerprint[:16]} here"
             found.append(f"the training images are others (fingerprint {both})")
         if found:
