@@ -136,7 +136,7 @@ def build_data(
     def decode_validation() -> DecodedDataset:
         decoded = dataset.decode("validation", preprocess, **options)
         if isinstance(train := found["train"], ListedDataset):  # otherwise the summary of the run has them
-            train.news += [f"skipped validation image {name}: {reason}" for name, reason in decoded.unreadable]
+            train.news.extend(f"skipped validation image {name}: {reason}" for name, reason in decoded.unreadable)
         return decoded
 
     if pipeline == "workers" and isinstance(dataset.split("train").reader, StoredReader):
