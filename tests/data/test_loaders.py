@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from vit.data.augment import Augment
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import open_dataset

@@ -15,7 +15,7 @@ from torch import nn
 from vit.config import Config
 from vit.data.augment import Augment
 from vit.data.balance import ClassBalance, choose_class_balance
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.listed import ListedDataset
 from vit.data.loaders import Pipeline, ResidentLoader, WorkerLoader, choose_pipeline

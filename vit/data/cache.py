@@ -11,9 +11,8 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from vit.data.dataset import DecodedDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Interpolation, Preprocess
 from vit.data.sets.source import ImageSource, StoredReader
@@ -34,44 +34,6 @@ _CHECKED_BLOCKS = 128  # 2 GiB: of a larger file only so many are checked
 _CHUNK = 256  # images a task
 _SAMPLE = 200  # images in which traces of JPEG are looked for
 _FEW = 1000  # images below which starting processes costs more than it saves
-
-
-@dataclass(frozen=True, eq=False)
-class DecodedDataset:
-    """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
-
-    name: str
-    split: str
-    class_names: tuple[str, ...]
-    labels: np.ndarray  # int64 [n]
-    ids: tuple[str, ...]
-    images: np.ndarray | None  # uint8 [n, H, W, 3], mapped from disk; None after a scan
-    digests: np.ndarray  # uint64 [n], of size and pixels of the original
-    perceptual: np.ndarray  # uint64 [n], difference hash
-    unreadable: Sequence[tuple[str, str]]
-    notes: tuple[str, ...]
-    source: ImageSource  # the same images in full size: those of the source that are readable
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def completed(self) -> "DecodedDataset":
-        """These images: all is known of them."""
-        return self
-
-    def tell_lost(self, index: int, reason: str) -> ValueError:
-        """The error for an image that can't be read again."""
-        return ValueError(f"{self.ids[index]} was readable before, but no longer: {reason}")
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over class names, split and the images' labels and pixels; not file names, nor their order.
-
-        JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
-        """
-        pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
-        ordered = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
-        return hashlib.sha256(json.dumps([self.split, *self.class_names]).encode() + ordered).hexdigest()
 
 
 def decode_dataset(
@@ -111,13 +73,6 @@ def save_scan(
 ) -> DecodedDataset:
     """Keep what training found when it decoded the images, uint64 [2, n] and index → reason, as a scan would."""
     return _open_or_build(source, cache_dir, None, lambda _: iter([(0, hashes, unreadable)]))
-
-
-def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, most: float) -> None:
-    """Raise ValueError where more than a fraction of `count` images can't be read, or none can."""
-    if (bad := len(unreadable)) > most * count or bad == count:
-        what = f"{bad} of {count} images can't be read, more than the allowed fraction of {most}"
-        raise ValueError(f"{what}; the first is {': '.join(unreadable[0])}")
 
 
 # the first image's index, digests and perceptual hashes uint64 [2, n], what was wrong with which image

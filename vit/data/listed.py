@@ -16,15 +16,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from vit.data.cache import (
-    DecodedDataset,
-    check_headers,
-    check_unreadable,
-    decode_chunk,
-    open_scan,
-    save_scan,
-    work_through,
-)
+from vit.data.cache import check_headers, decode_chunk, open_scan, save_scan, work_through
+from vit.data.dataset import DecodedDataset, check_unreadable
 from vit.data.duplicates import jpeg_note
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.sets.source import ImageSource, StoredReader
@@ -78,20 +71,14 @@ class ListedDataset(DecodedDataset):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every image was decoded, or tried."""
         return bool(self.state.all())
 
     def completed(self) -> DecodedDataset:
-        """The readable images with their hashes and the fingerprint of their pixels, when all is known; these until
-        then."""
         return self.scan[0] if self.scan else self
 
     def record(self, indices: np.ndarray, hashes: np.ndarray, unreadable: Mapping[int, str]) -> None:
-        """Note the hashes of images, uint64 [2, m], where they are not 0, and why others can't be read. Raises
-        ValueError for one that could be before, and where they are too many."""
+        super().record(indices, hashes, {i: reason for i, reason in unreadable.items() if self.state[i] == _READ})
         for index, reason in unreadable.items():
-            if self.state[index] == _READ:
-                raise self.tell_lost(index, reason)
             if self.state[index] == _UNKNOWN:
                 self.state[index], self.reasons[index] = _UNREADABLE, reason
                 self.unreadable.append((self.ids[index], reason))
@@ -103,8 +90,7 @@ class ListedDataset(DecodedDataset):
         self.state[indices[read]] = _READ
 
     def replace_unreadable(self, ids: SampleIds, rng: StatelessRandom) -> SampleIds:
-        """The ids, with another drawn for each whose image is known to be unreadable: of any image, and of a number
-        that the epoch has no other of, hence with an augmentation of its own."""
+        # of any image, and of a number that the epoch has no other of, hence with an augmentation of its own
         count = len(self)
         for _ in range(_MOST_DRAWS):
             wrong = torch.from_numpy(self.state[(ids % count).numpy()] == _UNREADABLE)
@@ -112,44 +98,56 @@ class ListedDataset(DecodedDataset):
                 return ids
             drawn = (rng.bits("replacement", ids) & (2**62 - 1)) % (count << 20)
             ids = torch.where(wrong, count + drawn, ids)
-        raise ValueError(f"too few images of {self.name} {self.split} can be read; the first: {self.news[:1]}")
+        raise ValueError(f"too few images of {self.name} {self.split} can be read; the first: {self.unreadable[:1]}")
 
     def check_headers(self, process: Process) -> None:
         """Look for files that are no images, without decoding any; each process for a part of them."""
-        self.share(process)  # the cache of another machine may hold more
+        self._share(process)  # the cache of another machine may hold more
         count = len(self)
         if not self.is_complete:
             looked_at = np.linspace(0, count - 1, min(count, _MOST_HEADERS)).round().astype(np.int64)
             self._work_through(looked_at, check_headers, "checking", process)
         elif not self.scan:
             self._save_scan()
+        self.news.clear()  # the summary of the run has them
 
     def finish_epoch(self, process: Process) -> None:
-        """Tell other processes what was found, hash what an epoch has left out, and keep all in the cache, as a scan
-        does."""
         if not self.scan:
-            self.share(process)
+            self._share(process)
             self._work_through(np.flatnonzero(self.state == _UNKNOWN), decode_chunk, "hashing", process)
             self._save_scan()
 
-    def _save_scan(self) -> None:
-        hashes = np.stack([self.digests, self.perceptual])
-        self.scan.append(save_scan(self.source, self.cache_dir, hashes, self.reasons))
+    def collect(self, process: Process) -> dict[str, Any]:
+        if not self.scan:
+            self._share(process)
+        return self._get_known()
 
-    def share(self, process: Process) -> None:
-        """Tell every process what the others have found."""
-        for found in process.exchange(self.collect()) if process.world_size > 1 else ():
-            self.restore(found)
+    def restore(self, found: Mapping[str, Any]) -> None:
+        if found:  # earlier versions have nothing
+            self._add(found)
+            self.news.clear()  # the summary of the run has them
 
-    def collect(self) -> dict[str, Any]:
-        """What is known, for a checkpoint."""
+    def take_news(self) -> list[str]:
+        news = [*self.news]
+        self.news.clear()
+        return news
+
+    def _get_known(self) -> dict[str, Any]:
         read = np.flatnonzero(self.state == _READ)
         hashes = np.stack([self.digests[read], self.perceptual[read]]).view(np.int64)
         return {"read": torch.from_numpy(read), "hashes": torch.from_numpy(hashes), "unreadable": dict(self.reasons)}
 
-    def restore(self, found: Mapping[str, Any]) -> None:
-        """Add what `collect` gave."""
+    def _add(self, found: Mapping[str, Any]) -> None:
         self.record(found["read"].numpy(), found["hashes"].numpy().view(np.uint64), found["unreadable"])
+
+    def _share(self, process: Process) -> None:
+        """Tell every process what the others have found."""
+        for found in process.exchange(self._get_known()) if process.world_size > 1 else ():
+            self._add(found)
+
+    def _save_scan(self) -> None:
+        hashes = np.stack([self.digests, self.perceptual])
+        self.scan.append(save_scan(self.source, self.cache_dir, hashes, self.reasons))
 
     def _work_through(self, indices: np.ndarray, work: Any, title: str, process: Process) -> None:
         own = indices[process.rank :: process.world_size]
@@ -157,4 +155,4 @@ class ListedDataset(DecodedDataset):
         for start, hashes, failures in work_through(self.source.subset(own), work, **options):
             unreadable = {int(own[place]): reason for place, reason in failures.items()}
             self.record(own[start : start + hashes.shape[1]], hashes, unreadable)
-        self.share(process)
+        self._share(process)

@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vit.data.augment import Augment, cut_pixels, draw, finish_images, mix_batch
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.decoding import Decoded, Decoder, Task, Tasks
 from vit.data.images import Preprocess
 from vit.data.kernels import Size
-from vit.data.listed import ListedDataset
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.transforms import ImageGeometry, Transform, apply_transform, use_one_thread
 from vit.runtime.device import copy_to_device
@@ -194,7 +193,6 @@ class WorkerLoader(_Loader):
         if self.augment.resized_crop_scale is not None:  # this and the random flip are done where images are decoded
             flip = "alternating" if self.augment.flip == "alternating" else "none"
             self._of_batches = self.augment.model_copy(update={"resized_crop_scale": None, "flip": flip})
-        self._listed = self.dataset if isinstance(self.dataset, ListedDataset) else None
         geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
         self._decode, self._tasks = Decoder(self.dataset.source.reader, geometry), Tasks()
         self._decoder: DataLoader[Decoded] | None = None
@@ -211,8 +209,7 @@ class WorkerLoader(_Loader):
 
         def list_tasks() -> Iterator[Task]:
             for step in range(start_step, len(self)):
-                ids = self._schedule.sample_ids(rng.epoch, step)
-                sent.append(self._listed.replace_unreadable(ids, rng) if self._listed is not None else ids)
+                sent.append(self.dataset.replace_unreadable(self._schedule.sample_ids(rng.epoch, step), rng))
                 yield self._build_task(rng, sent[-1])
 
         self._tasks.count, self._tasks.begin = len(self) - start_step, list_tasks
@@ -234,7 +231,7 @@ class WorkerLoader(_Loader):
 
     def _build_task(self, rng: StatelessRandom, ids: SampleIds) -> Task:
         seeds = rng.integers("albumentations", ids, below=2**31 - 1).tolist()
-        is_hashed, index = self._listed is not None and not self._listed.is_complete, (ids % len(self.labels)).numpy()
+        is_hashed, index = not self.dataset.is_complete, (ids % len(self.labels)).numpy()
         return self._decode.build_task(self.dataset.source.reader, index, seeds, is_hashed=is_hashed)
 
     def _receive(self, rng: StatelessRandom, ids: SampleIds, decoded: Decoded) -> tuple[SampleIds, Tensor]:
@@ -246,15 +243,11 @@ class WorkerLoader(_Loader):
                 raise ValueError(decoded.mistake)
             index = (ids[rows] % len(self.labels)).numpy()
             unreadable = {int(index[row]): reason for row, reason in decoded.unreadable.items()}
-            if self._listed is None:
-                for first, reason in unreadable.items():
-                    raise self.dataset.tell_lost(first, reason)
-                return ids, pixels
-            self._listed.record(index, decoded.hashes.numpy().view(np.uint64), unreadable)
+            self.dataset.record(index, decoded.hashes.numpy().view(np.uint64), unreadable)
             if not unreadable:
                 return ids, pixels
             rows = rows[[*decoded.unreadable]]
-            ids[rows] = self._listed.replace_unreadable(ids[rows], rng)
+            ids[rows] = self.dataset.replace_unreadable(ids[rows], rng)
             decoded = self._decode[self._build_task(rng, ids[rows])]
             pixels[rows] = decoded.pixels
 

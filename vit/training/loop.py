@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from vit.checkpoint import CheckpointStore
-from vit.data.listed import ListedDataset
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
-from vit.data.random import seed_generators
+from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process, is_lost
@@ -54,8 +52,6 @@ class Trainer:
         self._started_at = 0.0
         self._unchecked: list[tuple[int, StepResult]] = []  # reading them waits for the device
         self._stragglers = Stragglers(self.process)
-        dataset = self.train_batches.dataset
-        self._listed = dataset if isinstance(dataset, ListedDataset) else None
 
     def resume(self, *, most_steps: int | None = None) -> bool:
         """Go back to the newest whole checkpoint; False where there is none. A model file that is gone or damaged is
@@ -91,8 +87,7 @@ class Trainer:
                 origin = f"the checkpoint of step {state['progress']['step']}"
                 self.identity.check(state["identity"], origin=origin, extends=self._extends)
             progress = Progress(**state["progress"]).to(self.step.device)
-            if self._listed is not None and "images" in state:
-                self._listed.restore(state["images"])
+            self.train_batches.dataset.restore(state.get("images", {}))
             restore_state(self.step, state["state"], shards)
         except ValueError as error:  # ours, or torch's
             raise ValueError(first_line(error)) from error
@@ -110,8 +105,6 @@ class Trainer:
         self.process.limit_waits(self.plan.timeout_seconds)
         with stop_on_signals(self._request_stop):
             try:
-                if self._listed is not None:
-                    self._listed.news.clear()  # the summary of the run has them
                 start: dict[str, Any] = {"step": self.progress.step, "total_steps": self.plan.total_steps}
                 start["settings"] = self.identity.settings if self.identity else {}
                 self._tell(lambda observer: observer.on_start(**start))
@@ -155,12 +148,10 @@ class Trainer:
             progress.finite_steps += result.finite
             progress.epoch_seconds = time.perf_counter() - before
             self._log(result)
-            self._say_news()
             if self._stop_early():
                 return False
             if self.process.world_size > 1 and progress.step % LOG_EVERY_STEPS == 0:
-                for sentence in self._stragglers.check(self.step.timer):
-                    self._say(sentence)
+                self._say(*self._stragglers.check(self.step.timer))
             if progress.step >= plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them twice
@@ -191,9 +182,8 @@ class Trainer:
         """Evaluate, keep the best model, tell the observers, save."""
         progress, plan = self.progress, self.plan
         self._check_finite()
-        if self._listed is not None and progress.step_in_epoch == len(self.train_batches):
-            self._listed.finish_epoch(self.process)
-            self._say_news()
+        if progress.step_in_epoch == len(self.train_batches):
+            self.train_batches.dataset.finish_epoch(self.process)
         is_due = progress.step >= plan.total_steps or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.step.averaged_model.eval()
         found = self.evaluate(model) if is_due and self.evaluate else None
@@ -271,30 +261,24 @@ class Trainer:
 
     def _save(self) -> None:
         self._check_finite()
-        if self._listed is not None and not self._listed.scan:
-            self._listed.share(self.process)
-            self._say_news()
+        images = self.train_batches.dataset.collect(self.process)
+        self._say(*self.train_batches.dataset.take_news())
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         shards = self.checkpoints.open_shards() if self.sharded and self.process.is_main else None
         shards = self.process.broadcast(shards) if self.sharded else None
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
-            more = {} if self.identity is None else {"identity": self.identity.to_dict()}
-            more |= {} if self._listed is None else {"images": self._listed.collect()}
-            whole = {"progress": vars(progress), "state": state, **more}
+            identity = {} if self.identity is None else {"identity": self.identity.to_dict()}
+            whole = {"progress": vars(progress), "state": state, "images": images, **identity}
             self.checkpoints.save(
                 whole, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps, shards=shards
             )
         self.process.wait()
 
-    def _say_news(self) -> None:
-        """Of images that could not be read since the last time."""
-        while self._listed is not None and self._listed.news:
-            self._say(self._listed.news.pop(0))
-
-    def _say(self, text: str) -> None:
-        self._tell(lambda observer: observer.on_message(text))
+    def _say(self, *texts: str) -> None:
+        for text in texts:
+            self._tell(lambda observer, text=text: observer.on_message(text))
 
     def _tell(self, event: Callable[[Observer], bool | None]) -> None:
         """Tell every observer. One that fails is told nothing more, and training goes on."""
@@ -311,8 +295,3 @@ class Trainer:
     def _request_stop(self, signal_name: str) -> None:
         self._stop_requested = self._signalled = True
         self._say(f"{signal_name}: finishing this step and saving; once more stops at once")
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make every generator's numbers in one step a function of (seed, step, rank), so that none needs saving."""
-    seed_generators(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
