@@ -156,7 +156,7 @@ def test_a_worker_is_sent_no_more_of_many_images(make_folder: MakeFolder, tmp_pa
         loader = load(listed(source, tmp_path))
         ids = torch.arange(8)
         sizes.append(len(pickle.dumps((loader._decode, loader._build_task(StatelessRandom(0, 0), ids)))))
-    assert sizes[0] == sizes[1]
+    assert abs(sizes[0] - sizes[1]) < 100  # a name that stands there once or twice
 
 
 def test_processes_tell_each_other_what_they_found(source: ImageSource, tmp_path: Path) -> None:
