@@ -7,6 +7,7 @@ stops anywhere and goes on from its last checkpoint ends, bit for bit, where an 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ class Trainer:
 
     def _say(self, *texts: str) -> None:
         for text in texts:
-            self._tell(lambda observer, text=text: observer.on_message(text))
+            self._tell(methodcaller("on_message", text))
 
     def _tell(self, event: Callable[[Observer], bool | None]) -> None:
         """Tell every observer. One that fails is told nothing more, and training goes on."""

@@ -53,8 +53,9 @@ class RowReader(StoredReader):
         import pyarrow.compute as pc  # type: ignore[import-untyped]
 
         (column,) = self.rows.with_format("arrow")[:].columns
-        sizes: np.ndarray = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy()
-        return sizes[self.indices]
+        lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
+        sizes: np.ndarray = lengths.to_numpy()[self.indices]
+        return sizes
 
     def cache_key(self) -> bytes:
         stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
