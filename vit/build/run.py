@@ -20,6 +20,7 @@ from vit.checkpoint import CheckpointStore
 from vit.config import Config, plain_values
 from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
+from vit.data.listed import ListedDataset
 from vit.data.sets.given import GIVEN
 from vit.evaluation.metrics import Scores
 from vit.model.model_file import read_model_file
@@ -117,7 +118,7 @@ def build_run(
     dataset = build_dataset(config, given)
     num_classes = len(dataset.split("train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes, given=given.model)
-    data = build_data(config, dataset, device=device, pretrained=pretrained)
+    data = build_data(config, dataset, device=device, pretrained=pretrained, process=process)
     if not is_sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process, transform=given.transform)
@@ -140,7 +141,11 @@ def build_run(
     if observers is None and process.is_main:
         shown: dict[str, Any] = {"plan": plan, "last_scores": last_scores, "directory": directory}
         observers = [*build_observers(config, data, train_loader, model, **shown), *given.callbacks]
-    identity = RunIdentity.from_config(config, given.describe(), data_fingerprint=data.train.fingerprint)
+    fingerprints: dict[str, Any] = {"data_fingerprint": data.train.fingerprint}
+    if isinstance(data.train, ListedDataset) and (pretrained or (config.data.mean and config.data.std)):
+        # otherwise earlier versions normalised by other numbers
+        fingerprints["find_earlier_fingerprint"] = lambda: dataset.decode("train", None).fingerprint
+    identity = RunIdentity.from_config(config, given.describe(), **fingerprints)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
         plan=plan,
@@ -255,7 +260,7 @@ def has_model(path: Path, identity: RunIdentity) -> bool:
         run_id = read_model_file(path).metadata.get("run_id")
     except (OSError, ValueError):
         return False
-    if run_id not in (None, identity.run_id):  # older files have none
+    if run_id not in (None, identity.run_id) and run_id != identity.earlier.run_id:  # older files have none
         raise ValueError(f"{path} is of run {run_id}, this is run {identity.run_id}; move it away and resume")
     return True
 
@@ -269,14 +274,15 @@ def _model_writer(
         "preprocess": data.preprocess,
         "class_names": data.train.class_names,
         "config": values | {"data": values["data"] | {"class_names": data.class_names or None}},
-        "data": data.describe(),
         "run_id": identity.run_id,
-        "training_hashes": (np.asarray(data.train.digests), np.asarray(data.train.perceptual)),
     }
 
     def write(model: nn.Module) -> None:
         weights = gather_weights(model)
         if process.is_main:
-            save_bundle(directory / MODEL_FILE, model, weights=weights, **contents)
+            train = data.train.completed()  # of images that are listed more is known with every step
+            hashes = (np.asarray(train.digests), np.asarray(train.perceptual))
+            of_data: dict[str, Any] = {"data": data.describe(), "training_hashes": hashes}
+            save_bundle(directory / MODEL_FILE, model, weights=weights, **contents, **of_data)
 
     return write

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
 from vit.data.class_names import name_classes, read_words
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.sets import folders, huggingface, named, shards, tables
 from vit.data.sets.given import GIVEN

@@ -87,7 +87,8 @@ def _scan(
         if folder == first and not images:
             raise ValueError(f"{folder / class_folder} holds no images; remove it, or name others in data.classes")
         ignored += len(files) - len(images)
-        paths += [os.path.relpath(path, root) for path in images]
+        place, length = os.path.relpath(folder / class_folder, root), len(str(folder / class_folder))
+        paths += [place + path[length:] for path in images]
         counts.append(len(images))
     if not paths:
         raise ValueError(f"{folder} holds no images")

@@ -22,8 +22,8 @@ from vit.data.sets.source import (
     FindOptions,
     FoundSplit,
     FoundSplits,
-    ImageReader,
     ImageSource,
+    StoredReader,
     check_label,
     take_validation_as_test,
 )
@@ -34,7 +34,7 @@ _IMAGE, _LABEL = ("image", "img"), ("label", "class")
 
 
 @dataclass(frozen=True, eq=False)
-class RowReader(ImageReader):
+class RowReader(StoredReader):
     """Images in rows of a table that is mapped from disk: the bytes of an image file, or its path."""
 
     rows: Any  # datasets.Dataset of one column, not decoded
@@ -48,6 +48,14 @@ class RowReader(ImageReader):
         if image["bytes"] is None:
             return open_image(Path(image["path"]))
         return open_image(io.BytesIO(image["bytes"]), name=self.ids[index])
+
+    def sizes(self) -> np.ndarray:
+        import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+        (column,) = self.rows.with_format("arrow")[:].columns
+        lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
+        sizes: np.ndarray = lengths.to_numpy()[self.indices]
+        return sizes
 
     def cache_key(self) -> bytes:
         stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
