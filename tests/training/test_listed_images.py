@@ -1,5 +1,6 @@
 """A run whose images are decoded as it goes: known before its first epoch has ended, whole when it has."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
@@ -19,7 +21,6 @@ from vit.data.open import open_dataset
 from vit.training.observers import Observer
 
 DAMAGED, TEXT = 20, 70  # in the training split
-GIVEN = ["data.mean=[0.5, 0.5, 0.5]", "data.std=[0.3, 0.3, 0.3]"]
 
 
 @pytest.fixture
@@ -120,22 +121,32 @@ def test_too_many_damaged_files_end_the_run_with_a_sentence(
         run.trainer.run()
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on(make_run: MakeRun, overrides: list[str], tmp_path: Path) -> None:
-    """Those were known by the pixels of their images, and normalised by ImageNet's numbers where none were given."""
+def test_a_run_of_an_earlier_version_goes_on_as_it_began(
+    make_run: MakeRun, overrides: list[str], tmp_path: Path
+) -> None:
+    """That decoded every image before the first step, counted those alone that it could read, and normalised them by
+    ImageNet's mean. The directory was written by commit d5b0c85: the checkpoint of step 5, and the model of the end."""
+    earlier, directory = Path(__file__).parents[1] / "data_files/all-decoded-first", tmp_path / "run"
+    shutil.copytree(earlier / "checkpoints", directory / "checkpoints")
+    expected = load_file(earlier / "model.safetensors")
+    for step in (5, 21):  # from a checkpoint of this version, too
+        resumed = make_run(directory, *overrides)
+        assert resumed.data.preprocess.mean == IMAGENET_MEAN
+        assert resumed.trainer.resume()
+        assert resumed.trainer.progress.step == step
+        resumed.trainer.run()
+        weights = load_file(directory / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        for name in expected:  # another processor may add numbers in another order
+            torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5)
+        assert load_bundle(directory).metadata["run_id"] == load_bundle(earlier).metadata["run_id"]
+        next(directory.glob("checkpoints/step-00000022-*")).unlink()
 
-    def make_older(directory: Path, *more: str) -> str:
-        run = make_run(directory, *overrides, *more)
-        pixels = run.data.dataset.decode("train", None).fingerprint
-        object.__setattr__(run.trainer.identity, "data_fingerprint", pixels)
-        run_until(run, 14)
-        return pixels
 
-    pixels = make_older(tmp_path / "given", *GIVEN)
-    resumed = make_run(tmp_path / "given", *overrides, *GIVEN)
-    assert resumed.trainer.identity is not None
-    assert resumed.trainer.identity.data_fingerprint != pixels
+def test_a_run_goes_on_listed_where_memory_is_larger(make_run: MakeRun, overrides: list[str], tmp_path: Path) -> None:
+    choose = [*overrides, "data.pipeline=auto"]
+    run_until(make_run(tmp_path / "run", *choose, "data.memory_fraction=1e-9"), 3)
+    resumed = make_run(tmp_path / "run", *choose)
+    assert resumed.data.pipeline == "workers"
     assert resumed.trainer.resume()
-    resumed.trainer.run()
-    make_older(tmp_path / "measured")
-    with pytest.raises(ValueError, match="belongs to another run: the training images are others"):
-        make_run(tmp_path / "measured", *overrides).trainer.resume()
+    assert make_run(tmp_path / "other", *choose).data.pipeline == "resident"

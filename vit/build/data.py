@@ -113,11 +113,13 @@ def build_data(
     device: torch.device,
     pretrained: Preprocess | None = None,
     process: Process | None = None,
+    was_listed: bool | None = None,
 ) -> Data:
     """Decode the training and validation images, or list them where they don't fit memory; the test images are not
     touched.
 
-    `pretrained`, the preprocessing of pretrained weights, holds but for what the configuration names itself.
+    `pretrained`, the preprocessing of pretrained weights, holds but for what the configuration names itself. A run that
+    goes on goes on as it began: `was_listed`, or with every image decoded once.
     """
     data, size = config.data, as_pair(config.data.image_size, name="data.image_size")
     preprocess = replace(pretrained or Preprocess(size), image_size=size)
@@ -125,7 +127,10 @@ def build_data(
         preprocess = replace(preprocess, crop_pct=data.crop_pct)
     splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     num_bytes = sum(len(dataset.split(split)) for split in splits) * math.prod(preprocess.resize_size) * 3
-    if data.pipeline == "auto":
+    pipeline: Pipeline
+    if data.pipeline == "auto" and was_listed:
+        pipeline, reason = "workers", "the run began so"
+    elif data.pipeline == "auto":
         pipeline, reason = choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
     else:
         pipeline, reason = data.pipeline, "data.pipeline says so"
@@ -139,7 +144,7 @@ def build_data(
             train.news.extend(f"skipped validation image {name}: {reason}" for name, reason in decoded.unreadable)
         return decoded
 
-    if pipeline == "workers" and isinstance(dataset.split("train").reader, StoredReader):
+    if pipeline == "workers" and was_listed is not False and isinstance(dataset.split("train").reader, StoredReader):
         for split in splits:
             found[split] = listed = ListedDataset.open(dataset.split(split), cache_dir=dataset.cache_dir, **options)
             listed.check_headers(process or Process())

@@ -20,7 +20,6 @@ from vit.checkpoint import CheckpointStore
 from vit.config import Config, plain_values
 from vit.data.balance import compute_class_weights
 from vit.data.images import Preprocess
-from vit.data.listed import ListedDataset
 from vit.data.sets.given import GIVEN
 from vit.evaluation.metrics import Scores
 from vit.model.model_file import read_model_file
@@ -118,7 +117,9 @@ def build_run(
     dataset = build_dataset(config, given)
     num_classes = len(dataset.split("train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes, given=given.model)
-    data = build_data(config, dataset, device=device, pretrained=pretrained, process=process)
+    checkpoints = CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit)
+    of_data: dict[str, Any] = {"process": process, "was_listed": _find_out_was_listed(checkpoints, process)}
+    data = build_data(config, dataset, device=device, pretrained=pretrained, **of_data)
     if not is_sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process, transform=given.transform)
@@ -141,17 +142,13 @@ def build_run(
     if observers is None and process.is_main:
         shown: dict[str, Any] = {"plan": plan, "last_scores": last_scores, "directory": directory}
         observers = [*build_observers(config, data, train_loader, model, **shown), *given.callbacks]
-    fingerprints: dict[str, Any] = {"data_fingerprint": data.train.fingerprint}
-    if isinstance(data.train, ListedDataset) and (pretrained or (config.data.mean and config.data.std)):
-        # otherwise earlier versions normalised by other numbers
-        fingerprints["find_earlier_fingerprint"] = lambda: dataset.decode("train", None).fingerprint
-    identity = RunIdentity.from_config(config, given.describe(), **fingerprints)
+    identity = RunIdentity.from_config(config, given.describe(), data_fingerprint=data.train.fingerprint)
     trainer = Trainer(
         step=build_step(config, model, plan=plan, process=process, device=device, **step_settings),
         plan=plan,
         train_batches=train_loader,
         evaluate=build_evaluate(data, device=device, precision=precision, last=last_scores),
-        checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
+        checkpoints=checkpoints,
         save_model=_model_writer(config, data, directory, process, identity=identity),
         has_model=lambda: has_model(directory / MODEL_FILE, identity),
         identity=identity,
@@ -161,6 +158,13 @@ def build_run(
         sample_name=lambda index: str(data.train.ids[index]),
     )
     return Run(trainer, data, model, train_loader, is_compiled, step_cost)
+
+
+def _find_out_was_listed(checkpoints: CheckpointStore, process: Process) -> bool | None:
+    """Whether the images of the run that may go on were listed: earlier versions decoded all before the first step.
+    None where there is no checkpoint."""
+    found = checkpoints.load_latest(warn=lambda _: None) if process.is_main else None
+    return process.broadcast(None if found is None else bool(found[0].get("images")))
 
 
 def find_patch_size(model: nn.Module) -> tuple[int, int]:
@@ -260,7 +264,7 @@ def has_model(path: Path, identity: RunIdentity) -> bool:
         run_id = read_model_file(path).metadata.get("run_id")
     except (OSError, ValueError):
         return False
-    if run_id not in (None, identity.run_id) and run_id != identity.earlier.run_id:  # older files have none
+    if run_id not in (None, identity.run_id):  # older files have none
         raise ValueError(f"{path} is of run {run_id}, this is run {identity.run_id}; move it away and resume")
     return True
 

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -29,27 +29,12 @@ class RunIdentity:
 
     settings: Mapping[str, Any]  # section.key → plain value
     data_fingerprint: str
-    # what earlier versions knew the images by, where it is another: it takes long to find out
-    find_earlier_fingerprint: Callable[[], str] | None = field(default=None, compare=False)
 
     @classmethod
-    def from_config(
-        cls,
-        config: Config,
-        given: Mapping[str, str] | None = None,
-        *,
-        data_fingerprint: str,
-        find_earlier_fingerprint: Callable[[], str] | None = None,
-    ) -> Self:
+    def from_config(cls, config: Config, given: Mapping[str, str] | None = None, *, data_fingerprint: str) -> Self:
         """`given`: what a program gave beside the configuration, which no other file tells."""
         settings = {key: value for key, value in _flatten(config).items() if key not in NEUTRAL_KEYS}
-        return cls(settings | dict(given or {}), data_fingerprint, find_earlier_fingerprint)
-
-    @cached_property
-    def earlier(self) -> Self:
-        """The identity that this run had in an earlier version; itself where it is the same."""
-        find = self.find_earlier_fingerprint
-        return self if find is None else replace(self, data_fingerprint=find(), find_earlier_fingerprint=None)
+        return cls(settings | dict(given or {}), data_fingerprint)
 
     @cached_property
     def run_id(self) -> str:
@@ -67,16 +52,13 @@ class RunIdentity:
 
     def check(self, recorded: Mapping[str, Any], *, origin: str, extends: bool = False) -> None:
         """Raise ValueError naming what differs from the identity that `to_dict` gave; `extends`: but for the epochs."""
-        settings = _NOTHING_GIVEN | {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
+        theirs = _NOTHING_GIVEN | {RENAMED_KEYS.get(key, key): value for key, value in recorded["settings"].items()}
         ours = _NOTHING_GIVEN | dict(self.settings)
-        differing = [key for key in ours if key in settings and settings[key] != ours[key]]
+        differing = [key for key in ours if key in theirs and theirs[key] != ours[key]]
         differing = [key for key in differing if not (extends and key == "train.epochs")]
-        found = [
-            f"{key} is {shorten(str(settings[key]))} there, {shorten(str(ours[key]))} here" for key in differing[:3]
-        ]
-        theirs = recorded["data_fingerprint"]
-        if theirs != self.data_fingerprint and (found or theirs != self.earlier.data_fingerprint):
-            both = f"{theirs[:16]} there, {self.data_fingerprint[:16]} here"
+        found = [f"{key} is {shorten(str(theirs[key]))} there, {shorten(str(ours[key]))} here" for key in differing[:3]]
+        if recorded["data_fingerprint"] != self.data_fingerprint:
+            both = f"{recorded['data_fingerprint'][:16]} there, {self.data_fingerprint[:16]} here"
             found.append(f"the training images are others (fingerprint {both})")
         if found:
             cure = "resume with what it began with, or remove it"
