@@ -3,7 +3,6 @@ written by threads, beside the model's work. Equal input and settings give equal
 sorted order."""
 
 import json
-import zlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
@@ -23,13 +22,8 @@ from vit.runtime.files import read_arrays, write_arrays, write_atomically, write
 
 SCHEMA_VERSION = 3
 ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
-# of overlays, with how each is saved. PNG by run lengths alone: a third of the time of the default, and photos hardly
-# compress any further
-PICTURES: dict[str, dict[str, Any]] = {
-    "png": {"compress_level": 1, "compress_type": zlib.Z_RLE},
-    "jpeg": {"quality": 85},
-    "webp": {"quality": 80},
-}
+# of overlays, with what Pillow saves each by
+PICTURES: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 85}, "webp": {"quality": 80}}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 _SAVE_EVERY_SECONDS = 60.0
 _MOST_WAITING_BATCHES = 2  # more would keep many photos in memory where drawing is slower than the model
@@ -202,12 +196,25 @@ class MapWriter:
         }
 
     def _write_overlay(self, explained: ExplainedImage, found: ExplainedMap) -> None:
-        assert self._picture is not None
-        name = f"{found.key}.{self._picture}"
+        kind = self._picture
+        assert kind is not None
+        name = f"{found.key}.{kind}"
         picture = draw_map(explained, found, self.bundle.class_names, self._max_side)
-        options = {"format": self._picture, **PICTURES[self._picture]}
         # the manifest, written after them, makes all their names sure
-        write_atomically(self.output / name, lambda path: picture.save(path, **options), flush_name=False)
+        write_atomically(self.output / name, lambda path: _save(picture, path, kind), flush_name=False)
+
+
+def _save(picture: Image.Image, path: Path, kind: str) -> None:
+    if kind != "png":
+        picture.save(path, kind, **PICTURES[kind])
+        return
+    import cv2
+
+    # by run lengths of the differences to the row above: photos hardly compress any further. Pillow, which tries five
+    # kinds of differences for each row, takes 1.7 times as long for a file of 0.9 times the size
+    options = [cv2.IMWRITE_PNG_COMPRESSION, 1, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_RLE]
+    options += [cv2.IMWRITE_PNG_FILTER, cv2.IMWRITE_PNG_FILTER_UP]
+    path.write_bytes(cv2.imencode(".png", np.asarray(picture)[:, :, ::-1], options)[1].tobytes())
 
 
 def draw_map(
