@@ -25,7 +25,7 @@ ARRAYS_FILE, MANIFEST_FILE = "maps.npz", "manifest.json"
 # of overlays, with what Pillow saves each by
 PICTURES: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 85}, "webp": {"quality": 80}}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
-_SAVE_EVERY_SECONDS = 60.0
+_SAVE_EVERY_SECONDS, _SAVING_FRACTION = 60.0, 0.05  # of the time, at most: each time all images so far are written
 _MOST_WAITING_BATCHES = 2  # more would keep many photos in memory where drawing is slower than the model
 
 
@@ -75,7 +75,7 @@ class MapWriter:
         self.unreadable: list[dict[str, str]] = []
         self._pool = ThreadPoolExecutor()
         self._writing: list[list[Future[None]]] = []
-        self._last_saved = monotonic()
+        self._last_saved, self._save_after = monotonic(), _SAVE_EVERY_SECONDS
         if resume and (self.output / MANIFEST_FILE).is_file():
             self._load()
 
@@ -99,7 +99,8 @@ class MapWriter:
                 self._save()
 
     def add(self, explained: Sequence[ExplainedImage]) -> None:
-        """Take a batch. Its overlays are written soon, the rest once a minute and at the end."""
+        """Take a batch. Its overlays are written soon, the rest once a minute, of very many
+        images less often, and at the end."""
         if self._picture:
             pool = self._pool
             self._writing.append([pool.submit(self._write_overlay, each, m) for each in explained for m in each.maps])
@@ -107,7 +108,7 @@ class MapWriter:
             self.entries.append(self._describe(of_image))
             self.arrays.update({found.key: found.values for found in of_image.maps})
         self._wait(_MOST_WAITING_BATCHES)
-        if monotonic() - self._last_saved > _SAVE_EVERY_SECONDS:
+        if monotonic() - self._last_saved > self._save_after:
             self._save()
 
     def add_unreadable(self, path: str, reason: str) -> None:
@@ -143,6 +144,7 @@ class MapWriter:
 
     def _save(self) -> None:
         self._wait(0)
+        start = monotonic()
         self.entries.sort(key=lambda entry: entry["path"])
         if "npz" in self.formats:
             write_arrays(self.output / ARRAYS_FILE, dict(sorted(self.arrays.items())))
@@ -160,6 +162,7 @@ class MapWriter:
         }
         write_text(self.output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         self._last_saved = monotonic()
+        self._save_after = max(_SAVE_EVERY_SECONDS, (self._last_saved - start) / _SAVING_FRACTION)
 
     def _describe(self, explained: ExplainedImage) -> dict[str, Any]:
         """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
