@@ -23,7 +23,8 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from vit.data.augment import Augment
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loaders import ResidentLoader, WorkerLoader
 from vit.data.open import open_dataset

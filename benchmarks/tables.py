@@ -21,6 +21,7 @@ import gpu
 import own_photos
 import planted_evidence
 import processes
+import start
 import step_cost
 
 ROOT = Path(__file__).parents[1]
@@ -250,6 +251,7 @@ def build_tables() -> dict[str, str]:
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
         "step-cost": "\n\n".join(map(step_cost.build_tables, load_results(step_cost.NAME).values())),
+        "start": "\n\n".join(map(start.build_table, load_results(start.NAME).values())) or "Not measured yet.",
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 

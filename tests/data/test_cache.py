@@ -17,7 +17,8 @@ from PIL import Image
 
 from tests.conftest import Launcher
 from vit.data import cache as decoding
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess, read_image
 from vit.data.open import open_dataset
 from vit.data.sets.source import ArrayReader, FileReader, ImageSource

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from vit.data.augment import Augment
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.random import StatelessRandom
-from vit.data.sets.source import ImageSource
+from vit.data.sets.source import FileReader, ImageSource
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
@@ -214,20 +215,17 @@ def test_without_a_random_crop_workers_and_the_resident_dataset_show_the_same_pi
         assert_same(resident.epoch(1), decoding.epoch(1))
 
 
-def test_resuming_decodes_only_what_is_left(file_dataset: DecodedDataset) -> None:
-    read: list[int] = []
-    source = file_dataset.source
+def test_resuming_decodes_only_what_is_left(file_dataset: DecodedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = list[str](), FileReader.open
 
-    class Recording(ImageSource):
-        def open(self, index: int) -> Any:
-            read.append(index)
-            return source.open(index)
+    def recording(self: FileReader, index: int) -> Any:
+        read.append(self.paths[index])
+        return original(self, index)
 
-    recording = Recording(**{name: getattr(source, name) for name in source.__dataclass_fields__})
-    loader = make(WorkerLoader, replace(file_dataset, source=recording), workers=0)
-    last = list(loader.epoch(0, start_step=2))
+    monkeypatch.setattr(FileReader, "open", recording)
+    last = list(make(WorkerLoader, file_dataset, workers=0).epoch(0, start_step=2))
     assert len(last) == 1
-    assert sorted(read) == sorted(last[0].sample_ids.tolist())
+    assert sorted(read) == sorted(file_dataset.ids[index] for index in last[0].sample_ids)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

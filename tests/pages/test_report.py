@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.pages.conftest import find_low_contrast, phone
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.sets.source import ArrayReader, ImageSource
 from vit.evaluation.corruptions import CORRUPTIONS

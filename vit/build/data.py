@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from torch import nn
 from vit.config import Config
 from vit.data.augment import Augment
 from vit.data.balance import ClassBalance, choose_class_balance
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vit.data.listed import ListedDataset
 from vit.data.loaders import Pipeline, ResidentLoader, WorkerLoader, choose_pipeline
 from vit.data.open import ImageDataset, open_dataset
 from vit.data.sets.given import GIVEN, find_given
+from vit.data.sets.source import StoredReader
 from vit.data.transforms import Transform, apply_transform
 from vit.runtime.arguments import as_pair
 from vit.runtime.files import default_cache_dir
@@ -27,6 +30,7 @@ from vit.training.observers import Observer
 
 Loader = ResidentLoader | WorkerLoader
 _MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
+_SAMPLED_IMAGES = 256  # or so many, where images are decoded for it alone
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,10 +61,11 @@ NOTHING_GIVEN = Given()
 
 @dataclass(frozen=True)
 class Data:
-    """The images of a run, decoded or scanned once."""
+    """The images of a run: decoded, or listed where they don't fit memory."""
 
     train: DecodedDataset
     validation: DecodedDataset | None
+    decode_validation: Callable[[], DecodedDataset]  # those, decoded when they are first needed
     split_descriptions: list[str]  # what the test and validation splits are made of
     preprocess: Preprocess
     pipeline: Pipeline
@@ -72,15 +77,21 @@ class Data:
 
     def describe(self) -> dict[str, Any]:
         """What the model file says of the data."""
-        datasets = [dataset for dataset in (self.train, self.validation) if dataset is not None]
+        train = self.train.completed()
+        datasets = [train] if self.validation is None else [train, self.decode_validation()]
         sizes = [{"num_images": len(dataset), "fingerprint": dataset.fingerprint} for dataset in datasets]
         return {
-            "name": self.train.name,
-            "fingerprint": self.train.fingerprint,
+            "name": train.name,
+            "fingerprint": train.fingerprint,
             "splits": dict(zip(("train", "validation"), sizes, strict=False)),
             "unreadable": sum(len(dataset.unreadable) for dataset in datasets),
-            "notes": list(self.train.notes),
+            "notes": [*train.notes, *self._describe_progress()],
         }
+
+    def _describe_progress(self) -> Iterator[str]:
+        if isinstance(train := self.train.completed(), ListedDataset):
+            known = f"{np.count_nonzero(train.state):,} of {len(train):,} training images"
+            yield f"the run ended in its first epoch with {known} seen; duplicates of the others are not found"
 
 
 def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
@@ -96,11 +107,19 @@ def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
 
 
 def build_data(
-    config: Config, dataset: ImageDataset, *, device: torch.device, pretrained: Preprocess | None = None
+    config: Config,
+    dataset: ImageDataset,
+    *,
+    device: torch.device,
+    pretrained: Preprocess | None = None,
+    process: Process | None = None,
+    was_listed: bool | None = None,
 ) -> Data:
-    """Decode the training and validation images; the test images are not touched.
+    """Decode the training and validation images, or list them where they don't fit memory; the test images are not
+    touched.
 
-    `pretrained`, the preprocessing of pretrained weights, holds but for what the configuration names itself.
+    `pretrained`, the preprocessing of pretrained weights, holds but for what the configuration names itself. A run that
+    goes on goes on as it began: `was_listed`, or with every image decoded once.
     """
     data, size = config.data, as_pair(config.data.image_size, name="data.image_size")
     preprocess = replace(pretrained or Preprocess(size), image_size=size)
@@ -108,21 +127,40 @@ def build_data(
         preprocess = replace(preprocess, crop_pct=data.crop_pct)
     splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     num_bytes = sum(len(dataset.split(split)) for split in splits) * math.prod(preprocess.resize_size) * 3
-    if data.pipeline == "auto":
+    pipeline: Pipeline
+    if data.pipeline == "auto" and was_listed:
+        pipeline, reason = "workers", "the run began so"
+    elif data.pipeline == "auto":
         pipeline, reason = choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
     else:
         pipeline, reason = data.pipeline, "data.pipeline says so"
     options = {"workers": data.workers, "max_unreadable_fraction": data.max_unreadable_fraction}
-    scaled = {"train": preprocess if pipeline == "resident" else None, "validation": preprocess}
-    decoded = {split: dataset.decode(split, scaled[split], **options) for split in splits}
+    found, images = dict[str, DecodedDataset](), None
+
+    @cache
+    def decode_validation() -> DecodedDataset:
+        decoded = dataset.decode("validation", preprocess, **options)
+        if isinstance(train := found["train"], ListedDataset):  # otherwise the summary of the run has them
+            train.news.extend(f"skipped validation image {name}: {reason}" for name, reason in decoded.unreadable)
+        return decoded
+
+    if pipeline == "workers" and was_listed is not False and isinstance(dataset.split("train").reader, StoredReader):
+        for split in splits:
+            found[split] = listed = ListedDataset.open(dataset.split(split), cache_dir=dataset.cache_dir, **options)
+            listed.check_headers(process or Process())
+        images = np.stack([preprocess.to_uint8(image) for image in found["train"].source.sample(_SAMPLED_IMAGES)])
+    else:
+        found["train"] = dataset.decode("train", preprocess if pipeline == "resident" else None, **options)
+        found |= {"validation": decode_validation()} if len(splits) > 1 else {}
+        images = found["train"].images
     mean, std = preprocess.mean, preprocess.std
     if pretrained is None:
-        mean, std = _measure_normalization(decoded["train"].images)
+        mean, std = _measure_normalization(images)
     preprocess = replace(preprocess, mean=data.mean or mean, std=data.std or std)
-    train, of_splits = decoded["train"], dataset.describe_splits()
+    train, of_splits = found["train"], dataset.describe_splits()
     balance, why = choose_class_balance(train.labels, wanted=config.train.class_balance)
     chosen = (preprocess, pipeline, reason, dataset.class_names, balance, why)
-    return Data(train, decoded.get("validation"), of_splits, *chosen, dataset)
+    return Data(train, found.get("validation"), decode_validation, of_splits, *chosen, dataset)
 
 
 def build_train_loader(
@@ -131,7 +169,7 @@ def build_train_loader(
     """Augmented training batches."""
     if transform is not None:  # refused now rather than in a worker
         stored = None if data.train.images is None else Image.fromarray(data.train.images[0])
-        apply_transform(transform, stored or data.train.source.read(0), seed=0)
+        apply_transform(transform, stored or next(data.train.source.sample(len(data.train))), seed=0)
     # of a set smaller than the batch, all images that divide into pairs for every process
     multiple = 2 * process.world_size
     size, augment = min(config.train.batch_size, len(data.train) // multiple * multiple), config.augment.model_dump()
@@ -145,7 +183,7 @@ def build_train_loader(
 
 
 def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Mean and standard deviation of the training images; ImageNet's where they were only scanned."""
+    """Mean and standard deviation of images, uint8 [n, H, W, 3]; ImageNet's for None."""
     if images is None:
         return IMAGENET_MEAN, IMAGENET_STD
     # exact sums of integers, so that the numbers don't depend on how numpy adds

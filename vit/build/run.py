@@ -117,7 +117,9 @@ def build_run(
     dataset = build_dataset(config, given)
     num_classes = len(dataset.split("train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes, given=given.model)
-    data = build_data(config, dataset, device=device, pretrained=pretrained)
+    checkpoints = CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit)
+    of_data: dict[str, Any] = {"process": process, "was_listed": _find_out_was_listed(checkpoints, process)}
+    data = build_data(config, dataset, device=device, pretrained=pretrained, **of_data)
     if not is_sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process, transform=given.transform)
@@ -146,7 +148,7 @@ def build_run(
         plan=plan,
         train_batches=train_loader,
         evaluate=build_evaluate(data, device=device, precision=precision, last=last_scores),
-        checkpoints=CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit),
+        checkpoints=checkpoints,
         save_model=_model_writer(config, data, directory, process, identity=identity),
         has_model=lambda: has_model(directory / MODEL_FILE, identity),
         identity=identity,
@@ -156,6 +158,13 @@ def build_run(
         sample_name=lambda index: str(data.train.ids[index]),
     )
     return Run(trainer, data, model, train_loader, is_compiled, step_cost)
+
+
+def _find_out_was_listed(checkpoints: CheckpointStore, process: Process) -> bool | None:
+    """Whether the images of the run that may go on were listed: earlier versions decoded all before the first step.
+    None where there is no checkpoint."""
+    found = checkpoints.load_latest(warn=lambda _: None) if process.is_main else None
+    return process.broadcast(None if found is None else bool(found[0].get("images")))
 
 
 def find_patch_size(model: nn.Module) -> tuple[int, int]:
@@ -269,14 +278,15 @@ def _model_writer(
         "preprocess": data.preprocess,
         "class_names": data.train.class_names,
         "config": values | {"data": values["data"] | {"class_names": data.class_names or None}},
-        "data": data.describe(),
         "run_id": identity.run_id,
-        "training_hashes": (np.asarray(data.train.digests), np.asarray(data.train.perceptual)),
     }
 
     def write(model: nn.Module) -> None:
         weights = gather_weights(model)
         if process.is_main:
-            save_bundle(directory / MODEL_FILE, model, weights=weights, **contents)
+            train = data.train.completed()  # of images that are listed more is known with every step
+            hashes = (np.asarray(train.digests), np.asarray(train.perceptual))
+            of_data: dict[str, Any] = {"data": data.describe(), "training_hashes": hashes}
+            save_bundle(directory / MODEL_FILE, model, weights=weights, **contents, **of_data)
 
     return write

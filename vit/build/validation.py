@@ -19,13 +19,14 @@ def build_evaluate(
 ) -> Callable[[nn.Module], Validation] | None:
     """A function from a model to its measures on the validation images, to be called in all processes; None without
     such images. `last` then holds the scores of the last call alone."""
-    dataset, preprocess = data.validation, data.preprocess
-    if dataset is None:
+    preprocess, num_classes = data.preprocess, len(data.train.class_names)
+    if data.validation is None:
         return None
-    images, labels, num_classes = dataset.images, dataset.labels, len(dataset.class_names)
-    assert images is not None, "validation images are always decoded"
 
     def evaluate(model: nn.Module) -> Validation:
+        dataset = data.decode_validation()
+        images, labels = dataset.images, dataset.labels
+        assert images is not None, "validation images are always decoded"
         model = ShardedLogits(model) if isinstance(model, FSDPModule) else model
         predictor = Predictor(model, preprocess, num_classes, choose_batch_size(device), device, precision)
         logits = predictor.predict(lambda start, stop: preprocess.crop(images[start:stop]), count=len(labels))

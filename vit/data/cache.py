@@ -11,18 +11,19 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
+from vit.data.dataset import DecodedDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Interpolation, Preprocess
-from vit.data.sets.source import ImageSource
+from vit.data.sets.source import ImageSource, StoredReader
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import default_cache_dir, open_regular, read_arrays, rename_durably, write_arrays, write_text
 from vit.runtime.progress import show_progress
@@ -33,36 +34,6 @@ _CHECKED_BLOCKS = 128  # 2 GiB: of a larger file only so many are checked
 _CHUNK = 256  # images a task
 _SAMPLE = 200  # images in which traces of JPEG are looked for
 _FEW = 1000  # images below which starting processes costs more than it saves
-
-
-@dataclass(frozen=True, eq=False)
-class DecodedDataset:
-    """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
-
-    name: str
-    split: str
-    class_names: tuple[str, ...]
-    labels: np.ndarray  # int64 [n]
-    ids: tuple[str, ...]
-    images: np.ndarray | None  # uint8 [n, H, W, 3], mapped from disk; None after a scan
-    digests: np.ndarray  # uint64 [n], of size and pixels of the original
-    perceptual: np.ndarray  # uint64 [n], difference hash
-    unreadable: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    source: ImageSource  # the same images in full size: those of the source that are readable
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over class names, split and the images' labels and pixels; not file names, nor their order.
-
-        JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
-        """
-        pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
-        ordered = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
-        return hashlib.sha256(json.dumps([self.split, *self.class_names]).encode() + ordered).hexdigest()
 
 
 def decode_dataset(
@@ -81,33 +52,64 @@ def decode_dataset(
     default one a core; 0 is this process. Raises ValueError when more than `max_unreadable_fraction` of the images are
     unreadable, OSError when the cache can't be written or is full.
     """
-    cache = cache_dir or default_cache_dir()
     preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
-    key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
-    shape = "scan" if size is None else f"{size[0]}x{size[1]}"
-    folder = cache / f"{source.name}-{source.split}-{shape}-{key}"
-    if (dataset := _open_decoded(folder, source, size)) is None:
-        workers = len(os.sched_getaffinity(0)) if workers is None else workers
-        cache.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (dataset := _open_decoded(folder, source, size)) is None:  # else another process built it meanwhile
-                _build(source, folder, preprocess, workers, progress)
-                dataset = _open_decoded(folder, source, size)
-    assert dataset is not None
-    bad = len(dataset.unreadable)
-    if bad > max_unreadable_fraction * len(source) or bad == len(source):
-        first, allowed = ": ".join(dataset.unreadable[0]), max_unreadable_fraction
-        what = f"{bad} of {len(source)} images can't be read, more than the allowed fraction of {allowed}"
-        raise ValueError(f"{what}; the first is {first}")
+
+    def decode(pixels: Path) -> Iterator[_Chunk]:
+        work = partial(decode_chunk, pixels=pixels, preprocess=preprocess)
+        return work_through(source, work, title="decoding", workers=workers, progress=progress)
+
+    dataset = _open_or_build(source, cache_dir, preprocess, decode)
+    check_unreadable(dataset.unreadable, len(source), max_unreadable_fraction)
     return dataset
+
+
+def open_scan(source: ImageSource, cache_dir: Path | None) -> DecodedDataset | None:
+    """What an earlier scan of the source found, if there was one."""
+    return _open_decoded(_locate(source, cache_dir, None), source, None)
+
+
+def save_scan(
+    source: ImageSource, cache_dir: Path | None, hashes: np.ndarray, unreadable: dict[int, str]
+) -> DecodedDataset:
+    """Keep what training found when it decoded the images, uint64 [2, n] and index → reason, as a scan would."""
+    return _open_or_build(source, cache_dir, None, lambda _: iter([(0, hashes, unreadable)]))
 
 
 # the first image's index, digests and perceptual hashes uint64 [2, n], what was wrong with which image
 _Chunk = tuple[int, np.ndarray, dict[int, str]]
 
 
-def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, workers: int, progress: bool) -> None:
+def _locate(source: ImageSource, cache_dir: Path | None, preprocess: Preprocess | None) -> Path:
+    """The folder of a source's decoded images, or of its scan."""
+    size, interpolation = (None, "bicubic")
+    if preprocess is not None:
+        size, interpolation = preprocess.image_size, preprocess.interpolation
+    key = hashlib.sha256(f"{_FORMAT} {source.cache_key()} {size} {interpolation}".encode()).hexdigest()[:16]
+    shape = "scan" if size is None else f"{size[0]}x{size[1]}"
+    return (cache_dir or default_cache_dir()) / f"{source.name}-{source.split}-{shape}-{key}"
+
+
+def _open_or_build(
+    source: ImageSource,
+    cache_dir: Path | None,
+    preprocess: Preprocess | None,
+    decode: Callable[[Path], Iterator[_Chunk]],
+) -> DecodedDataset:
+    folder, size = _locate(source, cache_dir, preprocess), None if preprocess is None else preprocess.image_size
+    if (dataset := _open_decoded(folder, source, size)) is None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (dataset := _open_decoded(folder, source, size)) is None:  # else another process built it meanwhile
+                _build(source, folder, preprocess, decode)
+                dataset = _open_decoded(folder, source, size)
+    assert dataset is not None
+    return dataset
+
+
+def _build(
+    source: ImageSource, folder: Path, preprocess: Preprocess | None, decode: Callable[[Path], Iterator[_Chunk]]
+) -> None:
     building = folder.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)  # left by a builder that was killed: we hold its lock
     building.mkdir()
@@ -119,7 +121,7 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
                 os.posix_fallocate(file.fileno(), 0, image_bytes * len(source))
         digests, perceptual = hashes = np.zeros((2, len(source)), dtype=np.uint64)
         failures: dict[int, str] = {}
-        for start, of_chunk, unreadable in _decode_all(source, pixels, preprocess, workers, progress):
+        for start, of_chunk, unreadable in decode(pixels):
             hashes[:, start : start + of_chunk.shape[1]] = of_chunk
             failures |= unreadable
         good = np.array([index for index in range(len(source)) if index not in failures], dtype=np.int64)
@@ -140,20 +142,27 @@ def _build(source: ImageSource, folder: Path, preprocess: Preprocess | None, wor
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _decode_all(
-    source: ImageSource, pixels: Path, preprocess: Preprocess | None, workers: int, progress: bool
+def work_through(
+    source: ImageSource,
+    work: Callable[[ImageSource, int], _Chunk],
+    *,
+    title: str,
+    workers: int | None,
+    progress: bool = True,
 ) -> Iterator[_Chunk]:
+    """What `work` finds of each chunk of the images, in any order; `workers` as of `decode_dataset`."""
     chunks = (range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK))
-    tasks = ((source.subset(chunk), chunk.start, pixels, preprocess) for chunk in chunks)
-    with show_progress(f"decoding {source.name} {source.split}", len(source), shown=progress) as advance:
+    tasks = ((source.subset(chunk), chunk.start) for chunk in chunks)
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    with show_progress(f"{title} {source.name} {source.split}", len(source), shown=progress) as advance:
         if workers <= 1 or len(source) < _FEW or source.reader.in_process:
-            results: Iterator[_Chunk] = (_decode(*task) for task in tasks)
+            results: Iterator[_Chunk] = (work(*task) for task in tasks)
         else:
             # joblib starts processes afresh (no fork beside threads) and imports no __main__ in them
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
             pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
-            results = pool(delayed(_decode)(*task) for task in tasks)
+            results = pool(delayed(work)(*task) for task in tasks)
         try:
             for chunk in results:
                 advance(chunk[1].shape[1])
@@ -163,10 +172,25 @@ def _decode_all(
             raise OSError(text) from error
 
 
-def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preprocess | None) -> _Chunk:
-    """Decode a chunk of images into places start, start + 1, … of the file."""
+def check_headers(source: ImageSource, start: int) -> _Chunk:
+    """Look for images of a chunk that are none, without decoding one."""
+    reader, failures = source.reader, {}
+    assert isinstance(reader, StoredReader)
+    for index in range(len(source)):
+        try:
+            reader.check(index)
+        except (ValueError, OSError) as error:
+            failures[start + index] = str(error)
+    return start, np.zeros((2, len(source)), dtype=np.uint64), failures
+
+
+def decode_chunk(
+    source: ImageSource, start: int, pixels: Path | None = None, preprocess: Preprocess | None = None
+) -> _Chunk:
+    """Decode images for their hashes and, with a file, into its places start, start + 1, …"""
     hashes, failures = np.zeros((2, len(source)), dtype=np.uint64), {}
     if preprocess is not None:
+        assert pixels is not None
         shape = (len(source), *preprocess.image_size, 3)
         out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * math.prod(shape[1:]), shape=shape)
     for index in range(len(source)):

@@ -56,6 +56,23 @@ def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image
 def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
     """`read_image` for as long as the context lasts: of all threads together only so many pixels are decoded at once
     that they fit into memory, and of all processes one large image. Open no second one inside it."""
+    with ExitStack() as stack:
+        with open_header(file, name=name) as image:
+            stack.enter_context(_in_flight.hold(image.width * image.height))
+            if image.width * image.height > _LARGE:
+                stack.enter_context(_wait_for_other_processes())
+            encoding = image.format, _estimate_jpeg_quality(getattr(image, "quantization", None))
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            image = to_rgb(image)
+        image.info["encoding"] = encoding
+        yield image
+
+
+@contextmanager
+def open_header(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
+    """An image file of which format and size were read, and no pixel yet; raises as `read_image`, also for what fails
+    inside the context."""
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     with ExitStack() as stack:
         try:
@@ -65,21 +82,18 @@ def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Im
         try:
             # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
             with warnings.catch_warnings(action="ignore"):
-                image: Image.Image = stack.enter_context(Image.open(opened, formats=FORMATS))
-                stack.enter_context(_in_flight.hold(image.width * image.height))
-                if image.width * image.height > _LARGE:
-                    stack.enter_context(_wait_for_other_processes())
-                encoding = image.format, _estimate_jpeg_quality(getattr(image, "quantization", None))
-                image.load()
-                ImageOps.exif_transpose(image, in_place=True)
-                image = to_rgb(image)
+                yield stack.enter_context(Image.open(opened, formats=FORMATS))
         except UnidentifiedImageError as error:
             raise ValueError(f"{name} can't be read as an image: it is none of {', '.join(FORMATS)}") from error
         except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
             reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
             raise ValueError(f"{name} can't be read as an image: {reason}") from error
-        image.info["encoding"] = encoding
-        yield image
+
+
+def check_header(file: Path | BinaryIO, *, name: str | None = None) -> None:
+    """Read format and size of an image file; raises as `read_image`."""
+    with open_header(file, name=name):
+        pass
 
 
 def _estimate_jpeg_quality(tables: Mapping[int, Sequence[int]] | None) -> float:

@@ -7,6 +7,7 @@ balanced classes has its index + k · (number of samples) for an id, hence an au
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,15 +20,15 @@ import torch
 from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vit.data.augment import Augment, cut_pixels, draw, finish_images, mix_batch
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
+from vit.data.decoding import Decoded, Decoder, Task, Tasks
 from vit.data.images import Preprocess
 from vit.data.kernels import Size
 from vit.data.random import SampleIds, StatelessRandom
-from vit.data.sets.source import ImageSource
 from vit.data.transforms import ImageGeometry, Transform, apply_transform, use_one_thread
 from vit.runtime.device import copy_to_device
 
@@ -192,10 +193,9 @@ class WorkerLoader(_Loader):
         if self.augment.resized_crop_scale is not None:  # this and the random flip are done where images are decoded
             flip = "alternating" if self.augment.flip == "alternating" else "none"
             self._of_batches = self.augment.model_copy(update={"resized_crop_scale": None, "flip": flip})
-        self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
         geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
-        self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
-        self._decoder: DataLoader[Tensor | str] | None = None
+        self._decode, self._tasks = Decoder(self.dataset.source.reader, geometry), Tasks()
+        self._decoder: DataLoader[Decoded] | None = None
 
     def close(self) -> None:
         # torch's handler of a killed worker's signal raises wherever the program is, until its loader has ended
@@ -205,12 +205,19 @@ class WorkerLoader(_Loader):
             iterator._shutdown_workers()
 
     def _pixels(self, rng: StatelessRandom, start_step: int) -> Steps:
-        self._steps[:] = [(rng.epoch, step) for step in range(start_step, len(self))]
+        sent = deque[SampleIds]()
+
+        def list_tasks() -> Iterator[Task]:
+            for step in range(start_step, len(self)):
+                sent.append(self.dataset.replace_unreadable(self._schedule.sample_ids(rng.epoch, step), rng))
+                yield self._build_task(rng, sent[-1])
+
+        self._tasks.count, self._tasks.begin = len(self) - start_step, list_tasks
         if self._decoder is None:
             workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
             self._decoder = DataLoader(
-                self._dataset,
-                sampler=self._steps,
+                self._decode,
+                sampler=self._tasks,
                 batch_size=None,  # the data set gives whole batches
                 num_workers=workers,
                 persistent_workers=workers > 0,
@@ -219,30 +226,30 @@ class WorkerLoader(_Loader):
                 multiprocessing_context=self.start_method if workers else None,
                 generator=torch.Generator(),  # or each epoch would take a number from torch's own
             )
-        for (epoch, step), pixels in zip(list(self._steps), self._decoder, strict=True):
-            if isinstance(pixels, str):
-                raise ValueError(pixels)  # the image that a worker could not read
-            yield self._schedule.sample_ids(epoch, step), pixels
+        for decoded in self._decoder:
+            yield self._receive(rng, sent.popleft(), decoded)
 
+    def _build_task(self, rng: StatelessRandom, ids: SampleIds) -> Task:
+        seeds = rng.integers("albumentations", ids, below=2**31 - 1).tolist()
+        is_hashed, index = not self.dataset.is_complete, (ids % len(self.labels)).numpy()
+        return self._decode.build_task(self.dataset.source.reader, index, seeds, is_hashed=is_hashed)
 
-class _DecodedSteps(Dataset[Tensor | str]):
-    """(epoch, step) → uint8 [B, H, W, 3], or what was wrong with an image."""
-
-    def __init__(self, source: ImageSource, schedule: _Schedule, geometry: ImageGeometry) -> None:
-        self.source, self.schedule, self.geometry = source, schedule, geometry
-
-    def __getitem__(self, place: tuple[int, int]) -> Tensor | str:
-        (epoch, _), ids = place, self.schedule.sample_ids(*place)
-        seeds = StatelessRandom(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
-        pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
-        indices = (ids % len(self.source)).tolist()
-        for row, (index, seed) in enumerate(zip(indices, seeds.tolist(), strict=True)):
-            try:
-                with self.source.open(index) as image:
-                    pixels[row] = self.geometry(image, seed=seed)
-            except (ValueError, OSError) as error:
-                return f"{self.source.ids[index]} was readable before, but no longer: {error}"
-        return torch.from_numpy(pixels)
+    def _receive(self, rng: StatelessRandom, ids: SampleIds, decoded: Decoded) -> tuple[SampleIds, Tensor]:
+        """A batch's ids and pixels: what is found out of its images is noted, and of an unreadable one another is
+        decoded here."""
+        ids, pixels, rows = ids.clone(), decoded.pixels, torch.arange(len(ids))
+        while True:
+            if decoded.mistake:
+                raise ValueError(decoded.mistake)
+            index = (ids[rows] % len(self.labels)).numpy()
+            unreadable = {int(index[row]): reason for row, reason in decoded.unreadable.items()}
+            self.dataset.record(index, decoded.hashes.numpy().view(np.uint64), unreadable)
+            if not unreadable:
+                return ids, pixels
+            rows = rows[[*decoded.unreadable]]
+            ids[rows] = self.dataset.replace_unreadable(ids[rows], rng)
+            decoded = self._decode[self._build_task(rng, ids[rows])]
+            pixels[rows] = decoded.pixels
 
 
 def choose_pipeline(num_bytes: int, *, device: torch.device | str, fraction: float) -> tuple[Pipeline, str]:

@@ -58,3 +58,8 @@ def seed_generators(value: int) -> None:
     torch.manual_seed(value)
     np.random.seed(value)  # noqa: NPY002 (a layer or transform of the user's may use it)
     random.seed(value)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make every generator's numbers in one step a function of (seed, step, rank), so that none needs saving."""
+    seed_generators(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

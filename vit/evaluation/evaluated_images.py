@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
 from vit.data.open import ImageDataset

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vit.bundle import Bundle
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.export.card import CardFacts, write_card
 from vit.export.onnx_file import (
     OnnxOptions,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from vit.data.cache import DecodedDataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.export.photo_model import PhotoModel
 from vit.runtime.files import write_atomically

@@ -53,6 +53,13 @@ class Process:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def exchange(self, value: T) -> list[T]:
+        """Every process's `value`, by rank, in every process."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def wait(self) -> None:
         """Wait until all processes are here."""
         if self.world_size > 1:

@@ -7,16 +7,16 @@ stops anywhere and goes on from its last checkpoint ends, bit for bit, where an 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from vit.checkpoint import CheckpointStore
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
-from vit.data.random import seed_generators
+from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process, is_lost
@@ -88,6 +88,7 @@ class Trainer:
                 origin = f"the checkpoint of step {state['progress']['step']}"
                 self.identity.check(state["identity"], origin=origin, extends=self._extends)
             progress = Progress(**state["progress"]).to(self.step.device)
+            self.train_batches.dataset.restore(state.get("images", {}))
             restore_state(self.step, state["state"], shards)
         except ValueError as error:  # ours, or torch's
             raise ValueError(first_line(error)) from error
@@ -151,8 +152,7 @@ class Trainer:
             if self._stop_early():
                 return False
             if self.process.world_size > 1 and progress.step % LOG_EVERY_STEPS == 0:
-                for sentence in self._stragglers.check(self.step.timer):
-                    self._say(sentence)
+                self._say(*self._stragglers.check(self.step.timer))
             if progress.step >= plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them twice
@@ -183,6 +183,8 @@ class Trainer:
         """Evaluate, keep the best model, tell the observers, save."""
         progress, plan = self.progress, self.plan
         self._check_finite()
+        if progress.step_in_epoch == len(self.train_batches):
+            self.train_batches.dataset.finish_epoch(self.process)
         is_due = progress.step >= plan.total_steps or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.step.averaged_model.eval()
         found = self.evaluate(model) if is_due and self.evaluate else None
@@ -261,6 +263,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._check_finite()
+        images = self.train_batches.dataset.collect(self.process)
+        self._say(*self.train_batches.dataset.take_news())
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         shards = self.checkpoints.open_shards() if self.sharded and self.process.is_main else None
@@ -268,14 +272,15 @@ class Trainer:
         state = save_shards(self.step, shards) if shards else collect_state(self.step)
         if self.process.is_main:
             identity = {} if self.identity is None else {"identity": self.identity.to_dict()}
-            whole = {"progress": vars(progress), "state": state, **identity}
+            whole = {"progress": vars(progress), "state": state, "images": images, **identity}
             self.checkpoints.save(
                 whole, step=progress.step, best_step=progress.best_step, keep_steps=progress.keep_steps, shards=shards
             )
         self.process.wait()
 
-    def _say(self, text: str) -> None:
-        self._tell(lambda observer: observer.on_message(text))
+    def _say(self, *texts: str) -> None:
+        for text in texts:
+            self._tell(methodcaller("on_message", text))
 
     def _tell(self, event: Callable[[Observer], bool | None]) -> None:
         """Tell every observer. One that fails is told nothing more, and training goes on."""
@@ -292,8 +297,3 @@ class Trainer:
     def _request_stop(self, signal_name: str) -> None:
         self._stop_requested = self._signalled = True
         self._say(f"{signal_name}: finishing this step and saving; once more stops at once")
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make every generator's numbers in one step a function of (seed, step, rank), so that none needs saving."""
-    seed_generators(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

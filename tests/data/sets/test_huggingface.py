@@ -102,6 +102,7 @@ def test_a_directory_of_save_to_disk_is_read(tmp_path: Path) -> None:
     assert [len(dataset.split(split)) for split in ("train", "validation", "test")] == [12, 3, 3]
     assert dataset.split("test").class_names == ("ant", "bee", "cow")
     assert_pictures(dataset.split("validation"), first=30)
+    assert dataset.split("test").subset([2, 0]).reader.sizes().tolist() == [len(encode(42)), len(encode(40))]
     one = datasets.Dataset.from_dict(make_rows(6))
     one.save_to_disk(str(tmp_path / "one"))
     assert len(open_dataset("huggingface", root=tmp_path / "one", classes=["2", "0"]).split("all")) == 4

@@ -22,8 +22,8 @@ from vit.data.sets.source import (
     FindOptions,
     FoundSplit,
     FoundSplits,
-    ImageReader,
     ImageSource,
+    StoredReader,
     check_label,
     take_validation_as_test,
 )
@@ -34,7 +34,7 @@ _IMAGE, _LABEL = ("image", "img"), ("label", "class")
 
 
 @dataclass(frozen=True, eq=False)
-class RowReader(ImageReader):
+class RowReader(StoredReader):
     """Images in rows of a table that is mapped from disk: the bytes of an image file, or its path."""
 
     rows: Any  # datasets.Dataset of one column, not decoded
@@ -48,6 +48,14 @@ class RowReader(ImageReader):
         if image["bytes"] is None:
             return open_image(Path(image["path"]))
         return open_image(io.BytesIO(image["bytes"]), name=self.ids[index])
+
+    def sizes(self) -> np.ndarray:
+        import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+        (column,) = self.rows.with_format("arrow")[:].columns
+        lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
+        sizes: np.ndarray = lengths.to_numpy()[self.indices]
+        return sizes
 
     def cache_key(self) -> bytes:
         stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
@@ -84,11 +92,12 @@ def find_huggingface(options: FindOptions) -> FoundSplits:
     names = named or sorted({value for name in used for value in values[name]})
     if len(names) < 2:
         raise ValueError(f"{origin} names {len(names)} classes; a classifier needs at least two")
+    numbers = {value: number for number, value in enumerate(names)}
     notes = tuple(f"the split {name!r} was left out" for name in tables if name not in used)
 
     def load(name: str) -> ImageSource:
         ids = [f"{name}/{row:05d}" for row in range(len(values[name]))]
-        labels = np.array(values[name]) if named else np.searchsorted(names, values[name])
+        labels = np.array(values[name] if named else [numbers[value] for value in values[name]])
         if (wrong := labels[(labels < 0) | (labels >= len(names))]).size:
             raise ValueError(f"{origin} {name}: label {wrong[0]} is none of the {len(names)} classes")
         reader = RowReader(_keep_images(tables[name], image, origin), ids, np.arange(len(ids)))

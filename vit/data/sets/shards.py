@@ -23,19 +23,21 @@ from typing import IO, cast
 import numpy as np
 from PIL import Image
 
-from vit.data.images import open_image
+from vit.data.images import check_header, open_image
 from vit.data.sets.folders import IMAGE_SUFFIXES
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageReader, ImageSource
+from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, StoredReader
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text, rename_durably
 
 _MOST_CLASSES, _LABEL_BYTES = 1_000_000, 2**16  # that are numbered; of a label
 _MOST_SHARDS = 1_000_000
+_MANY_BYTES = 2**27  # of shards, above which starting processes costs less than it saves
+_HEADER_BYTES = 2**16  # of an image, in which its size nearly always is
 _SPLIT_PREFIXES = {"train": "train", "validation": "val", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
-class ShardReader(ImageReader):
+class ShardReader(StoredReader):
     """Images inside tar files."""
 
     shards: Sequence[Path]
@@ -48,12 +50,29 @@ class ShardReader(ImageReader):
             file.seek(offset)
             return open_image(io.BytesIO(file.read(size)), name=self.names[index])
 
+    def check(self, index: int) -> None:
+        shard, offset, size = self.places[index].tolist()
+        with open_regular(self.shards[shard]) as file:
+            for count in (min(size, _HEADER_BYTES), size):
+                try:
+                    file.seek(offset)
+                    check_header(io.BytesIO(file.read(count)), name=self.names[index])
+                    return
+                except ValueError:
+                    if count == size:
+                        raise
+
+    def sizes(self) -> np.ndarray:
+        return self.places[:, 2]
+
     def cache_key(self) -> bytes:
         stats = map(os.stat, self.shards)
         return repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode() + self.places.tobytes()
 
     def subset(self, indices: np.ndarray) -> ShardReader:
-        return ShardReader(self.shards, [self.names[index] for index in indices], self.places[indices])
+        places = self.places[indices]
+        used, places[:, 0] = np.unique(places[:, 0], return_inverse=True)
+        return ShardReader([self.shards[shard] for shard in used], [self.names[index] for index in indices], places)
 
 
 def find_shards(options: FindOptions) -> FoundSplits:
@@ -76,8 +95,7 @@ def find_shards(options: FindOptions) -> FoundSplits:
         origins = {split: f"{place.name}/" for split, place in places.items()} | (patterns if len(splits) > 1 else {})
     if "validation" in splits and "test" not in splits:
         splits["test"], origins["test"] = splits.pop("validation"), origins["validation"]
-    index = cache(_index)  # of a shard: the classes are those of all splits, so all are read
-    load = partial(_load, splits, index, options.classes)
+    load = partial(_load, splits, cache(partial(_index_all, splits)), options.classes)
     return {split: FoundSplit(origins[split], partial(load, split)) for split in splits}
 
 
@@ -141,15 +159,28 @@ def _spool(url: str, folder: Path) -> Path:
     return shard
 
 
-_Index = Callable[[Path], list[tuple[str, str, int, int]]]
+_Sample = tuple[str, str, int, int]
+_Index = Mapping[Path, list[_Sample]]
 
 
-def _load(splits: Mapping[str, list[Path]], index: _Index, classes: Sequence[str] | None, split: str) -> ImageSource:
-    everything = [shard for shards in splits.values() for shard in shards]
-    texts = {text for shard in everything for _, text, _, _ in index(shard)}
-    class_names, numbers = _number_classes(texts, everything[0].parent)
+def _index_all(splits: Mapping[str, list[Path]]) -> _Index:
+    """Of all splits together, whose classes are the same; where it takes seconds, a process a core."""
+    shards = [shard for shards in splits.values() for shard in shards]
+    if sum(shard.stat().st_size for shard in shards) < _MANY_BYTES:
+        return {shard: _index(shard) for shard in shards}
+    from joblib import Parallel, delayed  # type: ignore[import-untyped]
+
+    samples = Parallel(n_jobs=len(os.sched_getaffinity(0)))(delayed(_index)(shard) for shard in shards)
+    return dict(zip(shards, samples, strict=True))
+
+
+def _load(
+    splits: Mapping[str, list[Path]], index: Callable[[], _Index], classes: Sequence[str] | None, split: str
+) -> ImageSource:
+    texts = {text for samples in index().values() for _, text, _, _ in samples}
+    class_names, numbers = _number_classes(texts, next(iter(index())).parent)
     shards = splits[split]
-    samples = [(number, shard, *sample) for number, shard in enumerate(shards) for sample in index(shard)]
+    samples = [(number, shard, *sample) for number, shard in enumerate(shards) for sample in index()[shard]]
     names = [f"{shard.name}/{key}" for _, shard, key, *_ in samples]
     labels = np.array([numbers[text] for _, _, _, text, *_ in samples])
     places = np.array([(number, *place) for number, _, _, _, *place in samples], dtype=np.int64)
@@ -158,7 +189,7 @@ def _load(splits: Mapping[str, list[Path]], index: _Index, classes: Sequence[str
     return source.keep_classes(classes)
 
 
-def _index(shard: Path) -> list[tuple[str, str, int, int]]:
+def _index(shard: Path) -> list[_Sample]:
     """(key, text of .cls, offset of the image, its bytes) of each sample of a tar file, in its order."""
     images: dict[str, tuple[int, int]] = {}
     texts: dict[str, str] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from vit.data.images import open_image
+from vit.data.images import check_header, open_image
 from vit.runtime.arguments import shorten
 
 # split → what its folder, its shards or the value in a table may be called
@@ -42,6 +43,18 @@ class ImageReader(Protocol):
         """These images in this order, and nothing else: it may be sent to another process."""
 
 
+@runtime_checkable
+class StoredReader(ImageReader, Protocol):
+    """Images in files, which training may decode as it needs them: they are listed without reading them."""
+
+    def check(self, index: int) -> None:
+        """Read format and size alone, where that is quick; raises as `open`."""
+        return
+
+    def sizes(self) -> np.ndarray:
+        """Bytes of each image's file, int64 [n]; -1 for one that isn't there."""
+
+
 @dataclass(frozen=True, eq=False)
 class ArrayReader(ImageReader):
     """Images that are already pixels: uint8 [n, H, W, 3]."""
@@ -60,7 +73,7 @@ class ArrayReader(ImageReader):
 
 
 @dataclass(frozen=True, eq=False)
-class FileReader(ImageReader):
+class FileReader(StoredReader):
     """Image files below a root."""
 
     root: Path
@@ -69,16 +82,27 @@ class FileReader(ImageReader):
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         return open_image(self.root / self.paths[index])
 
+    def check(self, index: int) -> None:
+        check_header(self.root / self.paths[index])
+
+    def sizes(self) -> np.ndarray:
+        return self._measure()[:, 0]
+
     def cache_key(self) -> bytes:
-        return np.array([_measure(self.root / path) for path in self.paths], dtype=np.int64).tobytes()
+        return self._measure().tobytes()
+
+    def _measure(self) -> np.ndarray:
+        """Bytes and time of each file, int64 [n, 2]."""
+        root = os.fspath(self.root)
+        return np.array([_measure(os.path.join(root, path)) for path in self.paths], dtype=np.int64).reshape(-1, 2)
 
     def subset(self, indices: np.ndarray) -> FileReader:
         return FileReader(self.root, [self.paths[index] for index in indices])
 
 
-def _measure(path: Path) -> tuple[int, int]:
+def _measure(path: str) -> tuple[int, int]:
     try:
-        stat = path.stat()
+        stat = os.stat(path)
     except OSError:  # a link to nothing: it can't be read, and is named when it is tried
         return -1, 0
     return stat.st_size, stat.st_mtime_ns
@@ -109,6 +133,19 @@ class ImageSource:
         with self.open(index) as image:
             return image
 
+    def sample(self, count: int) -> Iterator[Image.Image]:
+        """At most `count` images, evenly spaced, without those that can't be read; raises ValueError where none can."""
+        count, is_empty = min(count, len(self)), True
+        for place in range(count):
+            with suppress(ValueError, OSError):
+                image = self.read(place * len(self) // count)
+                is_empty = False
+                yield image
+        if is_empty:
+            raise ValueError(
+                f"none of {count} images of {self.name} {self.split} can be read: the first is {self.ids[0]}"
+            )
+
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
         text = "".join(part + "\0" for part in ("\n".join(self.class_names), self.split, "\n".join(self.ids)))
@@ -124,7 +161,8 @@ class ImageSource:
     def keep_classes(self, wanted: Sequence[str] | None) -> ImageSource:
         """The images of the `wanted` classes, renumbered in the source's order; raises as `choose_classes`."""
         kept = choose_classes(self.class_names, wanted)
-        renumbered = np.array([kept.index(name) if name in kept else -1 for name in self.class_names])
+        numbers = {name: number for number, name in enumerate(kept)}
+        renumbered = np.array([numbers.get(name, -1) for name in self.class_names])
         chosen = self.subset(np.flatnonzero(renumbered[self.labels] >= 0))
         return replace(chosen, labels=renumbered[chosen.labels].astype(np.int64), class_names=kept)
 
