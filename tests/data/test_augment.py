@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, autoaugment
 
-from vit.data.augment import Augment, _draw_beta, cut_pixels, draw_cut, draw_finish, draw_mix, finish_images, mix_batch
+from vit.data.augment import (
+    Augment,
+    _draw_beta,
+    cut_pixels,
+    draw_cut,
+    draw_finish,
+    draw_mix,
+    finish_images,
+    mix_batch,
+)
 from vit.data.images import Preprocess
 from vit.data.policies import OPERATIONS, RAND_AUGMENT, TRIVIAL_AUGMENT, Ranges, apply_operations, draw_operations
 from vit.data.random import StatelessRandom

@@ -92,6 +92,7 @@ def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
         splitting = (config.data.validation_fraction, config.data.split_seed)
         return ImageDataset(GIVEN, found, *splitting, cache_dir, test_fraction=0.0)
     keys = {"name", "root", "classes", "class_names", "validation_fraction", "split_seed", "cache_dir"}
+    keys |= {"remote_cache_gb"}
     return open_dataset(**config.data.model_dump(include=keys))
 
 
@@ -108,7 +109,10 @@ def build_data(
         preprocess = replace(preprocess, crop_pct=data.crop_pct)
     splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     num_bytes = sum(len(dataset.split(split)) for split in splits) * math.prod(preprocess.resize_size) * 3
-    if data.pipeline == "auto":
+    pipeline: Pipeline
+    if data.pipeline == "auto" and dataset.split("train").remote_shards is not None:
+        pipeline, reason = "workers", "images in object storage are read as training goes"
+    elif data.pipeline == "auto":
         pipeline, reason = choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
     else:
         pipeline, reason = data.pipeline, "data.pipeline says so"
@@ -141,7 +145,8 @@ def build_train_loader(
     shared |= {"balanced": data.class_balance == "sampler", "transform": transform}
     if data.pipeline == "resident":
         return ResidentLoader(data.train, **shared)
-    return WorkerLoader(data.train, workers=config.data.workers, **shared)
+    shared |= {"workers": config.data.workers, "shuffle_window": config.data.shuffle_window}
+    return WorkerLoader(data.train, **shared)
 
 
 def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, float, float], tuple[float, float, float]]:

@@ -169,12 +169,15 @@ def _decode(source: ImageSource, start: int, pixels: Path, preprocess: Preproces
     if preprocess is not None:
         shape = (len(source), *preprocess.image_size, 3)
         out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * math.prod(shape[1:]), shape=shape)
+    source.fetch(range(len(source)))
     for index in range(len(source)):
         try:
             with source.open(index) as image:
                 hashes[:, index] = hash_pixels(image), compute_dhash(image)
                 if preprocess is not None:
                     out[index] = preprocess.to_uint8(image)
+        except ConnectionError:  # tells nothing of the image
+            raise
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
     return start, hashes, failures

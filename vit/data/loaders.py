@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -54,6 +54,8 @@ class _Schedule:
     seed: int
     rank: int
     world_size: int
+    shards: np.ndarray | None = None  # int64 [n], of samples that are read shard by shard
+    shuffle_window: int = 1  # places by which those are moved on, at most
 
     def sample_ids(self, epoch: int, step: int) -> SampleIds:
         each = self.batch_size // self.world_size
@@ -68,7 +70,7 @@ def _order(schedule: _Schedule, epoch: int) -> SampleIds:
     rng, count = StatelessRandom(schedule.seed, epoch), len(schedule.labels)
     order = rng.permutation(count)
     if not schedule.balanced:
-        return order
+        return _order_by_shards(schedule, rng, order)
     labels = schedule.labels[order]
     sizes = torch.bincount(labels)
     classes = torch.split(order[labels.argsort(stable=True)], sizes[sizes > 0].tolist())
@@ -78,7 +80,20 @@ def _order(schedule: _Schedule, epoch: int) -> SampleIds:
         draws = torch.arange(each + (place < rest))
         drawn.append(members[draws % len(members)] + count * (draws // len(members)))
     ids = torch.cat(drawn)
-    return ids[rng.bits("balanced order", ids).argsort()]
+    return _order_by_shards(schedule, rng, ids[rng.bits("balanced order", ids).argsort()])
+
+
+def _order_by_shards(schedule: _Schedule, rng: StatelessRandom, ids: SampleIds) -> SampleIds:
+    """`ids` as they are or, of samples that are read shard by shard, the shards in random order, and each sample moved
+    on by a random number of places within the window."""
+    if schedule.shards is None or schedule.shuffle_window >= len(ids):
+        return ids
+    index = ids % len(schedule.labels)
+    shards = torch.from_numpy(schedule.shards)[index]
+    begun = rng.bits("shards", shards)  # one number for a shard
+    by_shard = ids[torch.from_numpy(np.lexsort((ids.numpy(), index.numpy(), begun.numpy())))]
+    moved = rng.uniform("window", by_shard).double() * schedule.shuffle_window
+    return by_shard[(torch.arange(len(ids)) + moved).argsort(stable=True)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -185,6 +200,7 @@ class WorkerLoader(_Loader):
     """
 
     workers: int | None = None  # None: one a core; 0: this process
+    shuffle_window: int = 16_384  # samples of object storage are read shard by shard, shuffled among so many
     start_method: Literal["fork", "spawn", "forkserver"] | None = None  # multiprocessing's
 
     def __post_init__(self) -> None:
@@ -192,6 +208,8 @@ class WorkerLoader(_Loader):
         if self.augment.resized_crop_scale is not None:  # this and the random flip are done where images are decoded
             flip = "alternating" if self.augment.flip == "alternating" else "none"
             self._of_batches = self.augment.model_copy(update={"resized_crop_scale": None, "flip": flip})
+        order: dict[str, Any] = {"shards": self.dataset.source.remote_shards, "shuffle_window": self.shuffle_window}
+        self._schedule = replace(self._schedule, **order)
         self._steps: list[tuple[int, int]] = []  # (epoch, step) still to be decoded: the sampler
         geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
         self._dataset = _DecodedSteps(self.dataset.source, self._schedule, geometry)
@@ -236,6 +254,10 @@ class _DecodedSteps(Dataset[Tensor | str]):
         seeds = StatelessRandom(self.schedule.seed, epoch).integers("albumentations", ids, below=2**31 - 1)
         pixels = np.empty((len(ids), *self.geometry.size, 3), dtype=np.uint8)
         indices = (ids % len(self.source)).tolist()
+        try:
+            self.source.fetch(indices)
+        except OSError as error:
+            return str(error)
         for row, (index, seed) in enumerate(zip(indices, seeds.tolist(), strict=True)):
             try:
                 with self.source.open(index) as image:

@@ -53,7 +53,9 @@ def sample_statistics(source: ImageSource, *, count: int) -> Statistics:
 
 def _measure_images(source: ImageSource, count: int) -> Iterator[tuple[float, ...]]:
     pixels = 0
-    for index in np.random.default_rng(0).permutation(len(source))[:count]:
+    sampled = np.random.default_rng(0).permutation(len(source))[:count]
+    source.fetch(sampled)
+    for index in sampled:
         with suppress(ValueError, OSError):
             image = source.read(int(index))
             pixels += image.width * image.height

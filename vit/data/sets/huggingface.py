@@ -105,7 +105,7 @@ def _list_parquet(path: Path) -> dict[str, list[Path]]:
     """The Parquet files of each split at a path."""
     if not path.is_dir():
         return {"train": [path]} if path.suffix == ".parquet" and path.is_file() else {}
-    return list_shards(path, ".parquet") or list_shards(path / "data", ".parquet")
+    return list_shards(path.glob, ".parquet") or list_shards((path / "data").glob, ".parquet")
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:

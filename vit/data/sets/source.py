@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.images import open_image
+from vit.data.sets.remote import RemoteReader
 from vit.runtime.arguments import shorten
 
 # split → what its folder, its shards or the value in a table may be called
@@ -104,6 +105,17 @@ class ImageSource:
         or OSError naming it when it can't be decoded."""
         return self.reader.open(index)
 
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Get images of object storage together before they are opened; the others are at hand. Raises
+        ConnectionError naming what can't be read."""
+        if isinstance(self.reader, RemoteReader):
+            self.reader.fetch(indices)
+
+    @property
+    def remote_shards(self) -> np.ndarray | None:
+        """int64 [n], the shard of each image that is in object storage; None for images at hand."""
+        return self.reader.places[:, 0] if isinstance(self.reader, RemoteReader) else None
+
     def read(self, index: int) -> Image.Image:
         """`open` for an image that is the only one, or known to be small."""
         with self.open(index) as image:
@@ -141,6 +153,7 @@ class FindOptions:
     root: Root
     classes: Classes
     cache_dir: Path
+    remote_cache_gb: float = 32.0  # of shards in object storage
 
 
 @dataclass(frozen=True)
