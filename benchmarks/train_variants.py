@@ -135,6 +135,9 @@ class TimedBatches:
             if self.process.any(self.clock.tick(), self.clock.device):
                 raise Stopped
 
+    def close(self) -> None:
+        self.batches.close()
+
 
 def run_engine(root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False) -> dict[str, float]:
     """The whole training loop, but for what it shows and saves between epochs."""

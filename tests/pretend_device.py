@@ -18,8 +18,9 @@ autograd; a TorchDispatchMode does the rest.
 """
 
 import collections
-import traceback
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import vit
+
+_OURS = os.path.join(os.path.dirname(vit.__file__), "")
 TRANSFERS: collections.Counter[str] = collections.Counter()
 _WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 _WAITS |= {"unique_consecutive", "bincount", "repeat_interleave", "_linalg_svd", "linalg_inv_ex", "_linalg_solve_ex"}
@@ -77,9 +80,30 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"npu{list(self.shape)}"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # torch.save copies what lies on a device, and reads it anywhere
+        _count("device→host")
+        return self.host.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(op, args, kwargs or {})
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for child in value:
+            yield from _leaves(child)
+    else:
+        yield value
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """torch's `tree_map`, for lists, tuples and dictionaries alone: a quicker one, of which a step needs thousands."""
+    if isinstance(value, dict):
+        return {key: _map(change, child) for key, child in value.items()}
+    return type(value)(_map(change, child) for child in value) if type(value) in (list, tuple) else change(value)
 
 
 def _on_device(value: Any) -> bool:
@@ -99,34 +123,36 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _count(what: str) -> None:
-    ours = [frame for frame in traceback.extract_stack() if "/vit/" in frame.filename]
-    place = f"{ours[-1].filename.split('/vit/')[-1]}:{ours[-1].lineno}" if ours else "?"
+    frame = sys._getframe()
+    while frame.f_back and not frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    place = f"{file.removeprefix(_OURS)}:{frame.f_lineno}" if file.startswith(_OURS) else "?"
     TRANSFERS[f"{what} {place}"] += 1
+
+
+def _count_copy(source: Any, to_device: bool, non_blocking: Any) -> None:
+    if _on_device(source) != to_device:
+        _count("host→device" if to_device else "device→host")
+        if to_device and not (non_blocking and getattr(source, "pretends_to_be_pinned", False)):
+            _count("wait (copy of unpinned memory)")
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     name = str(op).removeprefix("aten.")
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     uses_device = any(map(_on_device, tensors))
-    host_kwargs = {
-        k: torch.device("cpu") if isinstance(v, torch.device) else tree_map(_host, v) for k, v in kwargs.items()
-    }
+    host_kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else _map(_host, v) for k, v in kwargs.items()}
     if name.startswith("_to_copy"):
         source, to_device = args[0], _is_npu(kwargs.get("device") or args[0].device)
-        if _on_device(source) != to_device:
-            _count("host→device" if to_device else "device→host")
-        if to_device and not _on_device(source):
-            is_pinned = getattr(source, "pretends_to_be_pinned", False)
-            if not (is_pinned and kwargs.get("non_blocking")):
-                _count("wait (copy of unpinned memory)")
+        _count_copy(source, to_device, kwargs.get("non_blocking"))
         for key in ("non_blocking", "pin_memory"):
             host_kwargs.pop(key, None)
         copy = op(_host(source), **host_kwargs)
         return DeviceTensor(copy) if to_device else copy
     if name == "copy_.default":
         target, source = args[:2]
-        if _on_device(source) != _on_device(target):
-            _count("host→device" if _on_device(target) else "device→host")
+        _count_copy(source, _on_device(target), kwargs.get("non_blocking") or args[2:] == (True,))
         _host(target).copy_(_host(source))
         return target
     kind = name.partition(".")[0]
@@ -140,19 +166,21 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
                 _count("wait (copy of unpinned memory)")
             else:
                 raise RuntimeError(f"{name}: a host tensor {list(tensor.shape)} among device tensors")
-    result = op(*tree_map(_host, args), **host_kwargs)
+    result = op(*_map(_host, args), **host_kwargs)
     if name == "_local_scalar_dense.default" or not (uses_device or _is_npu(kwargs.get("device"))):
         return result
-    wrapped = tree_map(lambda value: DeviceTensor(value) if isinstance(value, torch.Tensor) else value, result)
+    wrapped = _map(lambda value: DeviceTensor(value) if isinstance(value, torch.Tensor) else value, result)
     if any(r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns):  # in place, out=
         return return_and_correct_aliasing(op, args, kwargs, wrapped)
     return wrapped
 
 
 class _Dispatch(TorchDispatchMode):
+    supports_higher_order_operators = True  # those of torch.export, which works on the host
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_npu(kwargs.get("device")) or any(map(_on_device, tree_flatten((args, kwargs))[0])):
+        if _is_npu(kwargs.get("device")) or any(map(_on_device, _leaves((args, kwargs)))):
             return _run(op, args, kwargs)
         return op(*args, **kwargs)
 
@@ -164,7 +192,7 @@ class _Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function in _IN_HALF_PRECISION and torch.is_autocast_enabled("npu"):
             dtype = torch.get_autocast_dtype("npu")
-            args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            args, kwargs = _map(lambda value: _cast(value, dtype), (args, kwargs))
             with torch.autocast("npu", enabled=False):
                 return function(*args, **kwargs)
         if kwargs.get("pin_memory") and function is torch.empty:
@@ -199,6 +227,10 @@ def _enter(mode: Any) -> None:
     torch.set_grad_enabled(not mode.mode)
 
 
+def _leave(mode: Any, *_: object) -> None:
+    torch.set_grad_enabled(mode.before)
+
+
 @contextmanager
 def pretend_device() -> Iterator[collections.Counter[str]]:
     """Make "npu" work for as long as this lasts; gives the counter of transfers and waits."""
@@ -206,6 +238,6 @@ def pretend_device() -> Iterator[collections.Counter[str]]:
     with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
         patch.setattr(torch.UntypedStorage, "data_ptr", _address)
         patch.setattr(torch.inference_mode, "__enter__", _enter)
-        patch.setattr(torch.inference_mode, "__exit__", lambda self, *_: torch.set_grad_enabled(self.before))
+        patch.setattr(torch.inference_mode, "__exit__", _leave)
         patch.setattr(_Backend, "in_use", True)
         yield TRANSFERS

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.pretend_device import pretend_device
 
@@ -24,9 +25,13 @@ Counter = collections.Counter[str]
 
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """`--device npu` and `train.device=npu` work while the test runs; gives what was transferred, by line."""
+    """`--device npu` and `train.device=npu` work while the test runs; gives what was transferred, by line.
+
+    Where code chooses by the kind of device, a CPU gets meanwhile what other devices get, so that the results of the
+    two can be the same to the last bit: the same attention kernel, and batches that are not divided among threads."""
     from vit import api  # noqa: F401  (and with it all that choose a device)
     from vit.build import automatic, run  # noqa: F401
+    from vit.model import attention
     from vit.runtime.device import choose_device
 
     def choose(name: str) -> torch.device:
@@ -35,7 +40,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     for name, module in list(sys.modules.items()):
         if name.startswith("vit.") and hasattr(module, "choose_device"):
             monkeypatch.setattr(module, "choose_device", choose)
-    with pretend_device() as counter:
+    monkeypatch.setattr(attention, "choose_backend", lambda *_: "fused")
+    monkeypatch.setattr(run, "choose_threads", lambda *_, **__: None)
+    with pretend_device() as counter, sdpa_kernel(SDPBackend.MATH):
         yield counter
 
 

@@ -1,6 +1,6 @@
 """From uint8 images to float32 logits: the only inference loop, for evaluation, prediction and validation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -57,14 +57,14 @@ class Predictor:
         same way whatever the number of processes, so the logits are the same to the last bit; none is padded, so no
         image counts twice. A process without a batch of its own in the last round still runs the model, on an empty
         image: the weights of a sharded model come together only where all processes call it. `on_progress` receives
-        how many images are done, over all processes. On a CPU each thread takes batches of its own and calls both.
+        how many images are done, over all processes. On a CPU several threads call both.
         """
         process = current_process()
         size, world_size = self.batch_size, process.world_size
         logits = torch.zeros(count, self.num_classes, device=self.device if world_size > 1 else "cpu")
 
         @torch.inference_mode()  # each thread has modes of its own
-        def run(rounds: range) -> None:
+        def run(rounds: Iterable[int]) -> None:
             # one context around the loop: autocast keeps its bf16 copies of the weights until it is left
             with autocast(self.device, self.precision):
                 for first in rounds:
@@ -84,7 +84,8 @@ class Predictor:
             and len(rounds) > 1
         ):
             threads = BatchThreads()
-            threads.map(run, [rounds[number :: threads.count] for number in range(threads.count)])
+            pending = iter(rounds)  # each thread takes the next batch when it is done
+            list(threads.map(run, [pending] * threads.count))
         else:
             run(rounds)
         if world_size > 1:

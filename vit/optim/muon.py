@@ -10,6 +10,7 @@ matrix, has no float32 products and no `found_inf`, and computes every matrix in
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from vit.runtime.processes import current_process
+from vit.runtime.threads import BatchThreads
 
 # tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about 0.7 … 1.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -63,6 +65,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    threads: BatchThreads | None = None  # that divide the matrices among themselves
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
@@ -154,7 +157,9 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         process = current_process()
         if process.world_size == 1:
-            return orthogonalize(updates, dtype=self._dtype)
+            parts = [updates] if self.threads is None else updates.chunk(self.threads.count)
+            run = map if self.threads is None else self.threads.map
+            return torch.cat(list(run(partial(orthogonalize, dtype=self._dtype), parts)))
         count = -(-len(updates) // process.world_size)  # every rank takes as many; the last ones repeat a matrix
         numbers = torch.arange(process.rank * count, (process.rank + 1) * count, device=updates.device)
         gathered = updates.new_empty(process.world_size * count, *updates.shape[1:])

@@ -95,7 +95,9 @@ def copy_to_host(values: T) -> T:
     leaves, structure = tree_flatten(values)
     sent = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu}
     if sent:
-        parts = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in sent.values()]
+        # cloned, since torch takes one element for contiguous at any stride, and `view` doesn't
+        whole = torch.contiguous_format
+        parts = [leaf.detach().clone(memory_format=whole).view(-1).view(torch.uint8) for leaf in sent.values()]
         packed = torch.cat([F.pad(part, (0, -len(part) % 16)) for part in parts]).cpu()
         starts = accumulate((-(-len(part) // 16) * 16 for part in parts[:-1]), initial=0)
         for place, part in zip(sent, _unpack(packed, sent, list(starts)), strict=True):

@@ -6,8 +6,9 @@ operations meet once a step.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -22,25 +23,34 @@ class BatchThreads:
     """`count` threads, by default one for each of torch's up to 8, that divide torch's threads among them."""
 
     def __init__(self, count: int | None = None) -> None:
-        self._available = torch.get_num_threads()
-        self.count = count or min(self._available, _MOST_THREADS)
-        each = max(self._available // self.count, 1)
-        self._pool = ThreadPoolExecutor(self.count, "vit", initializer=torch.set_num_threads, initargs=(each,))
+        available = torch.get_num_threads()
+        self.count = count or min(available, _MOST_THREADS)
+        self._each = max(available // self.count, 1)
+        self._pool = ThreadPoolExecutor(self.count, "vit", initializer=torch.set_num_threads, initargs=(self._each,))
+
+    @contextmanager
+    def take_share(self) -> Iterator[None]:
+        """Let the calling thread's operations take no more of torch's threads than each of these has."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._each)
+        try:
+            yield
+        finally:  # a thread that a program starts later has as many as the last one set
+            torch.set_num_threads(before)
 
     def map(
         self, function: Callable[[Part], Result], parts: Sequence[Part], *, is_random: bool = False
-    ) -> list[Result]:
-        """function(part) of each, in order. Where it `is_random`, seeds are drawn from torch's generator, one for each
-        part's `thread_generator`: its numbers don't depend on which thread is first."""
+    ) -> Iterator[Result]:
+        """function(part) of each, in order, as they are done. Where it `is_random`, seeds are drawn from torch's
+        generator, one for each part's `thread_generator`: its numbers don't depend on which thread is first."""
         seeds = torch.randint(2**62, (len(parts),)).tolist() if is_random else [None] * len(parts)
 
         def run(part: Part, seed: int | None) -> Result:
             _local.generator = None if seed is None else torch.Generator().manual_seed(seed)
             return function(part)
 
-        results = list(self._pool.map(run, parts, seeds))
-        torch.set_num_threads(self._available)  # a thread that a program starts later has as many as the last one set
-        return results
+        with self.take_share():
+            yield from self._pool.map(run, parts, seeds)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

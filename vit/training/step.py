@@ -122,7 +122,10 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.threads is not None and len(images) > 1:
-            return self._update(*self._divide_among_threads(images, targets, self.threads))
+            with (
+                self.threads.take_share()
+            ):  # all of torch's threads would wait for one another in hundreds of operations
+                return self._update(*self._divide_among_threads(images, targets, self.threads))
         micro_batches = _split(images, targets, self.grad_accum_steps)
         for i, (some_images, some_targets) in enumerate(micro_batches):
             with self._synchronize_gradients(i == len(micro_batches) - 1):
@@ -138,24 +141,20 @@ class TrainStep:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
         def run(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Gradients]:
-            gradients: Gradients = [None] * len(parameters)
-            loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-            for some_images, some_targets in _split(*part, -(-self.grad_accum_steps // threads.count)):
-                some_loss, some_correct = self._forward(some_images, some_targets)
-                some_loss = some_loss * (len(some_images) / len(images))
-                gradients = _add(gradients, torch.autograd.grad(some_loss, parameters, allow_unused=True))
-                loss += some_loss.detach()
-                correct += some_correct
-            return loss, correct, gradients
+            loss, correct = self._forward(*part)
+            loss = loss * (len(part[0]) / len(images))
+            return loss.detach(), correct, torch.autograd.grad(loss, parameters, allow_unused=True)
 
-        parts = _split(images, targets, threads.count)
-        losses, corrects, of_threads = zip(*threads.map(run, parts, is_random=True), strict=True)
+        loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         total: Gradients = [None] * len(parameters)
-        for gradients in of_threads:
+        parts = _split(images, targets, threads.count * -(-self.grad_accum_steps // threads.count))
+        for some_loss, some_correct, gradients in threads.map(run, parts, is_random=True):
+            loss += some_loss
+            correct += some_correct
             total = _add(total, gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
-        return torch.stack(losses).sum(), torch.stack(corrects).sum()
+        return loss, correct
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(self.device, self.precision):
@@ -194,6 +193,7 @@ class TrainStep:
         scale = (norm / self.clip_grad).clamp(min=1) if self.clip_grad else None
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.threads = self.threads  # type: ignore[attr-defined]
         with self._rates_on_device():
             self.optimizer.step()
         self.nonfinite_steps += ~finite
