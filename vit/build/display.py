@@ -10,7 +10,7 @@ from torchvision.utils import make_grid
 from vit.build.attention_images import AttentionImages, undo_normalization
 from vit.build.data import Data, Loader
 from vit.config import Config
-from vit.evaluation.metrics import Scores, compute_confusion
+from vit.evaluation.metrics import Scores
 from vit.evaluation.plots import plot_confusion
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
@@ -49,7 +49,7 @@ def build_observers(
 
     def show_confusion(writer: "SummaryWriter", step: int) -> None:
         for scores in last_scores:
-            figure = plot_confusion(compute_confusion(scores), class_names=data.train.class_names)
+            figure = plot_confusion(scores, class_names=data.train.class_names)
             writer.add_figure("validation/confusion", figure, step)
 
     tensorboard = TensorBoard(

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from PIL import Image
@@ -12,6 +12,7 @@ from scipy.fft import dctn
 Hashes = tuple[np.ndarray, np.ndarray]  # digests, perceptual hashes: uint64 [n]
 NEAR = 4  # bits of 64 by which near-duplicates may differ
 _FLAT = 8  # hashes with fewer bits set or unset are of flat images, which are all similar
+_MOST_EQUAL = 3  # bands: 35 sorted lists at 4 bits
 _PAIRS = 1 << 22  # candidates compared at once: 32 MiB a temporary
 _CIFAR10 = frozenset("airplane automobile bird cat deer dog frog horse ship truck".split())  # noqa: SIM905
 
@@ -63,21 +64,21 @@ def find_duplicates(hashes: Hashes, training_hashes: Hashes, *, max_distance: in
     same = training_digests[candidate] == digests if len(order) else np.zeros(len(digests), bool)
     exact = np.flatnonzero(same)
     queries = np.flatnonzero(~same & _is_distinctive(dhashes))
-    training = np.flatnonzero(_is_distinctive(training_dhashes))
-    best, match = np.full(len(queries), max_distance + 1), np.zeros(len(queries), dtype=np.int64)
-    for query, other, distance in _close_pairs(dhashes[queries], training_dhashes[training], max_distance):
-        # the closest of each query: sorted by distance, then training index, the first one counts
-        ranked = np.lexsort((other, distance, query))
-        first = ranked[np.r_[True, np.diff(query[ranked]) > 0]]
-        better = first[distance[first] < best[query[first]]]
-        best[query[better]] = distance[better]
-        match[query[better]] = training[other[better]]
-    near = np.flatnonzero(best <= max_distance)
+    # images of one hash are compared once, so that many copies of a few take no longer than the few
+    of_queries, which = np.unique(dhashes[queries], return_inverse=True)
+    of_training, first = np.unique(training_dhashes, return_index=True)  # the first image of each hash
+    kept = _is_distinctive(of_training)
+    of_training, first = of_training[kept], first[kept]
+    best = np.full(len(of_queries), (max_distance + 1) << 48)  # distance and, in the lower bits, training index
+    for query, other, distance in _close_pairs(of_queries, of_training, max_distance):
+        np.minimum.at(best, query, (distance << 48) + first[other])
+    best = best[which]
+    near = np.flatnonzero(best >> 48 <= max_distance)
     exact_pairs, near_pairs = (
         np.stack([exact, candidate[exact]], axis=1),
-        np.stack([queries[near], match[near]], axis=1),
+        np.stack([queries[near], best[near] & ((1 << 48) - 1)], axis=1),
     )
-    return Duplicates(exact_pairs, near_pairs, near_distance=best[near])
+    return Duplicates(exact_pairs, near_pairs, near_distance=best[near] >> 48)
 
 
 def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
@@ -87,24 +88,31 @@ def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
 
 
 def _close_pairs(queries: np.ndarray, training: np.ndarray, max_distance: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Runs of (query, training index, distance ≤ max_distance).
+    """Runs of (query, training index, distance ≤ max_distance); a pair may come several times.
 
-    Of max_distance + 1 bands of the 64 bits at least one is equal in every such pair (pigeonhole), so only
-    images with a band in common are compared.
+    Of max_distance + k bands of the 64 bits at least k are equal in every such pair (pigeonhole), so only images with k
+    bands in common are compared (Manku, Jain & Das Sarma 2007). More images take larger k: with 2^b images and b equal
+    bits, each is compared with about one other by chance, however many there are.
     """
-    edges = np.linspace(0, 64, max_distance + 2).astype(int)
-    for low, high in pairwise(edges.tolist()):
-        band = np.uint64((1 << high) - (1 << low))
+    num_equal = 1
+    while 64 * num_equal // (max_distance + num_equal) < len(training).bit_length() and num_equal < _MOST_EQUAL:
+        num_equal += 1
+    edges = np.linspace(0, 64, max_distance + num_equal + 1).astype(int)
+    bands = [(1 << high) - (1 << low) for low, high in pairwise(edges.tolist())]
+    for equal in combinations(bands, num_equal):
+        band = np.uint64(sum(equal))
         order = np.argsort(training & band, kind="stable")
         sorted_band = (training & band)[order]
-        start = np.searchsorted(sorted_band, queries & band, side="left")
-        count = np.searchsorted(sorted_band, queries & band, side="right") - start
+        in_order = np.argsort(queries & band)  # a search for sorted values stays in the cache
+        wanted = (queries & band)[in_order]
+        start = np.searchsorted(sorted_band, wanted, side="left")
+        count = np.searchsorted(sorted_band, wanted, side="right") - start
         total = np.concatenate([[0], np.cumsum(count)])
         # pair number p belongs to the query whose span of `total` holds p
         for first in range(0, int(total[-1]), _PAIRS):
             pair = np.arange(first, min(first + _PAIRS, int(total[-1])))
-            query = np.searchsorted(total, pair, side="right") - 1
-            other = order[start[query] + pair - total[query]]
+            place = np.searchsorted(total, pair, side="right") - 1
+            query, other = in_order[place], order[start[place] + pair - total[place]]
             distance = np.bitwise_count(queries[query] ^ training[other]).astype(np.int64)
             close = distance <= max_distance
             if close.any():

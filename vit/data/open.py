@@ -214,9 +214,9 @@ def _stratified(source: ImageSource, fraction: float, salt: str) -> np.ndarray:
     """Mask [n] of a fraction of every class, at least one of two or more: the ids whose hashes rank lowest."""
     hashes = [hashlib.blake2b(f"{salt}:{name}".encode(errors="surrogateescape")) for name in source.ids]
     ranks = np.array([int.from_bytes(digest.digest()[:8], "big") for digest in hashes], dtype=np.uint64)
-    mask = np.zeros(len(source), dtype=bool)
-    for label in np.unique(source.labels):
-        members = np.flatnonzero(source.labels == label)
-        count = min(max(round(fraction * len(members)), fraction > 0), len(members) - 1)
-        mask[members[np.argsort(ranks[members], kind="stable")[:count]]] = True
+    sizes, mask = np.bincount(source.labels), np.zeros(len(source), dtype=bool)
+    counts = np.minimum(np.maximum(np.rint(fraction * sizes), fraction > 0), sizes - 1)
+    order = np.lexsort((ranks, source.labels))  # class by class
+    place = np.arange(len(source)) - (np.cumsum(sizes) - sizes)[source.labels[order]]
+    mask[order] = place < counts[source.labels[order]]
     return mask

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
-from vit.evaluation.metrics import Ints
+from vit.evaluation.metrics import Ints, chunk_rows
 
 
 def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
@@ -13,10 +13,15 @@ def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
 
     The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits.
     """
-    exact, rows = logits.astype(np.float64), np.arange(len(labels))
 
     def cross_entropy(log_temperature: float) -> float:
-        return float(-log_softmax(exact * np.exp(-log_temperature), axis=1)[rows, labels].mean())
+        chunks = [
+            log_softmax(logits[rows].astype(np.float64) * np.exp(-log_temperature), axis=1)[
+                np.arange(len(labels[rows])), labels[rows]
+            ]
+            for rows in chunk_rows(logits)
+        ]
+        return float(-np.concatenate(chunks).mean())
 
     bounds = (np.log(0.05), np.log(20.0))
     fitted = minimize_scalar(cross_entropy, bounds=bounds, method="bounded", options={"xatol": 1e-7})

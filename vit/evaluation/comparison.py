@@ -169,7 +169,7 @@ def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int 
         interval=_bootstrap_difference(correct_a, correct_b, resamples=resamples, seed=seed),
         loss_difference=b.loss - a.loss,
         p_value=p_value,
-        recall_changes=_find_recall_changes(np.array(first.labels), mean_a, mean_b),
+        recall_changes=_find_recall_changes(first.labels, mean_a, mean_b),
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
     )
@@ -230,9 +230,12 @@ def _bootstrap_difference(correct_a: Floats, correct_b: Floats, *, resamples: in
     return take_percentiles(differences)
 
 
-def _find_recall_changes(labels: NDArray[np.str_], mean_a: Floats, mean_b: Floats) -> list[RecallChange]:
-    names, index, support = np.unique(labels, return_inverse=True, return_counts=True)
+def _find_recall_changes(labels: Sequence[str], mean_a: Floats, mean_b: Floats) -> list[RecallChange]:
+    names = sorted(set(labels))
+    numbers = {name: number for number, name in enumerate(names)}  # an array of text has room for the longest in each
+    index = np.fromiter(map(numbers.__getitem__, labels), np.int64, len(labels))
+    support = np.bincount(index)
     recall_a, recall_b = np.bincount(index, mean_a) / support, np.bincount(index, mean_b) / support
-    columns = (names.tolist(), recall_a.tolist(), recall_b.tolist(), support.tolist())
+    columns = (names, recall_a.tolist(), recall_b.tolist(), support.tolist())
     changes = [RecallChange(*row) for row in zip(*columns, strict=True) if row[1] != row[2]]
     return sorted(changes, key=lambda change: -abs(change.recall_b - change.recall_a))

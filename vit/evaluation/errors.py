@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.evaluation.metrics import CHUNK, Ints, Scores, compute_log_probabilities
+from vit.evaluation.metrics import Ints, Scores, chunk_rows, compute_log_probabilities
 
 
 def find_confident_mistakes(scores: Scores, *, count: int) -> Ints:
@@ -31,10 +31,10 @@ def find_label_errors(logits: NDArray[np.float32], scores: Scores, *, count: int
     # a class that no image here has as its label has no threshold
     thresholds = np.where(support > 0, thresholds / np.maximum(support, 1), np.inf)
     flagged = []
-    for start in range(0, len(logits), CHUNK):
-        probabilities = np.exp(compute_log_probabilities(logits[start : start + CHUNK], scores.temperature))
+    for rows in chunk_rows(logits):
+        probabilities = np.exp(compute_log_probabilities(logits[rows], scores.temperature))
         reached = np.where(probabilities >= thresholds, probabilities, -1.0)
-        wrong = reached.argmax(axis=1) != scores.labels[start : start + CHUNK]
+        wrong = reached.argmax(axis=1) != scores.labels[rows]
         flagged.append((reached.max(axis=1) > 0) & wrong)
     found = np.flatnonzero(np.concatenate(flagged))
     return found[np.argsort(scores.label_probability[found], kind="stable")][:count], len(found)

@@ -61,7 +61,7 @@ class EvaluationResult:
         texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
         directory = prepare_output(Path(directory), overwrite=overwrite)
         schema.save_predictions(directory / schema.PREDICTIONS_FILE, self.scores, ids=ids, class_names=names)
-        draw_confusion(metrics.compute_confusion(self.scores), class_names=names, path=directory / "confusion.png")
+        draw_confusion(self.scores, class_names=names, path=directory / "confusion.png")
         for name, text in texts.items():
             write_text(directory / name, text)
         schema.save_evaluation(directory / schema.EVALUATION_FILE, self.evaluation)

@@ -4,19 +4,20 @@ Each is a function of the images' weights: with weights of one it is the metric 
 replacement one bootstrap replicate (`intervals.py`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from sklearn.metrics import precision_recall_fscore_support
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_BINS = 15
-CHUNK = 4096  # images scored at a time: bounds the float64 copy of the logits
+_CHUNK, _CHUNK_LOGITS = 4096, 2**22  # images scored at a time, and their logits: bounds the float64 copies
 _TINY = np.finfo(float).tiny  # a ratio without a denominator is 0
 
 
@@ -66,12 +67,15 @@ class Bin:
 
 def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: float = 1.0) -> Scores:
     """Score logits [n, C] against labels [n] (0…C-1); probabilities are softmax(logits / temperature)."""
-    chunks = [
-        _score_chunk(logits[start : start + CHUNK].astype(np.float64), labels[start : start + CHUNK], temperature)
-        for start in range(0, len(labels), CHUNK)
-    ]
+    chunks = [_score_chunk(logits[rows].astype(np.float64), labels[rows], temperature) for rows in chunk_rows(logits)]
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return Scores(labels=labels, num_classes=logits.shape[1], temperature=temperature, **columns)
+
+
+def chunk_rows(logits: NDArray[np.float32]) -> Iterator[slice]:
+    """Slices of [n, C] that together are all rows: fewer at a time of many classes."""
+    size = min(_CHUNK, max(_CHUNK_LOGITS // logits.shape[1], 1))
+    return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
@@ -128,9 +132,21 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
     }
 
 
-def compute_confusion(scores: Scores) -> Ints:
-    """Counts [C, C]: rows are the true classes, columns the predicted ones."""
-    return np.asarray(confusion_matrix(scores.labels, scores.predicted, labels=range(scores.num_classes)))
+def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
+    """Counts [C, C]: rows are the true classes, columns the predicted ones. With `group` each row and column is so many
+    classes side by side: of 20,000 classes the whole matrix would take 3 GB."""
+    count = -(-scores.num_classes // group)
+    pairs = scores.labels // group * count + scores.predicted // group
+    return np.bincount(pairs, minlength=count**2).reshape(count, count)
+
+
+def count_errors(scores: Scores) -> tuple[Ints, Ints]:
+    """The entries of the confusion matrix beside its diagonal that are not zero: (row, column) [m, 2] and counts [m],
+    the largest first, equal ones by row and column."""
+    wrong = scores.labels != scores.predicted
+    pairs, counts = np.unique((scores.labels * scores.num_classes + scores.predicted)[wrong], return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    return np.stack(np.divmod(pairs[order], scores.num_classes), axis=1), counts[order]
 
 
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:

@@ -1,5 +1,6 @@
 """Images in, explained images out, a batch at a time: threads decode ahead while the model works."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import keep_pixels
@@ -24,8 +25,10 @@ from vit.explanation.methods.targets import asks_for_predicted, build_target_cho
 from vit.explanation.render.explained import ExplainedImage, ExplainedMap, Settings
 from vit.explanation.render.overlay import FIXED_END, ColourScale, find_range
 from vit.explanation.render.token_details import MeasuredTokens, measure_tokens
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import autocast, choose_precision, copy_to_device, copy_to_host
 from vit.runtime.progress import show_progress
+from vit.runtime.threads import BatchThreads
 
 
 class _Decoded(NamedTuple):
@@ -130,7 +133,8 @@ def choose_batch_size(image_size: tuple[int, int]) -> int:
 
 
 class _Explainer:
-    """From decoded images to explained ones."""
+    """From decoded images to explained ones. On a CPU each of several threads explains a part of the batch, with a copy
+    of the model of its own: what hooks record is of one pass."""
 
     def __init__(self, bundle: Bundle, settings: Settings, token_bytes: int) -> None:
         self.bundle, self.settings, self.token_bytes = bundle, settings, token_bytes
@@ -139,14 +143,30 @@ class _Explainer:
         self.predicted_first = asks_for_predicted(settings.target, bundle.class_names)
         self.is_first = True
         self.num_layers = len(find_attention_layers(bundle.model))
+        divides = self.device.type == "cpu" and isinstance(bundle.model, VisionTransformer)
+        self.threads = BatchThreads(None if divides else 1)
+        self.models = [bundle.model, *(_share_weights(bundle.model) for _ in range(self.threads.count - 1))]
 
     def __call__(self, decoded: Sequence[_Decoded]) -> list[ExplainedImage]:
+        size = -(-len(decoded) // self.threads.count)
+        parts = [decoded[start : start + size] for start in range(0, len(decoded), size)]
+        if len(parts) == 1:
+            explained = self._explain(decoded, self.bundle.model)
+        else:
+            of_parts = self.threads.map(lambda both: self._explain(*both), list(zip(parts, self.models, strict=False)))
+            explained = [of_image for of_part in of_parts for of_image in of_part]
+        self.is_first = False
+        _set_scales(explained, self.settings.scale)
+        return explained
+
+    @torch.inference_mode(False)  # each thread has modes of its own
+    def _explain(self, decoded: Sequence[_Decoded], model: nn.Module) -> list[ExplainedImage]:
         bundle, settings = self.bundle, self.settings
         pixels = {"pixels": torch.from_numpy(np.stack([each.pixels for each in decoded]))}
         images = bundle.preprocess.normalize(copy_to_device(pixels, self.device)["pixels"])
         with autocast(self.device, choose_precision(settings.precision, self.device)):
             forward, targets, maps = compute_maps(
-                bundle.model,
+                model,
                 images,
                 methods=settings.methods,
                 choose_targets=self.choose_targets,
@@ -155,7 +175,6 @@ class _Explainer:
                 block_tokens=self.token_bytes > 0,
                 verify=self.is_first,
             )
-            self.is_first = False
             logits = forward.logits.detach()
             checked = [of_method for of_method in maps if not of_method.is_sheet] if settings.sanity_checks else []
             measured = measure_maps(forward, targets, checked, predicted_first=self.predicted_first)
@@ -183,7 +202,6 @@ class _Explainer:
         for of_method, tensors in zip(maps, found, strict=True):
             on_host = Maps(of_method.method, *tensors)
             self._add_maps(explained, on_host, of_images[0], None if on_host.is_sheet else next(checks, None))
-        _set_scales(explained, settings.scale)
         return explained
 
     def _measure_tokens(self, forward: Forward, targets: Tensor) -> list[MeasuredTokens]:
@@ -212,6 +230,12 @@ class _Explainer:
                     if self.settings.target != "auto":
                         found.key += f".{clean_name(self.bundle.class_names[found.target])}"
                 of_image.maps.append(found)
+
+
+def _share_weights(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters lie in the same memory."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, dict(shared))
 
 
 def _set_scales(explained: Sequence[ExplainedImage], scale: str) -> None:

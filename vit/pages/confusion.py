@@ -9,7 +9,7 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from vit.evaluation.evaluated_images import Images
-from vit.evaluation.metrics import Ints, Scores, compute_confusion
+from vit.evaluation.metrics import Ints, Scores, count_errors
 from vit.pages.page import encode_picture
 
 _MOST_CLASSES = 40  # of more, those with the most errors are shown
@@ -21,25 +21,24 @@ _THUMBNAIL_BYTES = 3_000_000  # of all cells, encoded: keeps the page below 10 M
 
 def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> dict[str, Any]:
     """What the template needs: names, counts, support and orders of the classes shown, cells, most frequent errors."""
-    confusion = compute_confusion(scores)
-    errors = confusion - np.diag(confusion.diagonal())
-    shown = list(range(len(names)))
+    pairs, errors = count_errors(scores)
+    support = np.bincount(scores.labels, minlength=len(names))
+    shown = np.arange(len(names))
     if len(shown) > _MOST_CLASSES:
-        frequent = np.argsort(-(errors.sum(axis=0) + errors.sum(axis=1)), kind="stable")
-        shown = sorted(frequent[:_MOST_CLASSES].tolist())
-    counts, shown_names = confusion[np.ix_(shown, shown)], [names[index] for index in shown]
-    largest = [divmod(index, len(names)) for index in np.argsort(-errors, axis=None, kind="stable")[:10].tolist()]
+        of_class = np.bincount(pairs.flatten(), errors.repeat(2), minlength=len(names))  # as label and as prediction
+        shown = np.sort(np.argsort(-of_class, kind="stable")[:_MOST_CLASSES])
+    counts, cells = _group_cells(scores, shown)
+    shown_names = [names[index] for index in shown.tolist()]
     return {
         "names": shown_names,
         "counts": counts.tolist(),
-        "support": confusion.sum(axis=1)[shown].tolist(),
+        "support": support[shown].tolist(),
         "num_classes": len(names),
         "orders": _order_classes(counts, shown_names),
-        "cells": _describe_cells(scores, shown, images),
+        "cells": _describe_cells(cells, scores, images),
         "pairs": [
-            {"label": names[row], "predicted": names[column], "count": int(errors[row, column])}
-            for row, column in largest
-            if errors[row, column]
+            {"label": names[row], "predicted": names[column], "count": count}
+            for (row, column), count in zip(pairs[:10].tolist(), errors[:10].tolist(), strict=True)
         ],
     }
 
@@ -61,16 +60,28 @@ def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
     return {name: order.tolist() for name, order in orders.items()}
 
 
-def _describe_cells(scores: Scores, shown: Sequence[int], images: Images) -> dict[str, list[list[Any]]]:
-    """ "row,column" → [path, confidence, thumbnail or null] of the first images of each cell, the most confident
-    first. The cells take turns, so that each has some thumbnails when not all images can have one."""
+def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, dict[tuple[int, int], list[int]]]:
+    """Of the classes shown the counts [S, S], and by (row, column) the first images, the most confident first."""
     position = np.full(scores.num_classes, -1)
-    position[list(shown)] = np.arange(len(shown))
+    position[shown] = np.arange(len(shown))
     rows, columns = position[scores.labels], position[scores.predicted]
-    cells: dict[tuple[int, int], list[int]] = {}
-    for index in np.lexsort((-scores.confidence, columns, rows)).tolist():
-        if rows[index] >= 0 <= columns[index]:
-            cells.setdefault((int(rows[index]), int(columns[index])), []).append(index)
+    found = np.flatnonzero((rows >= 0) & (columns >= 0))
+    cell = rows[found] * len(shown) + columns[found]
+    ordered = found[np.lexsort((-scores.confidence[found], cell))]
+    counts = np.bincount(cell, minlength=len(shown) ** 2)
+    starts = np.cumsum(counts) - counts
+    cells = {
+        divmod(number, len(shown)): ordered[starts[number] :][: min(counts[number], _LISTED)].tolist()
+        for number in np.flatnonzero(counts).tolist()
+    }
+    return counts.reshape(len(shown), len(shown)), cells
+
+
+def _describe_cells(
+    cells: dict[tuple[int, int], list[int]], scores: Scores, images: Images
+) -> dict[str, list[list[Any]]]:
+    """ "row,column" → [path, confidence, thumbnail or null] of the images of each cell. The cells take turns, so that
+    each has some thumbnails when not all images can have one."""
     thumbnails: dict[int, str] = {}
     room = _THUMBNAIL_BYTES
     for turn in range(_PICTURED):
@@ -83,8 +94,7 @@ def _describe_cells(scores: Scores, shown: Sequence[int], images: Images) -> dic
                 room -= len(thumbnails[index])
     return {
         f"{row},{column}": [
-            [images.ids[index], round(float(scores.confidence[index]), 4), thumbnails.get(index)]
-            for index in members[:_LISTED]
+            [images.ids[index], round(float(scores.confidence[index]), 4), thumbnails.get(index)] for index in members
         ]
         for (row, column), members in cells.items()
     }

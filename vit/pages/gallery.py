@@ -19,6 +19,7 @@ from vit.runtime.files import write_text
 _BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
 _SMALL_PAGE, _LARGE_PAGE = 16 * _BYTES_AN_IMAGE, 64_000_000  # bytes: few images may have more each, many have less
 _LEAST_BYTES = 24_000  # of an image, however many there are
+_MOST_IMAGES = _LARGE_PAGE // _LEAST_BYTES  # of a page: browsers don't open much larger ones
 _PHOTO_BYTES, _PHOTO_SIDE = 42_700, 400  # a JPEG of 32,000 bytes in base64; pixels
 
 
@@ -51,15 +52,22 @@ class Gallery:
             self._methods += [name for name in summary["verdicts"] if name not in self._methods]
 
     def write(self, path: Path, *, title: str) -> None:
+        """Write the page. Of very many images the rest follows on `NAME-2.html` and so on, each linked to all."""
         shared = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._class_names),
             "verdicts": VERDICTS,
             "methods": sorted(self._methods, key=lambda name: name != self._best),
             "best": self._best,
-            "images": self._summaries,
         }
-        write_text(path, render_page("gallery.html.jinja", {"title": title, "page": shared, "images": self._images}))
+        starts = range(0, max(len(self._images), 1), _MOST_IMAGES)
+        names = [path.name, *(f"{path.stem}-{number + 2}{path.suffix}" for number in range(len(starts) - 1))]
+        links = [(name, start + 1) for name, start in zip(names, starts, strict=True)]
+        for name, start in zip(names, starts, strict=True):
+            shown = slice(start, start + _MOST_IMAGES)
+            context = {"title": title, "page": shared | {"images": self._summaries[shown]}, "links": links}
+            context |= {"images": self._images[shown], "name": name}
+            write_text(path.with_name(name), render_page("gallery.html.jinja", context))
 
     def _summarise(self, explained: ExplainedImage) -> dict[str, Any]:
         """What the page finds, sorts and names an image by."""

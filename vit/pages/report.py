@@ -13,6 +13,7 @@ from PIL import Image
 from vit.bundle import Bundle
 from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.predictor import Pixels
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explain import explain_images
@@ -23,6 +24,7 @@ from vit.pages.page import encode_picture, name_model, render_page, resize_pictu
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
+_MOST_CLASSES = 1000  # in the table: a page of 20,000 would have 6 MB of them
 
 Explain = Callable[[Sequence[Pixels]], list[Image.Image]]
 
@@ -42,6 +44,7 @@ def build_report(
         "run": name_model(evaluation.model),
         "data": result.images.title or evaluation.data,
         "warnings": evaluation.list_warnings(),
+        "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(result.bundle.name) if history is None else history),
         "matrix": describe_confusion(result.scores, [each.name for each in evaluation.per_class], result.images),
@@ -83,6 +86,14 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
         scale = ColourScale(*find_range([values], signed=False), signed=False, label="this image")
         drawn.append(blend(resize_picture(photo), values, whole.preprocess.geometry(photo.size), scale=scale))
     return drawn
+
+
+def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
+    """Of many classes those with the lowest F1; of no use are those that occur nowhere."""
+    classes = evaluation.per_class
+    if len(classes) <= _MOST_CLASSES:
+        return classes
+    return sorted(classes, key=lambda each: (each.support + each.predicted == 0, each.f1))[:_MOST_CLASSES]
 
 
 def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:

@@ -17,9 +17,10 @@ from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.table import METHODS, MapOptions
 from vit.explanation.render.explained import ExplainedImage, Settings
 from vit.explanation.render.overlay import FIXED_END
-from vit.explanation.render.write import MapWriter
+from vit.explanation.render.write import MapWriter, draw_map
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.output_dir import prepare_output
+from vit.runtime.threads import BatchThreads
 
 NAMES = ("cat", "<img src=x onerror=alert(1)>", "dog/wolf", "3", "été")
 
@@ -282,3 +283,45 @@ def test_overlays_can_be_smaller_and_of_another_format(
     assert found[picture].stat().st_size < found["png"].stat().st_size / 4
     with pytest.raises(ValueError, match="one format, not png and webp; choose one"):
         MapWriter(tmp_path, bundle, settings, formats=("png", "webp"))
+
+
+@pytest.mark.parametrize("methods", [("rollout",), ("gae", "libra-removal")])
+def test_threads_that_divide_a_batch_give_the_maps_of_one(
+    bundle: Bundle, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread explains a part with a copy of the model: what is recorded is of one pass."""
+    images = items_from_images(list(np.random.default_rng(0).integers(0, 256, (13, 16, 16, 3), dtype=np.uint8)))
+    settings, threads = Settings(methods, batch_size=7, scale="batch"), []
+    flags = [(parameter.requires_grad, parameter.data_ptr()) for parameter in bundle.model.parameters()]
+    found = []
+    for count in (1, 3):
+        monkeypatch.setattr(
+            "vit.explanation.explain.BatchThreads", lambda wanted=None, count=count: BatchThreads(count)
+        )
+        found.append(
+            collect_explanations(bundle, images, settings, observers=[lambda batch: threads.append(len(batch))])
+        )
+    assert threads == [7, 6] * 2
+    for alone, divided in zip(found[0].images, found[1].images, strict=True):
+        assert alone.item is divided.item
+        assert np.abs(alone.probabilities - divided.probabilities).max() <= 1e-6
+        for one, other in zip(alone.maps, divided.maps, strict=True):
+            assert np.abs(one.values - other.values).max() <= 1e-6 * np.ptp(one.values)
+            assert one.scale is not None
+            assert other.scale is not None
+            assert other.scale.high == pytest.approx(one.scale.high, rel=1e-5)
+            assert one.sanity_check is not None
+            assert other.sanity_check is not None
+            assert other.sanity_check.verdict == one.sanity_check.verdict
+    assert [(parameter.requires_grad, parameter.data_ptr()) for parameter in bundle.model.parameters()] == flags
+
+
+def test_a_png_holds_the_picture_that_was_drawn(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
+    settings = Settings(batch_size=2)
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, settings))
+    assert len(seen) == 4
+    for of_image in seen:
+        drawn = draw_map(of_image, of_image.maps[0], bundle.class_names)
+        with Image.open(tmp_path / "out" / f"{of_image.maps[0].key}.png") as written:
+            assert written.mode == "RGB"
+            assert np.array_equal(np.asarray(written), np.asarray(drawn))

@@ -52,13 +52,13 @@ def find_splits(name: str, root: Path, classes: Sequence[str] | None, *, aliases
     if folders.keys() != of_splits.keys():
         notes = [f"{folders['test'].name}/ is the test split; validation images are held out of train/"]
     first = folders.get("train") or next(iter(folders.values()))
-    known = _list_classes(first)
+    listed = set(known := _list_classes(first))
     kept = choose_classes(known, classes, aliases=aliases)
     if len(kept) < 2:
         found = f"one class, {kept[0]!r}" if kept else "no class folders"
         raise ValueError(f"{first} holds {found}; a classifier needs two or more: {first}/<class>/<image>")
     for folder in folders.values():
-        if unknown := [entry for entry in _list_classes(folder) if entry not in known]:
+        if unknown := [entry for entry in _list_classes(folder) if entry not in listed]:
             raise ValueError(f"{folder} holds class {unknown[0]!r}, which {first} does not have")
     scan = partial(_scan, name, root, kept=kept, aliases=aliases or {}, notes=notes, first=first)
     return {split: FoundSplit(f"{folder.absolute().name}/", partial(scan, folder)) for split, folder in folders.items()}

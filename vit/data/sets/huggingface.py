@@ -98,11 +98,12 @@ def find_huggingface(options: FindOptions) -> FoundSplits:
     names = named or sorted({value for name in used for value in values[name]})
     if len(names) < 2:
         raise ValueError(f"{origin} names {len(names)} classes; a classifier needs at least two")
+    numbers = {value: number for number, value in enumerate(names)}
     notes = tuple(f"the split {name!r} was left out" for name in tables if name not in used)
 
     def load(name: str) -> ImageSource:
         ids = [f"{name}/{row:05d}" for row in range(len(values[name]))]
-        labels = np.array(values[name]) if named else np.searchsorted(names, values[name])
+        labels = np.array(values[name] if named else [numbers[value] for value in values[name]])
         if (wrong := labels[(labels < 0) | (labels >= len(names))]).size:
             raise ValueError(f"{origin} {name}: label {wrong[0]} is none of the {len(names)} classes")
         reader = RowReader(_keep_images(tables[name], image, origin), ids, np.arange(len(ids)))

@@ -175,7 +175,8 @@ class ImageSource:
     def keep_classes(self, wanted: Sequence[str] | None) -> ImageSource:
         """The images of the `wanted` classes, renumbered in the source's order; raises as `choose_classes`."""
         kept = choose_classes(self.class_names, wanted)
-        renumbered = np.array([kept.index(name) if name in kept else -1 for name in self.class_names])
+        numbers = {name: number for number, name in enumerate(kept)}
+        renumbered = np.array([numbers.get(name, -1) for name in self.class_names])
         chosen = self.subset(np.flatnonzero(renumbered[self.labels] >= 0))
         return replace(chosen, labels=renumbered[chosen.labels].astype(np.int64), class_names=kept)
 

@@ -70,12 +70,14 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Sequence
             rows.setdefault(split, []).append((path, check_label(label, origin=where)))
             origins.setdefault(split, origin)
     class_names = tuple(sorted({label for listed in rows.values() for _, label in listed}))
+    numbers = {name: number for number, name in enumerate(class_names)}
     if len(class_names) < 2:
         raise ValueError(f"{tables[0]} names {len(class_names)} classes; a classifier needs at least two")
 
     def load(split: str) -> ImageSource:
         paths, names = zip(*rows[split], strict=True)
-        labels, reader = np.searchsorted(class_names, names), FileReader(root, paths)
+        # not by numpy's text, which has room for the longest name in each
+        labels, reader = np.array([numbers[name] for name in names]), FileReader(root, paths)
         source = ImageSource(name=name, class_names=class_names, labels=labels, ids=paths, reader=reader)
         return source.keep_classes(classes)
 

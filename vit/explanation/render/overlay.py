@@ -54,10 +54,11 @@ def place_map(
     across = _axis_weights(size[0], width, start=left, stop=right, cells=columns, smooth=smooth)
     down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows, smooth=smooth)
     placed = (down @ values.astype(np.float64) @ across.T).astype(np.float32)
-    coverage = (down.sum(axis=1)[:, None] * across.sum(axis=1)[None, :]).round().astype(np.float32)
-    return placed, coverage
+    inside = [weights.sum(axis=1).round().astype(np.float32) for weights in (down, across)]
+    return placed, np.outer(*inside)
 
 
+@lru_cache(maxsize=64)  # for photos of the same size
 def _axis_weights(
     pixels: int, original: int, *, start: float, stop: float, cells: int, smooth: bool
 ) -> Float[np.ndarray, "pixels cells"]:
@@ -95,12 +96,13 @@ def colour(
     values: Float[np.ndarray, "height width"], *, low: float, high: float, signed: bool
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Values as colours; a constant map is the middle one."""
-    colours: np.ndarray = palette(signed=signed)[quantise(values, low=low, high=high)]
-    return colours
+    return np.asarray(_draw_heat(values, ColourScale(low, high, signed, "")))
 
 
 def _draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
-    return Image.fromarray(colour(values, low=scale.low, high=scale.high, signed=scale.signed))
+    picture = Image.fromarray(quantise(values, low=scale.low, high=scale.high))
+    picture.putpalette(palette(signed=scale.signed).tobytes())  # Pillow colours faster than numpy, and without the GIL
+    return picture.convert("RGB")
 
 
 def save_overlay(
@@ -204,11 +206,11 @@ def _add_text(
     page.paste(picture, (_MARGIN, _MARGIN))
     draw, top = ImageDraw.Draw(page), picture.height + 2 * _MARGIN
     for text, ink in texts:
-        draw.text((_MARGIN, top), text, fill=ink, font=_font())
+        page.paste(_draw_line(text, ink), (0, top))
         top += _LINE
     low = f"{scale.low:.3g}"
     draw.text((_MARGIN, top), low, fill="black", font=_font())
-    left = _MARGIN + round(draw.textlength(low, font=_font())) + 4
+    left = _MARGIN + round(_length(low)) + 4
     ramp = np.linspace(scale.low, scale.high, _BAR_WIDTH, dtype=np.float32)[None].repeat(_BAR_HEIGHT, axis=0)
     page.paste(_draw_heat(ramp, scale), (left, top + 3))
     left += _BAR_WIDTH + 4
@@ -216,11 +218,24 @@ def _add_text(
     return page
 
 
+@lru_cache(maxsize=256)  # FreeType takes longer than all the rest of a picture, and most lines are those of the last
+def _draw_line(text: str, ink: str) -> Image.Image:
+    line = Image.new("RGB", (math.ceil(_length(text)) + 2 * _MARGIN, _LINE), "white")
+    ImageDraw.Draw(line).text((_MARGIN, 0), text, fill=ink, font=_font())
+    return line
+
+
+@lru_cache(maxsize=1024)
+def _length(text: str) -> float:
+    """Pixels."""
+    return _font().getlength(text)
+
+
 def _wrap(text: str, width: int) -> list[str]:
     """`text` in lines of at most `width` pixels, broken between words where possible and never before a %."""
     lines = []
-    while _font().getlength(text) > width:
-        end = next((n for n in range(len(text) - 1, 0, -1) if _font().getlength(text[:n]) <= width), 1)
+    while _length(text) > width:
+        end = next((n for n in range(len(text) - 1, 0, -1) if _length(text[:n]) <= width), 1)
         spaces = [space for space in re.finditer(r" +(?!%)", text) if 0 < space.start() <= end]
         cut, start = spaces[-1].span() if spaces else (end, end)
         lines.append(text[:cut])
@@ -231,7 +246,7 @@ def _wrap(text: str, width: int) -> list[str]:
 def _fit(text: str, width: int) -> str:
     """`text`, cut with an ellipsis to `width` pixels."""
     shown = text
-    while text and _font().getlength(shown) > width:
+    while text and _length(shown) > width:
         text = text[:-1]
         shown = text + "…"
     return shown

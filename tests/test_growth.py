@@ -1,0 +1,341 @@
+"""What grows with the images, the classes and the tokens grows no faster than it must: numbers of operations and bytes
+at one size and at twice or ten times that. Times are in benchmarks/growth.py."""
+
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pages.test_gallery import make_bundle, make_items, read_data
+from tests.pages.test_report import build, make_case
+from vit.data.duplicates import _close_pairs, find_duplicates
+from vit.data.open import _stratified
+from vit.data.sets import folders, tables
+from vit.data.sets.source import ArrayReader, ImageSource
+from vit.evaluation import metrics
+from vit.evaluation.calibration import fit_temperature
+from vit.evaluation.comparison import _find_recall_changes
+from vit.evaluation.errors import find_label_errors
+from vit.evaluation.metrics import Scores, compute_confusion, count_errors, score_logits
+from vit.evaluation.plots import plot_confusion
+from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.capture.readout import run_forward
+from vit.explanation.explain import collect_explanations
+from vit.explanation.render import token_details, write
+from vit.explanation.render.explained import ExplainedImage, Settings
+from vit.pages import confusion
+from vit.pages.gallery import Gallery
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """What a function allocates at once, in Python and numpy."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Functions called, of Python and of C."""
+    calls = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+class Name(str):
+    """A text that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+
+def count_comparisons(function: Callable[[], object]) -> int:
+    Name.compared = 0
+    function()
+    return Name.compared
+
+
+def make_scores(count: int, num_classes: int) -> Scores:
+    """Three of four images correct."""
+    random = np.random.default_rng(0)
+    labels = random.integers(num_classes, size=count)
+    predicted = np.where(random.random(count) < 0.75, labels, random.integers(num_classes, size=count))
+    values = random.random(count)
+    return Scores(
+        labels,
+        predicted,
+        confidence=values,
+        label_probability=values,
+        loss=values,
+        nll=values,
+        brier=values,
+        rank=np.where(labels == predicted, 0, 1),
+        num_classes=num_classes,
+        temperature=1.0,
+    )
+
+
+def make_source(count: int, num_classes: int, name: Callable[[str], str] = str) -> ImageSource:
+    return ImageSource(
+        name="made up",
+        class_names=tuple(name(f"class {index}") for index in range(num_classes)),
+        labels=np.random.default_rng(0).integers(num_classes, size=count),
+        ids=[f"{index}.png" for index in range(count)],
+        reader=ArrayReader(np.zeros((count, 1, 1, 3), np.uint8)),
+    )
+
+
+# --- classes -----------------------------------------------------------------------------------------------
+
+
+def test_confusion_takes_no_square_of_the_classes() -> None:
+    images: Any = SimpleNamespace(ids=[str(index) for index in range(5000)], read=lambda i, j: np.zeros((1, 8, 8, 3)))
+
+    def measure(num_classes: int) -> int:
+        scores, names = make_scores(5000, num_classes), tuple(map(str, range(num_classes)))
+        images.read = lambda start, stop: np.zeros((1, 8, 8, 3), np.uint8)
+        return peak_bytes(
+            lambda: (confusion.describe_confusion(scores, names, images), plot_confusion(scores, class_names=names))
+        )
+
+    measure(2000)  # what is imported
+    assert measure(20_000) < 1.5 * measure(2000) < 200e6  # the whole matrix of 20,000 classes: 3.2 GB
+
+
+def test_errors_and_groups_of_classes_are_those_of_the_whole_matrix() -> None:
+    scores = make_scores(3000, 40)
+    whole = compute_confusion(scores)
+    errors = whole - np.diag(whole.diagonal())
+    pairs, counts = count_errors(scores)
+    assert counts.sum() == errors.sum()
+    assert np.array_equal(errors[tuple(pairs.T)], counts)
+    assert pairs[:5].tolist() == [list(divmod(int(i), 40)) for i in np.argsort(-errors, axis=None, kind="stable")[:5]]
+    grouped = compute_confusion(scores, group=7)
+    edges = range(0, 40, 7)
+    assert np.array_equal(grouped, np.add.reduceat(np.add.reduceat(whole, edges, axis=0), edges, axis=1))
+
+
+@pytest.mark.parametrize("use", ["scores", "label errors", "temperature"])
+def test_logits_are_scored_a_few_rows_at_a_time(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CHUNK_LOGITS", 2**16)
+
+    def measure(count: int) -> int:
+        random = np.random.default_rng(0)
+        logits = random.standard_normal((count, 2000)).astype(np.float32)
+        labels = random.integers(2000, size=count)
+        scores = make_scores(count, 2000)
+        uses: dict[str, Callable[[], object]] = {
+            "scores": lambda: score_logits(logits, labels),
+            "label errors": lambda: find_label_errors(logits, scores, count=3),
+            "temperature": lambda: fit_temperature(logits, labels),
+        }
+        return peak_bytes(uses[use])
+
+    assert measure(400) < 1.2 * measure(200)
+
+
+def test_rows_of_many_classes_are_scored_as_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    logits, labels = random.standard_normal((500, 30)).astype(np.float32), random.integers(30, size=500)
+    whole, temperature = score_logits(logits, labels), fit_temperature(logits, labels)
+    monkeypatch.setattr(metrics, "_CHUNK_LOGITS", 7 * 30)
+    parts = score_logits(logits, labels)
+    for name in ("predicted", "confidence", "loss", "nll", "brier", "rank"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+    assert fit_temperature(logits, labels) == temperature
+
+
+def test_a_held_out_split_takes_no_pass_for_each_class() -> None:
+    few, many = make_source(4000, 20), make_source(4000, 2000)
+    assert count_calls(lambda: _stratified(many, 0.2, "0:test")) < 1.1 * count_calls(
+        lambda: _stratified(few, 0.2, "0:test")
+    )
+
+
+def test_choosing_classes_compares_each_name_once() -> None:
+    def measure(count: int) -> int:
+        source, wanted = make_source(count, count, Name), [Name(f"class {index}") for index in range(count)]
+        return count_comparisons(lambda: source.keep_classes(wanted))
+
+    assert measure(800) < 2.5 * measure(400) < 10_000
+
+
+def test_splits_of_a_folder_compare_each_class_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+
+    def measure(count: int) -> int:
+        monkeypatch.setattr(folders, "_list_classes", lambda folder: [Name(f"class {i}") for i in range(count)])
+        return count_comparisons(lambda: folders.find_splits("folder", tmp_path, None))
+
+    assert measure(800) < 2.5 * measure(400) < 10_000
+
+
+def test_one_long_class_name_costs_no_more_than_itself(tmp_path: Path) -> None:
+    names = ["cat", "dog", "x" * 20_000]
+    (tmp_path / "labels.csv").write_text(
+        "path,label\n" + "".join(f"{i}.png,{names[i % 2 if i else 2]}\n" for i in range(600))
+    )
+    for index in range(600):
+        (tmp_path / f"{index}.png").touch()
+    found = tables.find_tables("folder", tmp_path, [tmp_path / "labels.csv"], None)
+    assert peak_bytes(found["train"].load) < 2e6  # 600 texts as long as the longest: 48 MB
+    labels, values = [names[index % 2 if index else 2] for index in range(600)], np.random.default_rng(0).random(600)
+    assert peak_bytes(lambda: _find_recall_changes(labels, values, values[::-1])) < 2e6
+
+
+def test_a_report_of_many_classes_shows_the_worst_of_them() -> None:
+    names = tuple(f"class {index}" for index in range(1500))
+    case = make_case(1500, names, side=8, examples=1)
+    page = build(case)
+    assert "Shown are the 1,000 of 1,500 classes with the lowest F1" in page
+    rows = page.count("<tr><td>class ")
+    assert rows == 1000
+    assert len(page) < 4e6
+
+
+# --- images ------------------------------------------------------------------------------------------------
+
+
+def count_compared(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> int:
+    """Pairs of hashes that are compared, and hashes that are looked at by themselves."""
+    counted, count = np.bitwise_count, [0]
+
+    def watch(values: np.ndarray) -> np.ndarray:
+        count[0] += values.size
+        return counted(values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "bitwise_count", watch)
+        function()
+    return count[0]
+
+
+def test_near_duplicates_compare_a_number_of_pairs_in_proportion_to_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(count: int) -> int:
+        training, queries = np.random.default_rng(0).integers(0, 2**63, (2, 2, count), dtype=np.uint64)
+        return count_compared(monkeypatch, lambda: find_duplicates(tuple(queries), tuple(training)))
+
+    assert measure(80_000) < 5 * measure(20_000)  # of all pairs a fixed share: 16 times
+    assert measure(80_000) < 2 * 2 * 80_000
+
+
+def test_copies_of_one_image_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    few = random.integers(0, 2**63, 10, dtype=np.uint64)
+    training = random.integers(0, 2**63, 5000, dtype=np.uint64), few[random.integers(10, size=5000)]
+    queries = random.integers(0, 2**63, 5000, dtype=np.uint64), few[random.integers(10, size=5000)] ^ np.uint64(1)
+    compared = count_compared(monkeypatch, lambda: find_duplicates(queries, training))
+    assert compared < 3 * 5000  # all copies with one another: 2.5 million
+    near = find_duplicates(queries, training).near
+    assert near[:, 0].tolist() == list(range(5000))
+    first = [int(np.flatnonzero(training[1] == query ^ np.uint64(1))[0]) for query in queries[1][:50]]
+    assert near[:50, 1].tolist() == first  # of equally close ones the first
+
+
+@pytest.mark.parametrize(("distance", "count"), [(4, 9000), (7, 9000), (7, 20_000)])
+def test_more_bands_find_what_comparing_all_finds(distance: int, count: int) -> None:
+    random = np.random.default_rng(0)
+    training = random.integers(0, 2**63, count, dtype=np.uint64)
+    queries = training[random.integers(0, count, 100)].copy()
+    for query in range(100):  # flip up to nine bits
+        for bit in random.integers(0, 64, random.integers(0, 10)):
+            queries[query] ^= np.uint64(1 << int(bit))
+    pairs = {
+        (int(q), int(t)) for qs, ts, _ in _close_pairs(queries, training, distance) for q, t in zip(qs, ts, strict=True)
+    }
+    every = np.bitwise_count(queries[:, None] ^ training[None]) <= distance
+    assert pairs == {(int(q), int(t)) for q, t in np.argwhere(every)}
+
+
+def test_an_export_of_many_images_is_not_rewritten_every_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries written in all, with a clock: a second to explain an image, a tenth of one to write it."""
+    clock, written, bundle, explained = [0.0], [0], make_bundle(), list[ExplainedImage]()
+    collect_explanations(bundle, make_items(["a"]), Settings(sanity_checks=False), observers=[explained.extend])
+    monkeypatch.setattr(write, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(write.MapWriter, "_describe", lambda writer, image: {"path": image.item.path})
+
+    def save(path: Path, text: str) -> None:
+        written[0] += text.count('"path":')
+        clock[0] += 0.1 * text.count('"path":')
+
+    monkeypatch.setattr(write, "write_text", save)
+
+    def measure(count: int) -> int:
+        written[0] = 0
+        with write.MapWriter(tmp_path, bundle, Settings(), formats=()) as writer:
+            for _ in range(count):
+                clock[0] += 1
+                writer.add(explained)
+        return written[0]
+
+    assert measure(8000) < 2.5 * measure(4000)
+    assert measure(8000) < 3 * 8000  # once a minute: half a million
+
+
+def test_a_gallery_of_many_images_is_several_pages_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.pages.gallery._MOST_IMAGES", 4)
+    bundle, items = make_bundle(), make_items([f"{index}.png" for index in range(10)])
+    gallery = Gallery(bundle.class_names, count=len(items))
+    collect_explanations(bundle, items, Settings(sanity_checks=False), observers=[gallery.add])
+    gallery.write(tmp_path / "gallery.html", title="ten")
+    files = [tmp_path / name for name in ("gallery.html", "gallery-2.html", "gallery-3.html")]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert [len(read_data(file)["images"]) for file in files] == [4, 4, 2]
+    assert [image["path"] for file in files for image in read_data(file)["images"]] == [item.path for item in items]
+    assert 'from <a href="gallery.html">1</a>, <strong>5</strong>, <a href="gallery-3.html">9</a> on' in (
+        files[1].read_text()
+    )
+
+
+def test_a_report_of_many_unreadable_images_names_the_first() -> None:
+    case = make_case(300, ("cat", "dog", "bird"), side=16, examples=1)
+    object.__setattr__(case.evaluation, "unreadable", [(f"{index}.png", "broken") for index in range(5000)])
+    page = build(case)
+    assert page.count("broken</li>") == 1000
+    assert "5000 unreadable images" in page
+
+
+# --- tokens ------------------------------------------------------------------------------------------------
+
+
+def test_rollout_of_every_token_holds_one_layer_of_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, alive, most = make_bundle(depth=6), list[weakref.ref[torch.Tensor]](), [0]
+    forward = run_forward(bundle.model, torch.zeros(1, 3, 32, 32))
+    attention = AttentionLayer.attention
+
+    def watch(layer: AttentionLayer, images: slice) -> torch.Tensor:
+        most[0] = max(most[0], sum(each() is not None for each in alive))
+        alive.append(weakref.ref(made := attention(layer, images)))
+        return made
+
+    monkeypatch.setattr(AttentionLayer, "attention", watch)
+    found = token_details.measure_attention(forward, slice(1), 17 * 17)
+    assert len(found) == 1  # rollout alone
+    assert len(alive) == 6
+    assert most[0] <= 1
