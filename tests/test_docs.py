@@ -101,8 +101,8 @@ def test_commands_are_parsed(page: Path, command: list[str]) -> None:
     context = group.commands[name].make_context(name, list(arguments))  # raises for an unknown option
     if name == "train":
         config, overrides = context.params["config"], context.params["overrides"] or []
-        # PHOTOS or a pipe: is no configuration, and the first override may stand in its place
-        if config is not None and not config.partition("/")[0].isupper() and not re.search("=|^pipe:", config):
+        # PHOTOS, an address or a pipe: is no configuration, and the first override may stand in its place
+        if config is not None and not config.partition("/")[0].isupper() and not re.search("=|^pipe:|://", config):
             load_config(find_recipe(config), overrides)
 
 

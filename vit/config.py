@@ -42,7 +42,7 @@ class DataConfig(_Section):
     """Where the images come from, how they are split and brought to size."""
 
     name: str = "digits"  # cifar10, folder, …: one of vit.data.open.FINDERS
-    root: str | None = None  # the folder of the images; for webdataset a shard pattern or pipe:command
+    root: str | None = None  # the folder of the images; for webdataset a shard pattern, address or pipe:command
     classes: list[str] | None = None  # a subset of the classes, by name or wnid
     class_names: AbsolutePath | dict[str, str] | None = None  # {class: name}, or a text file of classes and names
     image_size: Size = 32
@@ -56,12 +56,14 @@ class DataConfig(_Section):
     workers: int | None = Field(None, ge=0)  # processes; None: one a core
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)  # more unreadable images are refused
     cache_dir: AbsolutePath | None = None  # of decoded images; None: $VIT_CACHE or ~/.cache/vit
+    remote_cache_gb: float = Field(32.0, gt=0)  # most that the cache keeps of shards in object storage
+    shuffle_window: int = Field(16_384, gt=0)  # images among which those of such shards are shuffled
 
     @field_validator("root")
     @classmethod
     def _absolute_root(cls, root: str | None, info: Any) -> str | None:
         """A folder stays the same one from every directory; shard patterns and commands are kept as written."""
-        pattern = {"webdataset": r"[*?\[{$]|^pipe:|::|\.tar", "huggingface": "^hf:"}.get(info.data.get("name"))
+        pattern = {"webdataset": r"[*?\[{$]|^pipe:|::|\.tar|://", "huggingface": "^hf:"}.get(info.data.get("name"))
         is_pattern = pattern is not None and re.search(pattern, root or "")
         return root if root is None or is_pattern else str(Path(root).expanduser().absolute())
 

@@ -11,7 +11,8 @@ from PIL import Image
 
 from tests.device.conftest import Count, Counter, Meter
 from vit.data.augment import Augment
-from vit.data.cache import DecodedDataset, decode_dataset
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
 from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
 from vit.data.open import open_dataset

@@ -103,6 +103,7 @@ def build_dataset(config: Config, given: Given = NOTHING_GIVEN) -> ImageDataset:
         splitting = (config.data.validation_fraction, config.data.split_seed)
         return ImageDataset(GIVEN, found, *splitting, cache_dir, test_fraction=0.0)
     keys = {"name", "root", "classes", "class_names", "validation_fraction", "split_seed", "cache_dir"}
+    keys |= {"remote_cache_gb"}
     return open_dataset(**config.data.model_dump(include=keys))
 
 
@@ -128,7 +129,9 @@ def build_data(
     splits = ("train", "validation") if data.validation_fraction > 0 else ("train",)
     num_bytes = sum(len(dataset.split(split)) for split in splits) * math.prod(preprocess.resize_size) * 3
     pipeline: Pipeline
-    if data.pipeline == "auto" and was_listed:
+    if data.pipeline == "auto" and dataset.split("train").reader.remote_shards is not None:
+        pipeline, reason = "workers", "images in object storage are read as training goes"
+    elif data.pipeline == "auto" and was_listed:
         pipeline, reason = "workers", "the run began so"
     elif data.pipeline == "auto":
         pipeline, reason = choose_pipeline(num_bytes, device=device, fraction=data.memory_fraction)
@@ -169,7 +172,7 @@ def build_train_loader(
     """Augmented training batches."""
     if transform is not None:  # refused now rather than in a worker
         stored = None if data.train.images is None else Image.fromarray(data.train.images[0])
-        apply_transform(transform, stored or next(data.train.source.sample(len(data.train))), seed=0)
+        apply_transform(transform, stored or next(data.train.source.sample(_SAMPLED_IMAGES)), seed=0)
     # of a set smaller than the batch, all images that divide into pairs for every process
     multiple = 2 * process.world_size
     size, augment = min(config.train.batch_size, len(data.train) // multiple * multiple), config.augment.model_dump()
@@ -179,7 +182,8 @@ def build_train_loader(
     shared |= {"balanced": data.class_balance == "sampler", "transform": transform}
     if data.pipeline == "resident":
         return ResidentLoader(data.train, **shared)
-    return WorkerLoader(data.train, workers=config.data.workers, **shared)
+    shared |= {"workers": config.data.workers, "shuffle_window": config.data.shuffle_window}
+    return WorkerLoader(data.train, **shared)
 
 
 def _measure_normalization(images: np.ndarray | None) -> tuple[tuple[float, float, float], tuple[float, float, float]]:

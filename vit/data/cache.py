@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from vit.data.dataset import DecodedDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels, jpeg_note
 from vit.data.images import Interpolation, Preprocess
+from vit.data.sets.remote import RemoteError
 from vit.data.sets.source import ImageSource, StoredReader
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import default_cache_dir, open_regular, read_arrays, rename_durably, write_arrays, write_text
@@ -128,6 +129,7 @@ def _build(
         _compact(pixels, good, image_bytes)
         write_arrays(building / "index.npz", {"good": good, "digests": digests[good], "perceptual": perceptual[good]})
         sample = source.subset(good[:: max(1, len(good) // _SAMPLE)])
+        sample.reader.fetch(range(len(sample)))
         note = jpeg_note(source.class_names, map(sample.read, range(len(sample))))
         index = {
             "size": None if preprocess is None else preprocess.image_size,
@@ -193,12 +195,15 @@ def decode_chunk(
         assert pixels is not None
         shape = (len(source), *preprocess.image_size, 3)
         out = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=start * math.prod(shape[1:]), shape=shape)
+    source.reader.fetch(range(len(source)))
     for index in range(len(source)):
         try:
             with source.open(index) as image:
                 hashes[:, index] = hash_pixels(image), compute_dhash(image)
                 if preprocess is not None:
                     out[index] = preprocess.to_uint8(image)
+        except RemoteError:  # tells nothing of the image
+            raise
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
     return start, hashes, failures

@@ -104,10 +104,10 @@ class ListedDataset(DecodedDataset):
         """Look for files that are no images, without decoding any; each process for a part of them."""
         self._share(process)  # the cache of another machine may hold more
         count = len(self)
-        if not self.is_complete:
+        if not self.is_complete and self.source.reader.remote_shards is None:
             looked_at = np.linspace(0, count - 1, min(count, _MOST_HEADERS)).round().astype(np.int64)
             self._work_through(looked_at, check_headers, "checking", process)
-        elif not self.scan:
+        elif self.is_complete and not self.scan:
             self._save_scan()
         self.news.clear()  # the summary of the run has them
 

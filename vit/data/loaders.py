@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -55,6 +55,8 @@ class _Schedule:
     seed: int
     rank: int
     world_size: int
+    shards: np.ndarray | None = None  # int64 [n], of samples that are read shard by shard
+    shuffle_window: int = 1  # places by which those are moved on, at most
 
     def sample_ids(self, epoch: int, step: int) -> SampleIds:
         each = self.batch_size // self.world_size
@@ -69,7 +71,7 @@ def _order(schedule: _Schedule, epoch: int) -> SampleIds:
     rng, count = StatelessRandom(schedule.seed, epoch), len(schedule.labels)
     order = rng.permutation(count)
     if not schedule.balanced:
-        return order
+        return _order_by_shards(schedule, rng, order)
     labels = schedule.labels[order]
     sizes = torch.bincount(labels)
     classes = torch.split(order[labels.argsort(stable=True)], sizes[sizes > 0].tolist())
@@ -79,7 +81,20 @@ def _order(schedule: _Schedule, epoch: int) -> SampleIds:
         draws = torch.arange(each + (place < rest))
         drawn.append(members[draws % len(members)] + count * (draws // len(members)))
     ids = torch.cat(drawn)
-    return ids[rng.bits("balanced order", ids).argsort()]
+    return _order_by_shards(schedule, rng, ids[rng.bits("balanced order", ids).argsort()])
+
+
+def _order_by_shards(schedule: _Schedule, rng: StatelessRandom, ids: SampleIds) -> SampleIds:
+    """`ids` as they are or, of samples that are read shard by shard, the shards in random order, and each sample moved
+    on by a random number of places within the window."""
+    if schedule.shards is None or schedule.shuffle_window >= len(ids):
+        return ids
+    index = ids % len(schedule.labels)
+    shards = torch.from_numpy(schedule.shards)[index]
+    begun = rng.bits("shards", shards)  # one number for a shard
+    by_shard = ids[torch.from_numpy(np.lexsort((ids.numpy(), index.numpy(), begun.numpy())))]
+    moved = rng.uniform("window", by_shard).double() * schedule.shuffle_window
+    return by_shard[(torch.arange(len(ids)) + moved).argsort(stable=True)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,6 +201,7 @@ class WorkerLoader(_Loader):
     """
 
     workers: int | None = None  # None: one a core; 0: this process
+    shuffle_window: int = 16_384  # samples of object storage are read shard by shard, shuffled among so many
     start_method: Literal["fork", "spawn", "forkserver"] | None = None  # multiprocessing's
 
     def __post_init__(self) -> None:
@@ -193,6 +209,8 @@ class WorkerLoader(_Loader):
         if self.augment.resized_crop_scale is not None:  # this and the random flip are done where images are decoded
             flip = "alternating" if self.augment.flip == "alternating" else "none"
             self._of_batches = self.augment.model_copy(update={"resized_crop_scale": None, "flip": flip})
+        shards = self.dataset.source.reader.remote_shards
+        self._schedule = replace(self._schedule, shards=shards, shuffle_window=self.shuffle_window)
         geometry = ImageGeometry(self.augment, self.preprocess, self.transform)
         self._decode, self._tasks = Decoder(self.dataset.source.reader, geometry), Tasks()
         self._decoder: DataLoader[Decoded] | None = None

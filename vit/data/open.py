@@ -19,7 +19,7 @@ from vit.data.cache import decode_dataset
 from vit.data.class_names import name_classes, read_words
 from vit.data.dataset import DecodedDataset
 from vit.data.images import Preprocess
-from vit.data.sets import folders, huggingface, named, shards, tables
+from vit.data.sets import folders, huggingface, named, remote, shards, tables
 from vit.data.sets.given import GIVEN
 from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
 from vit.runtime.arguments import shorten
@@ -123,11 +123,12 @@ def open_dataset(
     validation_fraction: float = 0.1,
     split_seed: int = 0,
     cache_dir: Path | None = None,
+    remote_cache_gb: float = 32.0,
 ) -> ImageDataset:
     """Find a data set by its name in `FINDERS`.
 
     `root`: where the data is or goes; `classes` keeps only those in the set's order, `class_names` names them in words
-    (`vit.data.class_names`), `cache_dir` takes decoded images.
+    (`vit.data.class_names`), `cache_dir` takes decoded images, and of object storage at most `remote_cache_gb`.
     Raises ValueError for an unknown name or class, FileNotFoundError for a missing root, OSError if a download fails.
     """
     if name == GIVEN:
@@ -143,7 +144,7 @@ def open_dataset(
         words = class_names if isinstance(class_names, Mapping) else read_words(class_names)
         of_word = {word: of_class for of_class, word in words.items()}
         classes = [of_word.get(given, given) for given in classes]
-    found = FINDERS[name](FindOptions(root, classes, cache_dir))
+    found = FINDERS[name](FindOptions(root, classes, cache_dir, remote_cache_gb))
     in_words: dict[str, str] = {}
 
     def load(of_split: FoundSplit) -> ImageSource:
@@ -165,9 +166,11 @@ def find_kind(data: Path | str) -> str | None:
     text, path = str(data), Path(data).expanduser()
     if text in FINDERS and text not in _OWN_IMAGES:
         return text
+    if remote.is_remote(text):
+        return "webdataset"
     if text.startswith("hf:") or huggingface.is_dataset(path):
         return "huggingface"
-    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path)):
+    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path.glob)):
         return "webdataset"
     return "folder" if tables.is_table(path) or path.is_dir() else None
 

@@ -53,9 +53,11 @@ def sample_statistics(source: ImageSource, *, count: int) -> Statistics:
 
 def _measure_images(source: ImageSource, count: int) -> Iterator[tuple[float, ...]]:
     pixels = 0
-    for index in np.random.default_rng(0).permutation(len(source))[:count]:
+    sample = source.subset(np.random.default_rng(0).permutation(len(source))[:count])
+    sample.reader.fetch(range(len(sample)))
+    for index in range(len(sample)):
         with suppress(ValueError, OSError):
-            image = source.read(int(index))
+            image = sample.read(index)
             pixels += image.width * image.height
             kind, quality = image.info.get("encoding", (None, math.nan))
             grey = np.asarray(image.convert("L"), dtype=np.float32)

@@ -30,7 +30,10 @@ from vit.runtime.output_dir import prepare_output
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
-_OF_THE_MACHINE = {"data": ("root", "workers", "cache_dir", "memory_share"), "train": ("seed", "device")}
+_OF_THE_MACHINE = {
+    "data": ("root", "workers", "cache_dir", "memory_share", "remote_cache_gb"),
+    "train": ("seed", "device"),
+}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from vit.runtime.arguments import shorten
 # fingerprint of the data
 NEUTRAL_KEYS = {
     *("data.workers", "data.cache_dir", "data.memory_fraction", "data.root", "data.class_names", "train.keep_limit"),
-    "train.timeout_seconds",
+    *("train.timeout_seconds", "data.remote_cache_gb"),
 }
 # keys that came after the first run identities: while they have their default, a run keeps the identity that it had
-_LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience"}
+_LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience", "data.shuffle_window"}
 
 _NOTHING_GIVEN: dict[str, Any] = {"given.transform": None, "given.model": None}
 

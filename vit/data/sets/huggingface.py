@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
-from vit.data.images import open_image
+from vit.data.images import check_header, open_image
 from vit.data.sets.shards import list_shards
 from vit.data.sets.source import (
     SPLIT_OF,
@@ -42,12 +42,18 @@ class RowReader(StoredReader):
     indices: np.ndarray
 
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        file, name = self._find(index)
+        return open_image(file, name=name)
+
+    def check(self, index: int) -> None:
+        file, name = self._find(index)
+        check_header(file, name=name)
+
+    def _find(self, index: int) -> tuple[Path | BinaryIO, str | None]:
         (image,) = self.rows[int(self.indices[index])].values()
         if image is None or (image["bytes"] is None and image["path"] is None):
             raise ValueError(f"{self.ids[index]} has no image")
-        if image["bytes"] is None:
-            return open_image(Path(image["path"]))
-        return open_image(io.BytesIO(image["bytes"]), name=self.ids[index])
+        return (Path(image["path"]), None) if image["bytes"] is None else (io.BytesIO(image["bytes"]), self.ids[index])
 
     def sizes(self) -> np.ndarray:
         import pyarrow.compute as pc  # type: ignore[import-untyped]
@@ -114,7 +120,7 @@ def _list_parquet(path: Path) -> dict[str, list[Path]]:
     """The Parquet files of each split at a path."""
     if not path.is_dir():
         return {"train": [path]} if path.suffix == ".parquet" and path.is_file() else {}
-    return list_shards(path, ".parquet") or list_shards(path / "data", ".parquet")
+    return list_shards(path.glob, ".parquet") or list_shards((path / "data").glob, ".parquet")
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +36,24 @@ class ImageReader(Protocol):
         """The RGB image, as `vit.data.images.open_image` gives it; raises ValueError or OSError naming it when it can't
         be decoded."""
 
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Get images of object storage together, before they are opened; others are at hand. Raises RemoteError."""
+        return
+
+    @property
+    def remote_shards(self) -> np.ndarray | None:
+        """The shard of each image, int64 [n], where they are in object storage."""
+        return None
+
     def cache_key(self) -> bytes:
         """Bytes that change when an image changes, found without decoding any."""
 
     def subset(self, indices: np.ndarray) -> ImageReader:
         """These images in this order, and nothing else: it may be sent to another process."""
+
+    def take(self, indices: np.ndarray) -> ImageReader:
+        """`subset` for a batch of these images, which is read as all of them are."""
+        return self.subset(indices)
 
 
 @runtime_checkable
@@ -136,15 +149,16 @@ class ImageSource:
     def sample(self, count: int) -> Iterator[Image.Image]:
         """At most `count` images, evenly spaced, without those that can't be read; raises ValueError where none can."""
         count, is_empty = min(count, len(self)), True
+        chosen = self.subset([place * len(self) // count for place in range(count)])
+        chosen.reader.fetch(range(count))
         for place in range(count):
             with suppress(ValueError, OSError):
-                image = self.read(place * len(self) // count)
+                image = chosen.read(place)
                 is_empty = False
                 yield image
         if is_empty:
-            raise ValueError(
-                f"none of {count} images of {self.name} {self.split} can be read: the first is {self.ids[0]}"
-            )
+            what = f"none of {count} images of {self.name} {self.split} can be read"
+            raise ValueError(f"{what}: the first is {self.ids[0]}")
 
     def cache_key(self) -> str:
         """A cheap cache key: changes with the files (name, size, time), labels, class names or split."""
@@ -179,6 +193,7 @@ class FindOptions:
     root: Root
     classes: Classes
     cache_dir: Path
+    remote_cache_gb: float = 32.0  # of shards in object storage
 
 
 @dataclass(frozen=True)
@@ -229,6 +244,11 @@ class _JoinedReader(ImageReader):
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         reader, place = self.places[index]
         return self.readers[int(reader)].open(int(place))
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        chosen = self.places[list(indices)]
+        for number, reader in enumerate(self.readers):
+            reader.fetch(chosen[chosen[:, 0] == number, 1].tolist())
 
     def cache_key(self) -> bytes:
         return b"".join([reader.cache_key() for reader in self.readers]) + self.places.tobytes()

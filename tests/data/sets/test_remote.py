@@ -1,0 +1,384 @@
+"""Shards in object storage are read by range, in an order by shards, and give the same images as files do."""
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import webdataset
+from PIL import Image
+
+from tests.conftest import ROOT, TINY_RUN, Launcher
+from tests.data.sets.test_shards import greys, write_shard
+from tests.object_storage import Bucket, ObjectServer, serve_files, serve_s3
+from tests.test_docs import read_commands
+from tests.training.conftest import read_metrics
+from tests.training.test_kill import done_steps
+from tests.training.test_resume import assert_equal_runs
+from vit.data.augment import Augment
+from vit.data.cache import decode_dataset
+from vit.data.dataset import DecodedDataset
+from vit.data.images import Preprocess
+from vit.data.loaders import WorkerLoader
+from vit.data.open import find_kind, open_dataset
+from vit.data.sets import remote
+from vit.data.sets.remote import RemoteError
+from vit.data.sets.source import ImageSource
+
+SIZES = (30, 25, 35, 30)  # samples of the shards
+COUNT = sum(SIZES)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    (tmp_path / "objects").mkdir()
+    with serve_files(tmp_path / "objects") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    with serve_s3() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: Any, tmp_path_factory: pytest.TempPathFactory) -> Bucket:
+    """Four shards: sample n is a picture of the grey n, and its class n % 3."""
+    bucket, folder, first = Bucket("shards", s3), tmp_path_factory.mktemp("shards"), 0
+    for number, size in enumerate(SIZES):
+        shard = write_shard(folder / f"{number:03d}.tar", [n % 3 for n in range(first, first + size)], first=first)
+        bucket.put(shard.name, shard)
+        first += size
+    (folder / "classes.txt").write_text("ant\nbee\ncow\n")
+    bucket.put("classes.txt", folder / "classes.txt")
+    return bucket
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.01)
+
+
+def write_noise(path: Path) -> int:
+    """A shard of COUNT images of 12 kB, the first pixel of sample n being the grey n; its bytes."""
+    rng = np.random.default_rng(0)
+    with webdataset.TarWriter(str(path)) as writer:
+        for number in range(COUNT):
+            pixels, buffer = rng.integers(0, 256, (64, 64, 3), dtype=np.uint8), io.BytesIO()
+            pixels[0, 0] = number
+            Image.fromarray(pixels).save(buffer, "PNG")
+            writer.write({"__key__": f"s{number:03d}", "png": buffer.getvalue(), "cls": str(number % 3)})
+    return path.stat().st_size
+
+
+def open_all(root: object, **options: Any) -> ImageSource:
+    return open_dataset("webdataset", root=str(root), **options).split("all")
+
+
+def total_bytes(server: ObjectServer) -> int:
+    return sum(end - start for _, start, end in server.read)
+
+
+# --- what is read -----------------------------
+
+
+def test_braces_globs_and_folders_of_a_bucket_are_what_local_ones_are(
+    bucket: Bucket, s3: Any, tmp_path: Path, empty_cache: Path
+) -> None:
+    for root in ("{000..003}.tar", "*.tar", "000.tar::s3://shards/{001..003}.tar", ""):
+        source = open_all(f"{bucket.url}/{root}")
+        assert source.ids[30] == "001.tar/s030"
+        assert greys(source) == list(range(COUNT))
+        assert source.class_names == ("ant", "bee", "cow")
+        assert source.labels.tolist() == [n % 3 for n in range(COUNT)]
+        assert greys(pickle.loads(pickle.dumps(source.subset([6, 2])))) == [6, 2]
+        assert find_kind(f"{bucket.url}/{root}") == "webdataset"
+    splits = Bucket("splits", s3)
+    splits.put("birds/train/0.tar", write_shard(tmp_path / "0.tar", ["elk", "owl", "yak"] * 5))
+    splits.put("birds/val-0.tar", write_shard(tmp_path / "1.tar", ["yak", "owl"], first=100))
+    dataset = open_dataset("webdataset", root="s3://splits/birds/")
+    assert greys(dataset.split("test")) == [100, 101]
+    assert dataset.split("test").class_names == ("elk", "owl", "yak")
+    assert dataset.describe_splits()[0] == "val*.tar is the test split"
+
+
+def test_images_are_read_once_by_range_and_never_a_shard_as_a_whole(
+    server: ObjectServer, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_BLOCK", 2**17)
+    size = write_noise(server.folder / "a.tar")
+    source = open_all(f"{server.url}/a.tar")
+    assert max(end - start for _, start, end in server.read) < 2**16
+    server.read.clear()
+    few = source.subset(np.arange(0, COUNT, 10))  # no blocks for the sake of an image
+    assert greys(few) == list(range(0, COUNT, 10))
+    assert total_bytes(server) == few.reader.places[:, 2].sum()  # type: ignore[attr-defined]
+    server.read.clear()
+    source.reader.fetch(range(COUNT))
+    assert len(server.read) == size // 2**17  # each block once, and not the last, in which no image begins
+    assert {end - start for _, start, end in server.read} == {2**17}
+    assert greys(source) == list(range(COUNT))
+    server.read.clear()
+    assert greys(open_all(f"{server.url}/a.tar")) == list(range(COUNT))
+    assert server.read == []  # the index and the images are on the disk
+
+
+def test_training_reads_each_block_once(
+    server: ObjectServer, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a batch has one image of it."""
+    monkeypatch.setattr(remote, "_BLOCK", 2**16)
+    for number in range(3):
+        size = write_noise(server.folder / f"{number}.tar")
+    source = open_all(f"{server.url}/{{0..2}}.tar")
+    server.read.clear()
+    assert len(list(make_loader(source, window=COUNT).epoch(0))) == 3 * COUNT // 12
+    assert len(set(server.read)) == len(server.read) == 3 * (size // 2**16)
+
+
+def test_the_cache_keeps_to_its_size(server: ObjectServer, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_BLOCK", 2**15)
+    most = write_noise(server.folder / "a.tar") / 5
+    source = open_all(f"{server.url}/a.tar", remote_cache_gb=most / 1e9)
+    for _ in range(2):
+        assert greys(source) == list(range(COUNT))
+        assert sum(path.stat().st_size for path in empty_cache.glob("remote/*/*-*")) <= most
+    source.reader.fetch(range(COUNT))  # more than is kept: what was deleted is read where it is needed
+    assert greys(source) == list(range(COUNT))
+
+
+def test_a_changed_shard_is_another_data_set(server: ObjectServer, empty_cache: Path) -> None:
+    write_shard(server.folder / "a.tar", [0, 1, 2])
+    first = open_all(f"{server.url}/a.tar")
+    write_shard(server.folder / "a.tar", [0, 1, 2], first=3)
+    changed = open_all(f"{server.url}/a.tar")
+    assert first.cache_key() != changed.cache_key()
+    assert greys(changed) == [3, 4, 5]
+
+
+# --- order, ranks and workers -----------------
+
+
+def make_loader(source: ImageSource, *, window: int = 16, **options: Any) -> WorkerLoader:
+    labels, hashes = source.labels, np.zeros(len(source), dtype=np.uint64)
+    known: dict[str, Any] = {"name": "", "split": "train", "class_names": source.class_names, "labels": labels}
+    known |= {"images": None, "digests": hashes, "perceptual": hashes, "unreadable": (), "notes": ()}
+    dataset = DecodedDataset(**known, ids=tuple(source.ids), source=source)
+    preprocess = Preprocess((6, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)  # a pixel stays its grey
+    shared: dict[str, Any] = {"seed": 0, "device": "cpu", "augment": Augment(), "num_classes": 3, "workers": 0}
+    return WorkerLoader(dataset, preprocess=preprocess, batch_size=12, shuffle_window=window, **shared | options)
+
+
+def read_steps(loaders: list[WorkerLoader], start: int) -> Iterator[list[int]]:
+    """The greys that are on the images of each step, of all ranks one after the other."""
+    for batches in zip(*(loader.epoch(1, start_step=start) for loader in loaders), strict=True):
+        for batch in batches:
+            assert batch.images[:, 0, 0, 0].round().int().tolist() == batch.sample_ids.tolist()
+        yield [int(value) for batch in batches for value in batch.images[:, 0, 0, 0].round()]
+
+
+def ranks(source: ImageSource, count: int, *, workers: int) -> list[WorkerLoader]:
+    return [make_loader(source, rank=rank, world_size=count, workers=workers) for rank in range(count)]
+
+
+def test_no_sample_is_lost_or_doubled_by_a_kill_and_other_ranks_and_workers(
+    bucket: Bucket, tmp_path: Path, empty_cache: Path
+) -> None:
+    """Two ranks of two workers are killed in mid-epoch; three of one worker go on after the last whole step."""
+    source, log = open_all(f"{bucket.url}/{{000..003}}.tar"), tmp_path / "steps.jsonl"
+
+    def train() -> None:
+        with log.open("a") as file:
+            for step in read_steps(ranks(source, 2, workers=2), start=0):
+                file.write(json.dumps(step) + "\n")
+                file.flush()
+                if log.read_text().count("\n") == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    before = [json.loads(line) for line in log.read_text().splitlines()]
+    after = list(read_steps(ranks(source, 3, workers=1), start=len(before)))
+    whole = list(read_steps(ranks(source, 1, workers=0), start=0))
+    assert before + after == whole
+    assert len(before) == 4
+    assert sorted(id for step in whole for id in step) == list(range(COUNT))
+
+
+def test_the_order_goes_by_shards_within_a_window(bucket: Bucket, empty_cache: Path) -> None:
+    source = open_all(f"{bucket.url}/{{000..003}}.tar")
+    shard_of = np.repeat(range(4), SIZES)
+
+    def order(epoch: int, **options: Any) -> list[int]:
+        loader = make_loader(source, **options)
+        return [int(id) for step in range(len(loader)) for id in loader._schedule.sample_ids(epoch, step)]
+
+    assert order(0) == order(0) != order(1)
+    assert order(0) != order(0, seed=1)
+    places = np.array([np.flatnonzero(shard_of[order(0)] == shard) for shard in range(4)], dtype=object)
+    for place, size in zip(places, SIZES, strict=True):
+        assert place.max() - place.min() < size + 16
+    first = [[shard_of[order(epoch)[0]] for epoch in range(12)]]
+    assert len(set(map(int, first[0]))) > 1
+    assert order(0, window=1) != order(0)
+    assert (np.diff(shard_of[order(0, window=1)]) != 0).sum() == 3
+    local = make_loader(source)
+    local._schedule = local._schedule.__class__(torch.from_numpy(source.labels), False, 12, 0, 0, 1)
+    assert order(0, window=COUNT) == [int(id) for step in range(10) for id in local._schedule.sample_ids(0, step)]
+
+
+# --- what goes wrong --------------------------
+
+
+def test_a_failing_server_is_asked_again_and_in_the_end_named(
+    server: ObjectServer, empty_cache: Path, quick_retries: None
+) -> None:
+    write_shard(server.folder / "a.tar", [0, 1, 2])
+    server.failing = 4
+    assert greys(open_all(f"{server.url}/a.tar")) == [0, 1, 2]
+    server.failing = 10**6
+    with pytest.raises(RemoteError, match=r"/a.tar can't be read: 503.*\(tried 5 times\)$"):
+        open_all(f"{server.url}/a.tar")
+    assert 10**6 - server.failing <= 10  # each of fsspec's two ways to ask
+
+
+def test_a_server_that_fails_makes_no_image_unreadable(
+    server: ObjectServer, empty_cache: Path, quick_retries: None
+) -> None:
+    write_shard(server.folder / "a.tar", [n % 3 for n in range(COUNT)])
+    source = open_all(f"{server.url}/a.tar")
+    server.failing = 10**6
+    with pytest.raises(RemoteError, match="tried 5 times"):
+        decode_dataset(source, size=(4, 4), progress=False)
+    server.failing = 0
+    assert len(decode_dataset(source, size=(4, 4), progress=False)) == COUNT
+
+
+def test_a_silent_server_is_given_up(
+    server: ObjectServer, empty_cache: Path, quick_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_SILENCE", 0.1)
+    monkeypatch.setattr(remote, "_TRIES", 2)
+    write_shard(server.folder / "a.tar", [0, 1, 2])
+    server.delay = 0.5
+    with pytest.raises(RemoteError, match=r"nothing came for 0.1 s \(tried 2 times\)"):
+        open_all(f"{server.url}/a.tar")
+
+
+def test_a_slow_server_is_asked_for_many_images_at_once(server: ObjectServer, empty_cache: Path) -> None:
+    write_shard(server.folder / "a.tar", [n % 3 for n in range(64)])
+    source = open_all(f"{server.url}/a.tar").subset(range(0, 64, 2))
+    server.delay, server.most_waiting = 0.2, 0
+    source.reader.fetch(range(32))
+    assert server.most_waiting >= 16
+    server.delay = 0.0
+    assert greys(source) == list(range(0, 64, 2))
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        ("{url}/absent.tar", "absent.tar can't be read: it is not there"),
+        ("http://127.0.0.1:1/a.tar", "Cannot connect to host"),
+        ("ftp://host/a.tar", "ftp://host/a.tar is not read; known: s3://, gs://, hf://, https://, http://"),
+        ("file:///etc/a.tar", "is not read; known"),
+        ("local://etc/a.tar", "is not read; known"),
+        ("tar://a.tar", "is not read; known"),
+        ("simplecache::{url}/a.tar", "is in part an address, in part none"),
+        ("{url}/a.tar::/etc/a.tar", "is in part an address, in part none"),
+        ("{url}/a.tar::pipe:touch a.tar", "is in part an address, in part none"),
+        ("{{filecache:,x}}:{url}/a.tar", "no file matches filecache::http"),
+    ],
+)
+def test_addresses_that_are_wrong_or_not_for_us_are_named(
+    server: ObjectServer, empty_cache: Path, quick_retries: None, root: str, message: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        open_all(root.format(url=server.url))
+
+
+def test_a_server_without_ranges_is_refused(server: ObjectServer, empty_cache: Path) -> None:
+    write_shard(server.folder / "a.tar", [n % 3 for n in range(COUNT)])
+    server.ranges = False
+    with pytest.raises(RemoteError, match="its server gives no byte ranges"):
+        open_all(f"{server.url}/a.tar")
+
+
+def test_a_bucket_that_is_not_there_and_absent_credentials_are_named(
+    s3: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RemoteError, match=r"s3://nobody/a\.tar can't be read: it is not there"):
+        open_all("s3://nobody/a.tar")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(remote, "_open_filesystem", lambda scheme: fsspec.filesystem(scheme, skip_instance_cache=True))
+    with pytest.raises(RemoteError, match=r"s3://nobody/a\.tar can't be read: Unable to locate credentials"):
+        open_all("s3://nobody/a.tar")
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=r"gcsfs, which is not installed: pip install 'vit-pipeline\[remote\]'"):
+        open_all("gs://bucket/a.tar")
+
+
+def test_a_damaged_remote_shard_is_refused(server: ObjectServer, empty_cache: Path) -> None:
+    shard = write_shard(server.folder / "a.tar", [0, 1, 2])
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(ValueError, match=r"a\.tar (is no whole tar file|holds no images|has no label)"):
+        open_all(f"{server.url}/a.tar")
+
+
+# --- commands ---------------------------------
+
+
+def test_a_run_ends_where_shards_disappear_and_goes_on_when_they_are_back(
+    server: ObjectServer, cli: Launcher, tmp_path: Path, empty_yaml: Path, quick_retries: None
+) -> None:
+    for number in range(4):
+        labels = [n % 3 for n in range(30 * number, 30 * number + 30)]
+        write_shard(server.folder / f"{number:03d}.tar", labels, first=30 * number)
+    options = [text for text in TINY_RUN if not text.startswith(("data.name", "train.batch_size"))]
+    options += ["data.name=webdataset", f"data.root={server.url}/{{000..003}}.tar", "data.shuffle_window=20"]
+    options += ["train.batch_size=12", "train.checkpoint_every_steps=1", "data.remote_cache_gb=1e-6"]
+
+    def train(name: str, *arguments: str) -> list[object]:
+        cache = f"data.cache_dir={tmp_path / name}-cache"
+        return ["train", empty_yaml, *options, cache, *arguments, "--output", tmp_path / name]
+
+    assert "workers (images in object storage" in cli.succeed(*train("whole", "data.workers=0")).text
+    checkpoints = tmp_path / "broken" / "checkpoints"
+    server.gone = lambda: any(checkpoints.glob("step-00000009-*"))  # of 7 steps an epoch
+    outcome = cli.run(*train("broken", "data.workers=1"))
+    assert outcome.code == 2
+    assert re.search(r"\nvit: error: http://127.0.0.1:\d+/00[0-3].tar can't be read: it is not there\n$", outcome.err)
+    assert done_steps(tmp_path / "broken") in range(9, 14)
+    server.gone = bool
+    cli.succeed(*train("broken", "data.workers=2", "--resume"))
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+    assert read_metrics(tmp_path / "whole")[-1]["step"] == 28
+
+
+def test_commands_of_the_documentation_read_a_bucket(bucket: Bucket, cli: Launcher, tmp_path: Path) -> None:
+    commands = [command for command in read_commands(ROOT / "docs" / "data.md") if "s3://" in " ".join(command)]
+    assert len(commands) == 2
+    for command in commands:
+        command = [text.replace("BUCKET", "shards").replace("009", "003").replace("/PHOTOS", "") for text in command]
+        place = ["--output", tmp_path / "run", f"data.cache_dir={tmp_path}", "train.device=cpu", "--dry-run"]
+        text = cli.succeed(*command[: command.index("--output")], *place).text
+        assert "87 " in text
