@@ -34,7 +34,7 @@ DECODED = ["data.pipeline=workers", "data.workers=0", "train.batch_size=4", "dat
 
 @contextmanager
 def pretend_device() -> Iterator[Counter[str]]:
-    """The device of this repository's tests for the `vit` that is first on the path, as the commands' "npu"."""
+    """The device of this repository's tests for the `vit` that is first on the path, as its commands' `auto`."""
     spec = importlib.util.spec_from_file_location("pretend_device", ROOT / "tests" / "pretend_device.py")
     assert spec is not None
     assert spec.loader is not None
@@ -47,7 +47,7 @@ def pretend_device() -> Iterator[Counter[str]]:
     except ModuleNotFoundError:  # its place at first
         home = importlib.import_module("vit.device")
     choose = home.choose_device
-    home.choose_device = lambda name: torch.device("npu", 0) if name == "npu" else choose(name)
+    home.choose_device = lambda name: choose(name) if name == "cpu" else torch.device("npu", 0)
     with module.pretend_device() as counter:
         yield counter
 
@@ -103,7 +103,7 @@ def count_batch(counter: Counter[str], command: Sequence[object]) -> dict[str, A
 
     module.Predictor.predict = predict_and_count
     run(*command)
-    return add_up({line: number for line, number in (seen[2] - seen[1]).items()})
+    return add_up(dict(seen[2] - seen[1]))
 
 
 def write_photos(root: Path) -> Path:
@@ -122,20 +122,20 @@ def count_all(config: Path) -> dict[str, Any]:
         photos = write_photos(root)
 
         def train(folder: str, steps: int, overrides: Sequence[str]) -> list[object]:
-            options = ["train.device=npu", "train.attention_maps=0", "train.ema_decay=0.99", "train.epochs=1"]
+            options = ["train.attention_maps=0", "train.ema_decay=0.99", "train.epochs=1"]
             options += [f"train.max_steps={steps}", "schedule.warmup_epochs=0", *overrides]
             return ["train", config, *options, "--output", root / f"{folder}-{steps}"]
 
         trained = root / "resident-14"
 
-        evaluate = ["evaluate", trained, "--device", "npu", "--batch-size", 60, "--output", root / "evaluation"]
+        evaluate = ["evaluate", trained, "--batch-size", 60, "--output", root / "evaluation"]
 
         def explain(method: str, count: int) -> list[object]:
-            options = ["--device", "npu", "--images", count, "--batch-size", 2, "--format", "png,html"]
+            options = ["--images", count, "--batch-size", 2, "--format", "png,html"]
             return ["attention", trained, *options, "--method", method, "--output", root / f"{method}-{count}"]
 
         def measure(count: int) -> list[object]:
-            options = ["--device", "npu", "--images", count, "--methods", "rollout,gae", "--batch-size", 8]
+            options = ["--images", count, "--methods", "rollout,gae", "--batch-size", 8]
             return ["faithfulness", trained, *options, "--output", root / f"faithfulness-{count}"]
 
         found = {
@@ -145,7 +145,7 @@ def count_all(config: Path) -> dict[str, Any]:
             ),
             "explanation batch: rollout": (lambda n: explain("rollout", n), 4, 8, 2),
             "explanation batch: rollout, gae, legrad": (lambda n: explain("rollout,gae,legrad", n), 4, 8, 2),
-            "`vit faithfulness`, 8 images": (measure, 8, 16, 1),
+            "`vit faithfulness`, 8 more images": (measure, 8, 16, 1),
         }  # fmt: skip
         counts = {case: count_each(counter, *arguments) for case, arguments in found.items()}
         return counts | {"evaluation batch": count_batch(counter, evaluate)}
@@ -160,7 +160,7 @@ def build_table(result: dict[str, Any]) -> str:
     for case in versions[-1]["cases"]:
         found = [of["cases"][case] for of in versions]
         rows.append(
-            [case, *("fails" if "error" in of else " / ".join(f"{of[kind]:g}" for kind in KINDS) for of in found)]
+            [case, *("fails" if "error" in of else " / ".join(f"{of[kind]:.3g}" for kind in KINDS) for of in found)]
         )
     return to_markdown(["copies in / copies out / waits", *(of["commit"] for of in versions)], rows)
 
