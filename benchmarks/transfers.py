@@ -131,7 +131,7 @@ def count_all(config: Path) -> dict[str, Any]:
         evaluate = ["evaluate", trained, "--batch-size", 60, "--output", root / "evaluation"]
 
         def explain(method: str, count: int) -> list[object]:
-            options = ["--images", count, "--batch-size", 2, "--format", "png,html"]
+            options = ["--images", count, "--batch-size", 2, "--format", "png"]
             return ["attention", trained, *options, "--method", method, "--output", root / f"{method}-{count}"]
 
         def measure(count: int) -> list[object]:

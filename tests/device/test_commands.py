@@ -20,7 +20,7 @@ from vit.build.export_model import export_model
 from vit.bundle import load_bundle
 from vit.evaluation import cost
 
-CLOCKS = {"images_per_second", "elapsed_seconds", "milliseconds_per_image", "conditions", "cost", "model"}
+CLOCKS = {"images_per_second", "elapsed_seconds", "milliseconds_per_image", "conditions", "cost", "device", "model"}
 Both = Callable[..., list[Any]]
 
 
