@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.conftest import TINY_RUN, Launcher, SaveModel
-from tests.device.conftest import Counter
+from tests.runtime.conftest import Counter
 from vit.build.export_model import export_model
 from vit.bundle import load_bundle
 from vit.evaluation import cost
