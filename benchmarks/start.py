@@ -4,7 +4,7 @@
 
 IMAGES is a folder of class folders of small JPEG files, such as CIFAR-10's, which are copied as often as it takes. Cold
 is an empty cache, and the kernel's page cache dropped where that is allowed; warm is a cache in which an earlier run's
-first epoch has left what it found. Workers have pages in common: of each counts what is its own, after twenty steps.
+first epoch has left what it found. Processes that decode have pages in common: of each counts what is its own, after twenty steps.
 """
 
 import argparse
@@ -132,11 +132,11 @@ def build_table(result: dict[str, Any]) -> str:
             [
                 f"{row['images']:,} {row['kind']}", f"{cold['first_step_seconds']:.1f}{dropped}",
                 f"{warm['first_step_seconds']:.1f}", f"{row['scan_seconds']:.1f}", f"{cold['main_mib']:.0f}",
-                " and ".join(f"{mib:.0f}" for mib in cold["workers_mib"]),
+                f"{sum(cold['workers_mib']):.0f}",
             ]
         )  # fmt: skip
     heads = ["images", "first step, s: cold", "warm", "decoding each image once, s", "main process, MiB"]
-    return to_markdown([*heads, "each worker's own, MiB"], rows)
+    return to_markdown([*heads, "its processes' own, MiB"], rows)
 
 
 def main() -> None:

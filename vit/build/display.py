@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
-from torchvision.utils import make_grid
 
 from vit.build.attention_images import AttentionImages, undo_normalization
 from vit.build.data import Data, Loader
@@ -45,7 +44,7 @@ def build_observers(
 
     def show_batch(writer: "SummaryWriter") -> None:
         images = undo_normalization(next(iter(loader.epoch(0))).images[:64], data.preprocess)
-        writer.add_image("train/augmented", make_grid(images), 0)
+        writer.add_images("train/augmented", images, 0)
 
     def show_confusion(writer: "SummaryWriter", step: int) -> None:
         for scores in last_scores:

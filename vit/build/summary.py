@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import torch
-from torchvision.utils import save_image
 
 from vit.build.attention_images import undo_normalization
 from vit.build.run import Run
@@ -50,6 +49,8 @@ def list_unreadable(run: Run) -> list[str]:
 
 def draw_batch(run: Run, path: Path) -> None:
     """The first training batch, augmented as the model gets it, as one picture of up to 64 images."""
+    from torchvision.utils import save_image
+
     batch = next(iter(run.train_loader.epoch(0)))
     pictures = undo_normalization(batch.images[:64], run.data.preprocess)
     write_atomically(path, lambda temporary: save_image(pictures, temporary, format="png", nrow=8))

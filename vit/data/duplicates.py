@@ -7,7 +7,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 from PIL import Image
-from scipy.fft import dctn
 
 Hashes = tuple[np.ndarray, np.ndarray]  # digests, perceptual hashes: uint64 [n]
 NEAR = 4  # bits of 64 by which near-duplicates may differ
@@ -139,6 +138,8 @@ def jpeg_note(class_names: tuple[str, ...], images: Iterable[Image.Image]) -> st
 
 def _smooth_fraction(grey: np.ndarray) -> float:
     """Fraction of 8×8 blocks of [n, H, W] without high frequencies in both directions."""
+    from scipy.fft import dctn
+
     n, height, width = grey.shape
     blocks = grey.reshape(n, height // 8, 8, width // 8, 8).swapaxes(2, 3).reshape(-1, 8, 8)
     high = dctn(blocks, axes=(1, 2), norm="ortho")[:, 4:, 4:]

@@ -24,7 +24,7 @@ from vit.data.sets.source import ImageSource, StoredReader
 from vit.runtime.processes import Process
 
 _UNKNOWN, _READ, _UNREADABLE = 0, 1, 2
-_MOST_HEADERS = 100_000  # of more images so many are looked at before the first step, evenly spaced
+_MOST_HEADERS = 20_000  # of more images so many are looked at before the first step, evenly spaced: two seconds
 _SAMPLE = 200  # images in which traces of JPEG are looked for
 _MOST_DRAWS = 1000
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest, chi2
 
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.intervals import RESAMPLES, draw_weights, take_percentiles
@@ -180,6 +179,8 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
 
     Exact binomial up to 1,000 discordant images, chi-square with Edwards' continuity correction above.
     """
+    from scipy.stats import binomtest, chi2  # takes a second, which other commands don't need
+
     discordant = only_a + only_b
     if discordant == 0:
         return 1.0

@@ -16,7 +16,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter, zoom
-from scipy.signal import fftconvolve
 
 from vit.data.transforms import corrupt_with_library
 from vit.evaluation.predictor import Pixels
@@ -157,6 +156,8 @@ def _scale(pixels: float, picture: Picture) -> float:
 
 def _filter(picture: Picture, kernel: Picture) -> Picture:
     """Convolution with a kernel [odd, odd] brought to sum one; edges are mirrored."""
+    from scipy.signal import fftconvolve  # takes half a second, which other commands don't need
+
     down, across = kernel.shape[0] // 2, kernel.shape[1] // 2
     padded = np.pad(picture, ((down, down), (across, across), (0, 0)), mode="symmetric")
     return np.asarray(fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1)))

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
-from sklearn.metrics import precision_recall_fscore_support
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -151,6 +150,8 @@ def count_errors(scores: Scores) -> tuple[Ints, Ints]:
 
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
     """Precision, recall, F1 and support of every class of the model, also of those without an image."""
+    from sklearn.metrics import precision_recall_fscore_support  # takes a second, which training doesn't need
+
     classes = range(scores.num_classes)
     columns = precision_recall_fscore_support(scores.labels, scores.predicted, labels=classes, zero_division=0)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)

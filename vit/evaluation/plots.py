@@ -1,12 +1,17 @@
 """The confusion matrix as a figure and as an image file."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from vit.evaluation.metrics import Scores, compute_confusion
 from vit.runtime.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_NAMES = 40  # classes whose names are still legible at the axes
 _MOST_ROWS = 1000  # of more classes each is several: the picture has 1,400 pixels for them
@@ -20,6 +25,8 @@ def draw_confusion(scores: Scores, *, class_names: tuple[str, ...], path: Path) 
 
 def plot_confusion(scores: Scores, *, class_names: tuple[str, ...]) -> Figure:
     """Draw the fraction of each true class (row) that was predicted as each class (column)."""
+    from matplotlib.figure import Figure  # takes half a second, which training doesn't need
+
     count, group = len(class_names), -(-len(class_names) // _MOST_ROWS)
     confusion, of_each = compute_confusion(scores, group=group), f" ({group} classes a row)" if group > 1 else ""
     fractions = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
