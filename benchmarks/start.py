@@ -4,7 +4,8 @@
 
 IMAGES is a folder of class folders of small JPEG files, such as CIFAR-10's, which are copied as often as it takes. Cold
 is an empty cache, and the kernel's page cache dropped where that is allowed; warm is a cache in which an earlier run's
-first epoch has left what it found. Processes that decode have pages in common: of each counts what is its own, after twenty steps.
+first epoch has left what it found. Processes that decode have pages in common: of each
+counts what is its own, after twenty steps.
 """
 
 import argparse
