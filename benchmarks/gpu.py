@@ -74,7 +74,10 @@ def list_parts(options: argparse.Namespace, images: Path) -> list[Part]:
 
     tests = ["tests/runtime/test_device.py"]
     if not small:
-        tests += ["tests/training/test_graphs.py", *(["tests/device"] if (ROOT / "tests" / "device").exists() else [])]
+        tests += [
+            "tests/training/test_graphs.py",
+            *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/runtime/test_on_device_*.py")),
+        ]
     parity, steps = (recipes[:1], ["--small", "--seconds", "0.1"]) if small else ([], [])
     images_of_maps = ["--images", str(images), "--count", "2" if small else "64", "--rounds", "1" if small else "3"]
     models = ["--models", "ViT at 32 px, 65 tokens"] if small else []

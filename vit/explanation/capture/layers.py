@@ -119,9 +119,8 @@ class AttentionLayer:
             # (query, key, value) where a layer is called so: the last is what is attended to
             tokens = options["hidden_states"] if not args else args[2] if len(args) == 3 else args[0]
             if tokens.ndim != 3:
-                raise ValueError(
-                    f"{self.name} ({type(module).__name__}) attends within windows, not between all patches"
-                )
+                kind = type(module).__name__
+                raise ValueError(f"{self.name} ({kind}) attends within windows, not between all patches")
             self.tokens, self.options, self.captured = tokens, options, False
             self.query = self.key = None
             self.batch, self.num_tokens = tokens.shape[:2]
@@ -162,8 +161,7 @@ class AttentionLayer:
         letter, qkv = "qkv"[which], getattr(self.module, "qkv", None)
         if qkv is None:
             return cast("Tensor", getattr(self.module, f"{letter}_proj")(tokens))
-        size = qkv.out_features // 3
-        rows = slice(which * size, (which + 1) * size)
+        rows = slice(which * (size := qkv.out_features // 3), (which + 1) * size)
         separate = getattr(self.module, f"{letter}_bias", None)  # Eva adds its biases to a qkv without any
         return F.linear(tokens, qkv.weight[rows], separate if qkv.bias is None else qkv.bias[rows])
 

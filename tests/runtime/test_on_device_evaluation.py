@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.device.conftest import Count, Meter
+from tests.runtime.conftest import Count, Meter
 from vit.bundle import load_model
 from vit.evaluation.predictor import Predictor
 

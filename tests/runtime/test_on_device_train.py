@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.device.conftest import Count, Counter, Meter
 from tests.pretend_device import DeviceTensor
+from tests.runtime.conftest import Count, Counter, Meter
 from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_graphs import Recorder
 from vit.build import run as build

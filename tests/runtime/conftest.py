@@ -1,4 +1,4 @@
-"""Everything in this folder runs on the pretend device too, which the commands take as "npu" for as long."""
+"""The pretend device for the tests named `test_on_device_…`; commands take it as "npu" for as long."""
 
 import collections
 import sys

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.device.conftest import Count, Meter
+from tests.runtime.conftest import Count, Meter
 from vit.bundle import load_model
 from vit.explanation.explain import collect_explanations, fit_settings
 from vit.explanation.items import items_from_images

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.device.conftest import Count, Counter, Meter
+from tests.runtime.conftest import Count, Counter, Meter
 from vit.data.augment import Augment
 from vit.data.cache import decode_dataset
 from vit.data.dataset import DecodedDataset
