@@ -31,7 +31,7 @@ from growth_models import Run
 from vit.explanation.faithfulness.map_metrics import to_markdown
 
 NAME = "growth"
-SIDES, MAP_SIDES = (32, 64, 128, 256, 512, 1024), (64, 128, 192, 256, 512, 724, 1024)
+SIDES, MAP_SIDES = (32, 64, 128, 256, 512, 1024), (64, 128, 192, 256, 512, 736, 1024)
 IMAGES, FILES = (1_000, 10_000, 100_000, 300_000, 1_000_000), (1_000, 3_000, 10_000, 30_000, 100_000)
 PAGES, CLASSES, PROCESSES = (30, 100, 300, 1_000, 2_000, 4_000, 6_000), (2, 20, 200, 1_000, 5_000, 20_000), (1, 2, 4)
 _SHORT, _MOST_REPEATS = 0.2, 50  # seconds below which a function is repeated
