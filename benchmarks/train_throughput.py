@@ -31,6 +31,7 @@ from typing import Any
 from conditions import describe_conditions, write_result
 from train_variants import ARCHITECTURE, BATCH_SIZE, IMAGE_SIZE
 
+from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.presets import compute_flops
 
 DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]
@@ -112,6 +113,36 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
             if name != "float32"
         },
     }
+
+
+def build_table(result: dict[str, Any]) -> str:
+    """The table of docs/benchmarks.md."""
+    names = {"plain": "timm, plain loop", "compiled": "timm, compiled", "engine": "`vit train`"}
+    names |= {"engine-2": "`vit train`, 2 processes × 1 thread", "engine-compiled": "`vit train`, compiled"}
+    rows = []
+    for variant, found in result["variants"].items():
+        ratios = [result["ratios"].get(f"{variant} / {base}") for base in ("plain", "compiled")]
+        share = result.get("fraction_of_matmul_rate", {}).get(variant)
+        seconds = f"{found['cold_first_step_seconds']:.0f} / {found['warm_first_step_seconds']:.0f}"
+        cells = ["–" if ratio is None else f"{ratio:.1f} ×" for ratio in ratios]
+        rate = f"{found['images_per_second']:,.0f}"
+        rows.append([names[variant], rate, *cells, "–" if share is None else f"{share:.0%}", seconds])
+    titles = [
+        "",
+        "images/s",
+        "of timm's plain loop",
+        "of compiled",
+        "of the matmul rate",
+        "first step (s), cold / warm",
+    ]
+    machine, last = result["machine"], result["agreement"]["last_loss"]
+    losses = ", ".join(f"{loss:.3f} ({name})" for name, loss in last.items())
+    steps, where = result["agreement"]["steps"], f"{machine['device']}, commit {machine['commit']}"
+    limit = ""
+    if "plain" in result.get("fraction_of_matmul_rate", {}):
+        most = 1 / result["fraction_of_matmul_rate"]["plain"]
+        limit = f" Matrix products alone run at {result['matmul_tflops']:.2f} TFLOP/s: {most:.1f} × the plain loop."
+    return f"{to_markdown(titles, rows)}\n\n{where}.{limit} Losses after {steps} equal steps: {losses}."
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from vit.evaluation.plots import plot_confusion
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.readout import run_forward
 from vit.explanation.explain import collect_explanations
+from vit.explanation.methods import removal
 from vit.explanation.render import token_details, write
 from vit.explanation.render.explained import ExplainedImage, Settings
 from vit.pages import confusion
@@ -339,3 +340,25 @@ def test_rollout_of_every_token_holds_one_layer_of_heads_at_a_time(monkeypatch: 
     assert len(found) == 1  # rollout alone
     assert len(alive) == 6
     assert most[0] <= 1
+
+
+def test_removal_gradient_holds_a_few_query_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, of_rows = list[int](), removal._gate
+
+    def watch(attention: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        sizes.append(attention.numel())
+        return of_rows(attention, gradient)
+
+    def explain(side: int) -> torch.Tensor:
+        sizes.clear()
+        images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+        forward = run_forward(make_bundle(size=side).model, images, gradients=True)
+        return removal.compute_removal_gradient(forward, forward.logits[:, 0]).detach()
+
+    whole = explain(64)
+    monkeypatch.setattr(removal, "_gate", watch)
+    monkeypatch.setattr(removal, "CHUNK_ELEMENTS", 3 * 65 * 7)
+    torch.testing.assert_close(explain(64), whole, rtol=1e-5, atol=1e-7)
+    assert max(sizes) == 2 * 3 * 65 * 7  # of both images seven rows: all rows of 65 tokens would be nine times that
+    explain(128)  # four times the tokens
+    assert max(sizes) <= 2 * 3 * 65 * 7

@@ -1,20 +1,46 @@
 """Fifteen corruptions that depend on the image alone and grow with severity."""
 
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from vit.evaluation.corruptions import CORRUPTIONS, SEVERITIES, corrupt, rotate, shift
+from vit.evaluation.corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupt_batch, rotate, shift
 from vit.evaluation.predictor import Pixels
+
+# CRC-32 of all severities of two pictures, as images were corrupted one by one
+FIRST_BYTES = {
+    "gaussian_noise": (2175987519, 747574748),
+    "shot_noise": (4229649336, 2067265959),
+    "impulse_noise": (1308924068, 4186249270),
+    "defocus_blur": (1691229747, 2944640665),
+    "glass_blur": (4037144941, 3962596633),
+    "motion_blur": (2846712883, 4272968907),
+    "zoom_blur": (108811071, 2576578913),
+    "snow": (4129558136, 539098290),
+    "frost": (3952566491, 2831798682),
+    "fog": (2644798157, 2694465123),
+    "brightness": (2049653907, 1935258687),
+    "contrast": (4038036193, 373267968),
+    "elastic_transform": (1734954486, 1550249627),
+    "pixelate": (1261637098, 3552970520),
+    "jpeg_compression": (1900120238, 1403205415),
+}
 
 
 @pytest.fixture(scope="module", params=[32, 96])
 def photo(request: pytest.FixtureRequest) -> Pixels:
-    """A picture with edges, texture and colour."""
-    side = request.param
+    return draw_picture(request.param, request.param)
+
+
+def draw_picture(height: int, width: int) -> Pixels:
+    """With edges, texture and colour."""
     rng = np.random.default_rng(0)
     coarse = rng.integers(30, 226, (11, 11, 3), dtype=np.uint8)
-    picture = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BILINEAR)).copy()
+    picture = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)).copy()
     return np.clip(picture + rng.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
 
 
@@ -107,3 +133,26 @@ def test_no_state_is_kept_between_calls(photo: Pixels) -> None:
     for name in CORRUPTIONS:
         corrupt(photo, name=name, severity=1, digest=9)
     assert np.array_equal(alone, corrupt(photo, name="glass_blur", severity=2, digest=5))
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_corrupted_images_have_the_bytes_of_the_first_version(name: str) -> None:
+    for (height, width), expected in zip([(32, 32), (72, 96)], FIRST_BYTES[name], strict=True):
+        picture = draw_picture(height, width)
+        corrupted = [corrupt(picture, name=name, severity=severity, digest=7) for severity in SEVERITIES]
+        assert zlib.crc32(np.stack(corrupted).tobytes()) == expected
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_an_image_is_corrupted_alike_in_any_batch_and_thread(name: str) -> None:
+    batch = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    digests, meeting = list(range(2**63, 2**63 + 20)), threading.Barrier(2)
+
+    def run(severity: int) -> Pixels:
+        meeting.wait()
+        return corrupt_batch(batch, name=name, severity=severity, digests=digests)
+
+    with ThreadPoolExecutor(2) as pool:
+        of_threads = list(pool.map(run, (4, 4)))
+    alone = [corrupt(image, name=name, severity=4, digest=of) for image, of in zip(batch, digests, strict=True)]
+    assert all(np.array_equal(found, np.stack(alone)) for found in of_threads)

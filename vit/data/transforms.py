@@ -4,7 +4,9 @@ On import the library checks over the network for a newer version of itself; tha
 """
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -77,12 +79,23 @@ def use_one_thread(_worker: int) -> None:
     cv2.setNumThreads(0)
 
 
-def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...], seed: int) -> np.ndarray:
-    """A uint8 test image [H, W, 3], corrupted at a level that `vit.evaluation.corruptions` lists."""
+def corrupt_with_library(name: str, batch: np.ndarray, level: tuple[float, ...], seeds: Sequence[int]) -> np.ndarray:
+    """uint8 test images [B, H, W, 3], corrupted at a level that `vit.evaluation.corruptions` lists."""
+    # a transform keeps its random numbers: each thread has its own
+    transform = _build_corruption(name, level, min(batch.shape[1:3]), threading.get_ident())
+    corrupted = np.empty_like(batch)
+    for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
+        transform.set_random_seed(seed)
+        corrupted[row] = transform(image=np.ascontiguousarray(pixels))["image"]
+    return corrupted
+
+
+@lru_cache(maxsize=32)  # to build one takes longer than to corrupt a small image
+def _build_corruption(name: str, level: tuple[float, ...], side: int, _thread: int) -> Any:
     import albumentations as A
     import cv2
 
-    first, side, edges = (level[0], level[0]), min(pixels.shape[:2]), cv2.BORDER_REFLECT_101
+    first, edges = (level[0], level[0]), cv2.BORDER_REFLECT_101
     build: dict[str, Callable[[], Any]] = {
         "gaussian_noise": lambda: A.GaussNoise(std_range=first, p=1),
         "impulse_noise": lambda: A.SaltAndPepper(amount=first, salt_vs_pepper=(0.5, 0.5), p=1),
@@ -93,7 +106,4 @@ def corrupt_with_library(name: str, pixels: np.ndarray, level: tuple[float, ...]
         ),
         "jpeg_compression": lambda: A.ImageCompression(quality_range=(int(level[0]), int(level[0])), p=1),
     }
-    transform = build[name]()
-    transform.set_random_seed(seed)
-    corrupted: np.ndarray = transform(image=np.ascontiguousarray(pixels))["image"]
-    return corrupted
+    return build[name]()

@@ -8,7 +8,7 @@ other, and come close to those on the published sets.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,9 @@ from scipy.ndimage import gaussian_filter, zoom
 from vit.data.transforms import corrupt_with_library
 from vit.evaluation.predictor import Pixels
 
-Picture = NDArray[np.float64]  # [H, W, 3], 0…1
+Pictures = NDArray[np.float64]  # [B, H, W, 3], 0…1
+Kernel = NDArray[np.float64]  # [odd, odd], sums to one
+Generators = Sequence[Generator]  # of each picture
 Level = tuple[float, ...]
 Levels = tuple[float | Level, ...]  # severities 1…5
 
@@ -28,6 +30,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 SHIFTS = (-0.25, -0.125, -0.0625, 0.0, 0.0625, 0.125, 0.25)  # of the side
 ROTATIONS = (-45.0, -30.0, -15.0, -5.0, 0.0, 5.0, 15.0, 30.0, 45.0)  # degrees, anticlockwise
 _SMALL = 64  # pixels: up to here the severities of CIFAR-10-C
+_AT_ONCE = 2**13  # pixels of the pictures that are corrupted together: about what a cache holds
 
 
 @dataclass(frozen=True)
@@ -37,26 +40,37 @@ class Corruption:
     family: str
     small: Levels  # of CIFAR-10-C, lengths for 32 pixels
     large: Levels  # of ImageNet-C, lengths for 224 pixels
-    apply: Callable[[Picture, Level, Generator], Picture] | None = None  # None: albumentations' of the same name
+    apply: Callable[[Pictures, Level, Generators], Pictures] | None = None  # None: albumentations' of the same name
 
 
 def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
-    """One image [H, W, 3] corrupted; `digest` (64 bits) identifies the image and seeds its random numbers.
+    """One image [H, W, 3] corrupted; see `corrupt_batch`."""
+    corrupted: Pixels = corrupt_batch(pixels[None], name=name, severity=severity, digests=[digest])[0]
+    return corrupted
 
-    All severities use the same random numbers, so that they differ in strength alone. Nothing depends on the image's
+
+def corrupt_batch(batch: Pixels, *, name: str, severity: int, digests: Sequence[int]) -> Pixels:
+    """Images [B, H, W, 3] corrupted; `digests` (64 bits each) identify them and seed their random numbers.
+
+    All severities use the same random numbers, so that they differ in strength alone. Nothing depends on an image's
     place, the batch or the number of processes.
     """
     if name not in CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; known: {', '.join(CORRUPTIONS)}")
     corruption = CORRUPTIONS[name]
-    levels = corruption.small if min(pixels.shape[:2]) <= _SMALL else corruption.large
+    levels = corruption.small if min(batch.shape[1:3]) <= _SMALL else corruption.large
     level = levels[severity - 1]
     level = level if isinstance(level, tuple) else (level,)
-    seed = int(np.random.SeedSequence((digest, zlib.crc32(name.encode()))).generate_state(1)[0])
+    code = zlib.crc32(name.encode())
+    seeds = [int(np.random.SeedSequence((digest, code)).generate_state(1)[0]) for digest in digests]
     if corruption.apply is None:
-        return corrupt_with_library(name, pixels, level, seed)
-    picture = corruption.apply(pixels / 255.0, level, np.random.default_rng(seed))
-    return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
+        return corrupt_with_library(name, batch, level, seeds)
+    corrupted, count = np.empty_like(batch), max(_AT_ONCE // (batch.shape[1] * batch.shape[2]), 1)
+    for part in (slice(start, start + count) for start in range(0, len(batch), count)):
+        generators = [np.random.default_rng(seed) for seed in seeds[part]]
+        pictures = corruption.apply(batch[part] / 255.0, level, generators)
+        corrupted[part] = np.round(np.clip(pictures, 0, 1) * 255)
+    return corrupted
 
 
 def shift(batch: Pixels, *, fraction: float, axis: int) -> Pixels:
@@ -76,110 +90,116 @@ def rotate(batch: Pixels, *, degrees: float) -> Pixels:
     return np.stack(turned)[:, margin : margin + height, margin : margin + width]
 
 
-def _shot_noise(picture: Picture, level: Level, random: Generator) -> Picture:
+def _shot_noise(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """Poisson noise of so many photons at full brightness."""
-    return random.poisson(picture * level[0]) / level[0]
+    photons = [random.poisson(rate) for random, rate in zip(generators, pictures * level[0], strict=True)]
+    return np.stack(photons) / level[0]
 
 
-def _defocus_blur(picture: Picture, level: Level, _: Generator) -> Picture:
+def _defocus_blur(pictures: Pictures, level: Level, _: Generators) -> Pictures:
     """A disc of a radius in pixels, its edge softened by a Gaussian (sigma)."""
-    radius, softness = _scale(level[0], picture), level[1]
+    radius, softness = _scale(level[0], pictures), level[1]
     reach = int(np.ceil(radius + 3 * softness))
     across = np.arange(-reach, reach + 1)
-    disc = (across[:, None] ** 2 + across**2 <= radius**2).astype(float)
-    return _filter(picture, gaussian_filter(disc, softness, mode="constant"))
+    disc = gaussian_filter((across[:, None] ** 2 + across**2 <= radius**2).astype(float), softness, mode="constant")
+    return _filter(pictures, [disc / disc.sum()])
 
 
-def _motion_blur(picture: Picture, level: Level, random: Generator) -> Picture:
+def _motion_blur(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """A trail of a length in pixels that fades as half a Gaussian (sigma), within 45 degrees of level."""
-    length, sigma = level
-    angle = random.uniform(-np.pi / 4, np.pi / 4)
-    return _filter(picture, _trail(_scale(length, picture), _scale(sigma, picture), angle))
+    length, sigma = (_scale(pixels, pictures) for pixels in level)
+    return _filter(pictures, [_trail(length, sigma, random.uniform(-np.pi / 4, np.pi / 4)) for random in generators])
 
 
-def _snow(picture: Picture, level: Level, random: Generator) -> Picture:
+def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is paler."""
     mean, deviation, enlargement, threshold, length, sigma, keep = level
-    height, width = picture.shape[:2]
+    height, width = pictures.shape[1:3]
     size = (int(np.ceil(height / enlargement)) + 1, int(np.ceil(width / enlargement)) + 1)
-    flakes = zoom(random.normal(mean, deviation, size), enlargement, order=1)[:height, :width]
+    noise = [zoom(random.normal(mean, deviation, size), enlargement, order=1) for random in generators]
+    flakes = np.stack(noise)[:, :height, :width]
     flakes = np.where(flakes < threshold, 0, np.clip(flakes, 0, 1))[..., None]
-    trail = _trail(_scale(length, picture), _scale(sigma, picture), random.uniform(-3 / 4, -1 / 4) * np.pi)
-    flakes = _filter(flakes, trail)
-    pale = keep * picture + (1 - keep) * np.maximum(picture, 1.5 * picture.mean(axis=2, keepdims=True) + 0.5)
-    return np.asarray(pale + flakes + flakes[::-1, ::-1])
+    angles = [random.uniform(-3 / 4, -1 / 4) * np.pi for random in generators]
+    flakes = _filter(flakes, [_trail(_scale(length, pictures), _scale(sigma, pictures), angle) for angle in angles])
+    pale = keep * pictures + (1 - keep) * np.maximum(pictures, 1.5 * pictures.mean(axis=3, keepdims=True) + 0.5)
+    return np.asarray(pale + flakes + flakes[:, ::-1, ::-1])
 
 
-def _frost(picture: Picture, level: Level, random: Generator) -> Picture:
+def _frost(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """The picture and bluish ice (ridged noise, thicker in some places), each weighted."""
     keep, amount = level
-    ridges = 1 - np.abs(2 * _texture(picture.shape[:2], 1.6, random) - 1)
-    cover = 0.35 + 0.65 * _texture(picture.shape[:2], 2.5, random)
-    ice = (ridges**3 * cover)[..., None] * np.array([0.85, 0.95, 1.0])
-    return np.asarray(keep * picture + amount * ice)
+    ridges = 1 - np.abs(2 * _texture(pictures, 1.6, generators) - 1)
+    cover = 0.35 + 0.65 * _texture(pictures, 2.5, generators)
+    ice = (ridges**3 * cover) * np.array([0.85, 0.95, 1.0])
+    return np.asarray(keep * pictures + amount * ice)
 
 
-def _fog(picture: Picture, level: Level, random: Generator) -> Picture:
+def _fog(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """A cloud of some density whose details fade by `decay` an octave; contrast is kept within range."""
     density, decay = level
-    brightest = picture.max()
-    cloud = _texture(picture.shape[:2], np.log2(decay) + 1, random)
-    return np.asarray((picture + density * cloud[..., None]) * brightest / (brightest + density))
+    brightest = pictures.max(axis=(1, 2, 3), keepdims=True)
+    cloud = _texture(pictures, np.log2(decay) + 1, generators)
+    return np.asarray((pictures + density * cloud) * brightest / (brightest + density))
 
 
-def _brightness(picture: Picture, level: Level, _: Generator) -> Picture:
+def _brightness(pictures: Pictures, level: Level, _: Generators) -> Pictures:
     """The value of HSV raised; hue and saturation stay."""
-    value = picture.max(axis=2, keepdims=True)
+    value = pictures.max(axis=3, keepdims=True)
     raised = np.minimum(value + level[0], 1)
-    return np.asarray(np.where(value > 0, picture * raised / np.maximum(value, 1e-9), raised))
+    return np.asarray(np.where(value > 0, pictures * raised / np.maximum(value, 1e-9), raised))
 
 
-def _contrast(picture: Picture, level: Level, _: Generator) -> Picture:
+def _contrast(pictures: Pictures, level: Level, _: Generators) -> Pictures:
     """The distance from each channel's mean, scaled."""
-    mean = picture.mean(axis=(0, 1))
-    return np.asarray((picture - mean) * level[0] + mean)
+    mean = np.stack([picture.mean(axis=(0, 1), keepdims=True) for picture in pictures])
+    return np.asarray((pictures - mean) * level[0] + mean)
 
 
-def _pixelate(picture: Picture, level: Level, _: Generator) -> Picture:
+def _pixelate(pictures: Pictures, level: Level, _: Generators) -> Pictures:
     """Pillow's box filter, as in the paper: at a severity of 1 it keeps 30 of 32 pixels as they are, which
     albumentations' Downscale blurs by fractions (a mean difference of 7.9 grey levels instead of 2.0)."""
-    image = Image.fromarray(np.round(picture * 255).astype(np.uint8))
-    small = (max(int(image.width * level[0]), 1), max(int(image.height * level[0]), 1))
-    return np.asarray(image.resize(small, Image.Resampling.BOX).resize(image.size, Image.Resampling.BOX)) / 255
+    size = pictures.shape[2], pictures.shape[1]
+    small = (max(int(size[0] * level[0]), 1), max(int(size[1] * level[0]), 1))
+    images = map(Image.fromarray, np.round(pictures * 255).astype(np.uint8))
+    resized = [image.resize(small, Image.Resampling.BOX).resize(size, Image.Resampling.BOX) for image in images]
+    return np.stack([np.asarray(image) for image in resized]) / 255
 
 
-def _scale(pixels: float, picture: Picture) -> float:
-    """A length given for 32 or 224 pixels, for this picture."""
-    side: int = min(picture.shape[:2])
+def _scale(pixels: float, pictures: Pictures) -> float:
+    """A length given for 32 or 224 pixels, for these pictures."""
+    side: int = min(pictures.shape[1:3])
     return pixels * side / (32 if side <= _SMALL else 224)
 
 
-def _filter(picture: Picture, kernel: Picture) -> Picture:
-    """Convolution with a kernel [odd, odd] brought to sum one; edges are mirrored."""
+def _filter(pictures: Pictures, kernels: Sequence[Kernel]) -> Pictures:
+    """Convolution of all pictures with one kernel, or of each with its own; edges are mirrored."""
     from scipy.signal import fftconvolve  # takes half a second, which other commands don't need
 
-    down, across = kernel.shape[0] // 2, kernel.shape[1] // 2
-    padded = np.pad(picture, ((down, down), (across, across), (0, 0)), mode="symmetric")
-    return np.asarray(fftconvolve(padded, (kernel / kernel.sum())[..., None], mode="valid", axes=(0, 1)))
+    down, across = kernels[0].shape[0] // 2, kernels[0].shape[1] // 2
+    padded = np.pad(pictures, ((0, 0), (down, down), (across, across), (0, 0)), mode="symmetric")
+    return np.asarray(fftconvolve(padded, np.stack(kernels)[..., None], mode="valid", axes=(1, 2)))
 
 
-def _trail(length: float, sigma: float, angle: float) -> Picture:
-    """A kernel [odd, odd]: a line from the centre, fading as half a Gaussian."""
+def _trail(length: float, sigma: float, angle: float) -> Kernel:
+    """A line from the centre, fading as half a Gaussian."""
     reach = int(np.ceil(length))
     steps = np.linspace(0, length, 4 * reach + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     kernel = np.zeros((2 * reach + 1, 2 * reach + 1))
     rows, columns = reach - steps * np.sin(angle), reach + steps * np.cos(angle)
     np.add.at(kernel, (np.round(rows).astype(int), np.round(columns).astype(int)), weights)
-    return kernel
+    return np.asarray(kernel / kernel.sum())
 
 
-def _texture(size: tuple[int, int], slope: float, random: Generator) -> Picture:
-    """A random field [H, W] of 0…1 whose amplitude falls as frequency ** -slope."""
-    frequency = np.hypot(np.fft.fftfreq(size[0])[:, None], np.fft.rfftfreq(size[1]))
+def _texture(pictures: Pictures, slope: float, generators: Generators) -> Pictures:
+    """A random field [B, H, W, 1] of 0…1 for each picture, whose amplitude falls as frequency ** -slope."""
+    height, width = pictures.shape[1:3]
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
     frequency[0, 0] = np.inf  # no mean
-    field = np.fft.irfft2(np.fft.rfft2(random.standard_normal(size)) * frequency**-slope, s=size)
-    return np.asarray((field - field.min()) / (field.max() - field.min()))
+    noise = np.stack([random.standard_normal((height, width)) for random in generators])
+    field = np.fft.irfft2(np.fft.rfft2(noise) * frequency**-slope, s=(height, width))[..., None]
+    low, high = (extreme(field, axis=(1, 2, 3), keepdims=True) for extreme in (np.min, np.max))
+    return np.asarray((field - low) / (high - low))
 
 
 # fmt: off

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
-from vit.evaluation.corruptions import CORRUPTIONS, ROTATIONS, SEVERITIES, SHIFTS, corrupt, rotate, shift
+from vit.evaluation.corruptions import CORRUPTIONS, ROTATIONS, SEVERITIES, SHIFTS, corrupt_batch, rotate, shift
 from vit.evaluation.evaluated_images import Images
 from vit.evaluation.predictor import Pixels, Predictor
 from vit.runtime.processes import current_process
@@ -18,8 +16,8 @@ def measure_corruptions(predictor: Predictor, images: Images) -> dict[str, list[
     """Top-1 at severities 1 to 5 of each of the fifteen corruptions: 75 passes over the images."""
 
     def change(name: str, severity: int, start: int, stop: int) -> Pixels:
-        batch = zip(images.read(start, stop), images.dataset.digests[start:stop].tolist(), strict=True)
-        return np.stack([corrupt(image, name=name, severity=severity, digest=digest) for image, digest in batch])
+        digests = images.dataset.digests[start:stop].tolist()
+        return corrupt_batch(images.read(start, stop), name=name, severity=severity, digests=digests)
 
     changes = [partial(change, name, severity) for name in CORRUPTIONS for severity in SEVERITIES]
     top1 = iter(_measure_top1(predictor, images, changes, title="corruptions"))

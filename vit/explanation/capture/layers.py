@@ -100,13 +100,16 @@ class AttentionLayer:
         """The weights after the softmax: rows are queries and sum to one."""
         return self.scores(*self.scaled_query_and_key(images), images).softmax(dim=-1)
 
-    def attention_gradient(
-        self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
-    ) -> Float[Tensor, "b H Nq N"]:
-        """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
+    def gradient_and_value(self, heads_gradient: Float[Tensor, "B Nq E"], images: slice) -> tuple[Tensor, Tensor]:
+        """∂f/∂O [b, H, Nq, K] and V [b, H, N, K]; at least float32."""
         assert self.tokens is not None
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
-        return at_least_float32(self._split(heads_gradient[images])) @ at_least_float32(value).transpose(-2, -1)
+        return at_least_float32(self._split(heads_gradient[images])), at_least_float32(value)
+
+    def attention_gradient(self, heads_gradient: Tensor, images: slice = EVERY_IMAGE) -> Float[Tensor, "b H Nq N"]:
+        """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
+        gradient, value = self.gradient_and_value(heads_gradient, images)
+        return gradient @ value.transpose(-2, -1)
 
     def attach(
         self, *, gradients: bool, token_limit: int, block_tokens: bool = False, verify: bool = True
@@ -252,10 +255,8 @@ class TorchvisionLayer(AttentionLayer):
     def scale(self) -> float:
         return float(self.module.head_dim**-0.5)
 
-    def attention_gradient(
-        self, heads_gradient: Float[Tensor, "B Nq E"], images: slice = EVERY_IMAGE
-    ) -> Float[Tensor, "b H Nq N"]:
-        return super().attention_gradient(heads_gradient @ self.module.out_proj.weight.detach(), images)
+    def gradient_and_value(self, heads_gradient: Float[Tensor, "B Nq E"], images: slice) -> tuple[Tensor, Tensor]:
+        return super().gradient_and_value(heads_gradient @ self.module.out_proj.weight.detach(), images)
 
     def _attach_heads(self) -> RemovableHandle:
         hook = self.module.register_forward_hook(lambda module, args, result: self._keep(first_output(result)))

@@ -20,7 +20,7 @@ from vit.explanation.capture.layers import AttentionLayer, at_least_float32
 from vit.explanation.capture.pooling import tells_pooling
 from vit.explanation.capture.readout import Forward, run_forward
 from vit.explanation.capture.tokens import keep_tokens
-from vit.explanation.methods.rollout import in_chunks
+from vit.explanation.methods.rollout import CHUNK_ELEMENTS, in_chunks
 
 
 def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
@@ -65,9 +65,19 @@ def _halves_on(device: torch.device, patches: int, count: int) -> list[Tensor]:
 
 
 def _of_layer(layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]) -> Float[Tensor, "B N"]:
-    return in_chunks(
-        layer, lambda images: _gate(layer.attention(images), layer.attention_gradient(heads_gradient, images))
-    )
+    """A few query rows at a time: of 4,096 tokens the matrices of one layer would take gigabytes."""
+
+    def gate(images: slice) -> Float[Tensor, "b N"]:
+        query, key = layer.scaled_query_and_key(images)
+        gradient, value = layer.gradient_and_value(heads_gradient, images)
+        size = max(CHUNK_ELEMENTS // (layer.num_heads * layer.num_tokens), 1)
+        parts = []
+        for rows in (slice(start, start + size) for start in range(0, gradient.shape[2], size)):
+            attention = layer.scores(query, key, images, rows).softmax(dim=-1)
+            parts.append(_gate(attention, gradient[:, :, rows] @ value.transpose(-2, -1)))
+        return sum(parts[1:], parts[0])
+
+    return in_chunks(layer, gate)
 
 
 def _gate(attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]) -> Float[Tensor, "B N"]:
