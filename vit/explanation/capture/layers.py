@@ -82,11 +82,9 @@ class AttentionLayer:
             return None
         mask: Tensor = masks[0].detach()
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        return (
-            torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
-            if mask.dtype == torch.bool
-            else mask
-        )
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
 
     def scores(self, query: Tensor, key: Tensor, images: slice, rows: slice = slice(None)) -> Float[Tensor, "B H _ N"]:
         """What attention is the softmax of, for some rows, from what `scaled_query_and_key` gives for `images`."""
