@@ -11,8 +11,10 @@ model built beforehand. The other programs take one image at a time, as their sc
 - pytorch-grad-cam (package grad-cam, if it is installed): Grad-CAM on timm's model, as in its usage_examples.
 
 Their pictures have the model's size; `vit attention` writes up to 640 px of photo and map side by side, and once
-pictures of the model's size; and maps.npz and manifest.json. With --runs: maps with and without checks, of images of
-each model's test split. The variants take turns round by round, in one process; a result is the median over rounds.
+pictures of the model's size; and maps.npz and manifest.json. Rollout is measured in bfloat16 too, with how far its maps
+are from those in float32: the largest difference of any patch, divided by the range of the image's map. With --runs:
+maps with and without checks, of images of each model's test split. The variants take turns round by round, in one
+process; a result is the median over the rounds.
 """
 
 import argparse
@@ -166,10 +168,18 @@ def measure_programs(
     variants[f"vit attention, {METHODS[0]}, without checks, pictures of {size} px"] = explain_all(
         bundle, images, count, **small
     )
+    half: dict[str, Any] = {"device": device, "methods": METHODS[0], "sanity_checks": False, "precision": "bfloat16"}
+    variants[f"vit attention, {METHODS[0]}, without checks, bfloat16"] = explain_all(bundle, images, count, **half)
     rates = take_turns(variants, rounds=rounds, device=torch.device(device))
+    exact, rounded = (
+        vit.explain(bundle, images, **half | {"precision": precision}).maps[METHODS[0]].flatten(1)
+        for precision in ("float32", "bfloat16")
+    )
+    difference = ((exact - rounded).abs().amax(dim=1) / (exact.amax(dim=1) - exact.amin(dim=1))).max()
     ours_alone = {name: rate for name, rate in rates.items() if name not in others}
     ratios = {f"{name} / {other}": rate / rates[other] for name, rate in ours_alone.items() for other in others}
-    return {"images": count, "images_per_second": rates, "ratios": ratios}
+    found = {"images": count, "images_per_second": rates, "ratios": ratios}
+    return found | {"largest_difference_of_bfloat16": float(difference)}
 
 
 def measure_checks(run: str, *, count: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:

@@ -8,12 +8,16 @@ variants run one architecture with the same weights and threads, in bfloat16:
     bare      forward passes alone over a normalised float tensor that is in memory
     vit       what `vit evaluate` does: crop and normalise images of the decoded dataset, forward passes in which
               the head is float32, logits kept
+    files     the same from the image files on: what the first `vit evaluate` of a folder does, decoding included
     timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), batches of
               256, its accuracy and AverageMeter, the loss read after each batch
 
+    suite     `vit evaluate --corruptions` alone: 75 passes over --corrupted images
+    passes    75 passes over as many images that are not corrupted: what the model takes of "suite"
+
 "bare" has the batch size and the memory allocator's settings of "vit". Every variant runs in a process of its own; they
 take turns round by round, and a result is the median over the rounds. The files are in the page cache; decoding
-them into the dataset, which `vit evaluate` does once, is timed beside.
+them into the dataset, which `vit evaluate` does once, is timed beside. --side is of the images that the model takes.
 """
 
 import argparse
@@ -39,45 +43,52 @@ from torch import nn
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.predictor import Predictor, autocast
+from vit.evaluation.corruptions import CORRUPTIONS, SEVERITIES
+from vit.evaluation.evaluated_images import Images
+from vit.evaluation.predictor import Predictor, choose_batch_size
+from vit.evaluation.robustness import measure_corruptions
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.device import choose_device
+from vit.runtime.device import autocast, choose_device
 from vit.runtime.memory import keep_freed_memory
 
-ARCHITECTURE = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3}
-PREPROCESS = Preprocess(image_size=(32, 32), crop_pct=1.0)
+ARCHITECTURES = {
+    32: {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3},
+    224: {"img_size": 224, "patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},  # ViT-Ti/16
+}
 WORKERS = 2
-VARIANTS = ("bare", "vit", "timm")
+VARIANTS, SUITE = ("bare", "vit", "files", "timm"), ("suite", "passes")
+PASSES = len(CORRUPTIONS) * len(SEVERITIES)
 
 
 def build_variants(
-    folder: Path, *, device: torch.device, cache: Path
+    folder: Path, *, side: int, corrupted: int, device: torch.device, cache: Path
 ) -> tuple[dict[str, Callable[[], object]], int, float]:
     """Name → a function that goes once over all images; their number; images a second of decoding."""
-    batch_size = 64 if device.type == "cpu" else 256  # as `vit evaluate` chooses
+    batch_size = choose_batch_size(device)
+    architecture, preprocess = ARCHITECTURES[side], Preprocess(image_size=(side, side), crop_pct=1.0)
     source = open_dataset("folder", root=str(folder)).split("all")
     for name in source.ids:
         (folder / name).read_bytes()
     start = time.perf_counter()
-    dataset = decode_dataset(source, size=PREPROCESS.resize_size, cache_dir=cache)
+    dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     decoding = len(dataset) / (time.perf_counter() - start)
     pixels = dataset.images
     assert pixels is not None
     classes = len(dataset.class_names)
     torch.manual_seed(0)
-    theirs = timm.models.VisionTransformer(num_classes=classes, **ARCHITECTURE).eval().to(device)
-    ours = VisionTransformer(num_classes=classes, **ARCHITECTURE).eval().to(device)
+    theirs = timm.models.VisionTransformer(num_classes=classes, **architecture).eval().to(device)
+    ours = VisionTransformer(num_classes=classes, **architecture).eval().to(device)
     ours.load_state_dict(theirs.state_dict())
-    tensor = PREPROCESS.normalize(torch.tensor(pixels).to(device))
-    predictor = Predictor(ours, PREPROCESS, classes, batch_size, device, "bfloat16")
+    tensor = preprocess.normalize(torch.tensor(pixels).to(device))
+    predictor = Predictor(ours, preprocess, classes, batch_size, device, "bfloat16")
     loader = timm.data.create_loader(
         timm.data.create_dataset("", root=str(folder)),
-        (3, *PREPROCESS.image_size),
+        (3, *preprocess.image_size),
         256,
         num_workers=WORKERS,
-        crop_pct=PREPROCESS.crop_pct,
-        mean=PREPROCESS.mean,
-        std=PREPROCESS.std,
+        crop_pct=preprocess.crop_pct,
+        mean=preprocess.mean,
+        std=preprocess.std,
         use_prefetcher=device.type == "cuda",
         pin_memory=device.type == "cuda",
     )
@@ -88,10 +99,20 @@ def build_variants(
             for batch in tensor.split(batch_size):
                 ours(batch)
 
+    def from_files() -> None:
+        with tempfile.TemporaryDirectory() as fresh:
+            again = decode_dataset(source, size=preprocess.resize_size, cache_dir=Path(fresh)).images
+            assert again is not None
+            predictor.predict(lambda a, b: preprocess.crop(again[a:b]), count=len(again))
+
+    sample = Images(dataset, tuple(dataset.ids[:corrupted]), dataset.labels[:corrupted], preprocess)
     variants = {
         "bare": bare,
-        "vit": lambda: predictor.predict(lambda a, b: PREPROCESS.crop(pixels[a:b]), count=len(pixels)),
+        "vit": lambda: predictor.predict(lambda a, b: preprocess.crop(pixels[a:b]), count=len(pixels)),
+        "files": from_files,
         "timm": lambda: validate(theirs, loader, device),
+        "suite": lambda: measure_corruptions(predictor, sample),
+        "passes": lambda: [predictor.predict(sample.read, count=len(sample)) for _ in range(PASSES)],
     }
     return variants, len(pixels), decoding
 
@@ -118,8 +139,12 @@ def run_variant(options: argparse.Namespace) -> dict[str, float]:
     if options.variant != "timm":
         keep_freed_memory()  # as `vit evaluate` does
     with tempfile.TemporaryDirectory() as cache:
-        variants, count, decoding = build_variants(options.folder, device=device, cache=Path(cache))
-        for _ in range(2):
+        variants, count, decoding = build_variants(
+            options.folder, side=options.side, corrupted=options.corrupted, device=device, cache=Path(cache)
+        )
+        in_suite = options.variant in SUITE
+        count = min(options.corrupted, count) * PASSES if in_suite else count
+        for _ in range(1 if in_suite else 2):
             start = time.perf_counter()
             variants[options.variant]()
             if device.type == "cuda":
@@ -133,35 +158,47 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--output", type=Path, help="folder for evaluation-<machine>.json")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--side", type=int, choices=ARCHITECTURES, default=32, help="of the model's input, pixels")
+    parser.add_argument("--corrupted", type=int, default=1000, help="images of the corruption suite; 0 leaves it out")
+    parser.add_argument("--output", type=Path, help="folder for evaluation-<side>px-<machine>.json")
+    parser.add_argument("--variant", choices=VARIANTS + SUITE, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
         print(json.dumps(run_variant(options)))
         return
     machine = describe_conditions(choose_device(options.device))
+    chosen = VARIANTS + (SUITE if options.corrupted else ())
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
         rounds.append({})
-        for variant in VARIANTS:
+        for variant in chosen:
             environment = os.environ | ({} if variant == "timm" else {"GOMP_SPINCOUNT": "10000"})  # as `vit` does
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
-    rates = {variant: [of_round[variant]["images_per_second"] for of_round in rounds] for variant in VARIANTS}
+    rates = {variant: [of_round[variant]["images_per_second"] for of_round in rounds] for variant in chosen}
     medians = {variant: round(statistics.median(values), 1) for variant, values in rates.items()}
-    ratios = {f"vit / {variant}": round(medians["vit"] / medians[variant], 2) for variant in ("bare", "timm")}
+    pairs = [("vit", "bare"), ("vit", "timm"), ("files", "bare"), *([SUITE] if options.corrupted else [])]
+    ratios = {f"{one} / {other}": round(medians[one] / medians[other], 2) for one, other in pairs}
+    seconds = {name: round(10_000 * PASSES / medians[name]) for name in SUITE if name in medians}
     decoding = statistics.median(of_round["vit"]["decoding"] for of_round in rounds)
     table = Table("", "images/s", title=f"{machine['device']}, {rounds[0]['vit']['num_images']} images")
     for name, rate in (medians | {"decoding, once": decoding}).items():
         table.add_row(name, f"{rate:,.0f}")
     for name, ratio in ratios.items():
         table.add_row(name, f"{ratio:.2f} ×")
+    for name, needed in seconds.items():
+        table.add_row(f"{name} of 10,000 images", f"{needed} s")
     Console().print(table)
     if options.output:
-        result = {"machine": machine, "num_images": rounds[0]["vit"]["num_images"], "model": ARCHITECTURE}
+        result = {
+            "machine": machine,
+            "num_images": rounds[0]["vit"]["num_images"],
+            "model": ARCHITECTURES[options.side],
+        }
         result |= {"images_per_second": medians, "rounds": rates, "ratios": ratios}
-        write_result(options.output, "evaluation", result | {"decoding_images_per_second": round(decoding, 1)})
+        result |= {"decoding_images_per_second": round(decoding, 1), "seconds_of_10000_images": seconds}
+        write_result(options.output, f"evaluation-{options.side}px", result)
 
 
 if __name__ == "__main__":
