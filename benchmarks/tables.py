@@ -23,6 +23,7 @@ import planted_evidence
 import processes
 import start
 import step_cost
+import step_profile
 import train_throughput
 import transfers
 
@@ -254,6 +255,7 @@ def build_tables() -> dict[str, str]:
         "gpu": gpu.build_tables(load_results),
         "step-cost": "\n\n".join(map(step_cost.build_tables, load_results(step_cost.NAME).values())),
         "start": "\n\n".join(map(start.build_table, load_results(start.NAME).values())) or "Not measured yet.",
+        "step-profile": "\n\n".join(map(step_profile.build_table, load_results(step_profile.NAME).values())),
         "train-throughput": "\n\n".join(map(train_throughput.build_table, load_results("train-throughput").values())),
         "transfers": "\n\n".join(map(transfers.build_table, load_results(transfers.NAME).values())),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
