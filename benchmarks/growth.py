@@ -11,6 +11,7 @@ from 100,000 to 1,000,000 it is 1.08.
 """
 
 import argparse
+import ctypes
 import math
 import multiprocessing
 import resource
@@ -96,6 +97,10 @@ def _classes(what: str, prepare: Callable[[int, Path], Run], words: str = "a + b
     return Row(what, CLASS, CLASSES, prepare, models.linear, models.linear, words, at_most=True)
 
 
+def _processes(what: str, prepare: Callable[[int, Path], Run]) -> Row:
+    return Row(what, PROCESS, PROCESSES, prepare, models.linear, models.constant, "a + b·p; 1", at_most=True)
+
+
 ROWS = (
     _side("forward pass", models.run_forward),
     _side("training step", models.run_step),
@@ -142,15 +147,7 @@ ROWS = (
     _classes("classes of evaluation.json", images.describe_classes),
     _classes("held-out splits, 10,000 images", of_classes(images.draw_split, 10_000)),
     _classes("data.classes, 10,000 images", images.choose_half),
-    Row(
-        "20 training steps of 8 images",
-        PROCESS,
-        PROCESSES,
-        models.run_processes,
-        models.constant,
-        models.constant,
-        "1; 1",
-    ),
+    _processes("5 training steps of 16 images", models.run_processes),
 )
 
 
@@ -166,19 +163,20 @@ def measure(row: Row, size: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     row.prepare(row.sizes[0], folder / "warm")()
     run = row.prepare(size, folder / "measured")
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before, file, spent, repeats = read_memory("VmRSS"), None, list[float](), 1
+    before, spent, repeats = read_memory("VmRSS"), list[float](), 1
     while len(spent) < repeats:
         start = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        file = run()
+        value = run()
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         of_children = children.ru_utime + children.ru_stime - start[1].ru_utime - start[1].ru_stime
-        spent.append(time.process_time() - start[0] + of_children)
+        spent.append(value if isinstance(value, float) else time.process_time() - start[0] + of_children)
         if len(spent) == 1:
             rise = max(read_memory("VmHWM"), children.ru_maxrss * 1024 * (of_children > 0)) - before
             repeats = min(max(math.ceil(_SHORT / max(spent[0], 1e-6)), 1), _MOST_REPEATS)
     found = {"size": size, "seconds": sum(spent) / len(spent), "bytes": max(rise, 0)}
-    return found | {"file": file} if isinstance(file, int) else found
+    return found | {"file": value} if isinstance(value, int) else found
 
 
 def _send_point(sender: Any, *arguments: Any) -> None:
@@ -213,8 +211,8 @@ def fit(row: Row, points: list[dict[str, float]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, theory in (("seconds", row.seconds), ("bytes", row.bytes)):
         values = [point[name] for point in upper]
-        told = name == "seconds" or values[-1] >= _LEAST_BYTES
-        measured = np.polyfit(scale, np.log(np.maximum(values, 1e-9)), 1)[0] if told and min(values) > 0 else None
+        told = name == "seconds" or (values[-1] >= _LEAST_BYTES and values[0] >= _LEAST_BYTES / 4)
+        measured = np.polyfit(scale, np.log(values), 1)[0] if told else None
         expected = np.polyfit(scale, [math.log(theory(size)) for size in sizes], 1)[0]
         found[name] = {"measured": None if measured is None else round(measured, 2), "theory": round(expected, 2)}
     return found
@@ -236,7 +234,15 @@ def build_table(result: dict[str, Any]) -> str:
         where = f"{sizes[0]:,} to {sizes[-1]:,} {row['by']}"
         seconds, mib = f"{last['seconds']:.3g} s", f"{last['bytes'] / 2**20:,.0f} MiB{file}"
         rows.append([what, where, seconds, exponents(row, "seconds"), mib, exponents(row, "bytes"), row["words"]])
-    header = ["", "from … to", "seconds at the largest", "exponent (theory)", "memory", "exponent (theory)", "theory"]
+    header = [
+        "",
+        "from … to",
+        "seconds at the largest",
+        "exponent (theory)",
+        "memory",
+        "exponent (theory)",
+        "theory: time; memory",
+    ]
     return to_markdown(header, rows)
 
 
@@ -272,7 +278,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="measurements whose name holds this text")
     parser.add_argument("--smallest", type=int, help="so many of the smallest sizes, at least 2")
