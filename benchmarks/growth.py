@@ -132,15 +132,7 @@ ROWS = (
     Row("index of a table", FILE, FILES, images.open_table, models.linear, models.linear, _LINEAR),
     Row("start of training, listed", FILE, FILES, images.start_listed, models.linear, models.linear, _LINEAR),
     _classes("training step, 8 images", models.run_step_of_classes),
-    Row(
-        "scoring, 1,000 images",
-        CLASS,
-        CLASSES,
-        of_classes(images.score, 1_000),
-        models.linear,
-        models.scored_rows,
-        "C; bounded",
-    ),
+    replace(_classes("scoring, 1,000 images", of_classes(images.score, 1_000), "C; bounded"), bytes=models.scored_rows),
     _classes("bootstrap intervals, 10,000 images", of_classes(intervals, 10_000)),
     _classes("confusion.png, 10,000 images", images.write_confusion, "n + at most 1,000²"),
     _classes("report, 10,000 images", of_classes(report, 10_000)),
@@ -223,7 +215,7 @@ def build_table(result: dict[str, Any]) -> str:
 
     def exponents(row: dict[str, Any], name: str) -> str:
         measured, theory = row["exponents"][name]["measured"], row["exponents"][name]["theory"]
-        return "–" if measured is None else f"{measured:.2f} ({'≤ ' if row['at_most'] else ''}{theory:.2f})"
+        return "–" if measured is None else f"{measured:.2f} ({'≤ ' * (row['at_most'] and theory > 0)}{theory:.2f})"
 
     rows = []
     for what, row in result["rows"].items():
@@ -254,25 +246,25 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     axes_of = [SIDE, TOKENS, COUNT, FILE, CLASS, PROCESS]
-    figure, grid = plt.subplots(2, len(axes_of), figsize=(22, 9), dpi=100, layout="constrained")
+    ratios = {"height_ratios": (4, 4, 2)}  # the last for the legends
+    figure, grid = plt.subplots(3, len(axes_of), figsize=(18, 10), dpi=100, layout="constrained", gridspec_kw=ratios)
     colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for column, by in enumerate(axes_of):
-        chosen = [(what, row) for what, row in result["rows"].items() if row["by"] == by]
-        for line, (name, unit, scale) in enumerate(
-            (("seconds", "seconds of processor time", 1), ("bytes", "MiB", 2**20))
-        ):
-            axes = grid[line, column]
-            for number, (what, row) in enumerate(chosen):
-                sizes = [models.count_tokens(int(p["size"])) if by == TOKENS else p["size"] for p in row["points"]]
-                values = [max(point[name], 1 if scale > 1 else 1e-9) / scale for point in row["points"]]
-                exponent = row["exponents"][name]["measured"]
-                label = what if exponent is None else f"{what}: {exponent:.2f}"
-                axes.plot(sizes, values, marker=".", color=colours[2 * number % 20 + (number >= 10)], label=label)
+        for number, (what, row) in enumerate((what, row) for what, row in result["rows"].items() if row["by"] == by):
+            sizes = [models.count_tokens(int(p["size"])) if by == TOKENS else p["size"] for p in row["points"]]
+            told = {name: row["exponents"][name]["measured"] for name in ("seconds", "bytes")}
+            exponents = ", ".join("–" if value is None else f"{value:.2f}" for value in told.values())
+            style = {"marker": ".", "color": colours[2 * number % 20 + number // 10], "label": f"{what}: {exponents}"}
+            grid[0, column].plot(sizes, [point["seconds"] for point in row["points"]], **style)
+            grid[1, column].plot(sizes, [max(point["bytes"], 1) / 2**20 for point in row["points"]], **style)
+        for axes, unit in zip(grid[:2, column], ("seconds of processor time", "MiB"), strict=True):
             axes.set(xscale="log", yscale="log", xlabel=by, ylabel=unit if column == 0 else None)
-            if scale > 1:
-                axes.set_ylim(bottom=0.5)
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low / 2, 0.5 if unit == "MiB" else 0), 2 * high)
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False, fontsize=7, title="exponent of the upper half", title_fontsize=7)
+        grid[2, column].axis("off")
+        lines, title = grid[0, column].get_legend_handles_labels(), "exponents of seconds and memory"
+        grid[2, column].legend(*lines, frameon=False, fontsize=7, loc="upper left", title=title, title_fontsize=7)
     figure.savefig(path)
     plt.close(figure)
 
