@@ -11,6 +11,7 @@ from 100,000 to 1,000,000 it is 1.08.
 """
 
 import argparse
+import ctypes
 import math
 import multiprocessing
 import resource
@@ -96,6 +97,10 @@ def _classes(what: str, prepare: Callable[[int, Path], Run], words: str = "a + b
     return Row(what, CLASS, CLASSES, prepare, models.linear, models.linear, words, at_most=True)
 
 
+def _processes(what: str, prepare: Callable[[int, Path], Run]) -> Row:
+    return Row(what, PROCESS, PROCESSES, prepare, models.linear, models.constant, "a + b·p; 1", at_most=True)
+
+
 ROWS = (
     _side("forward pass", models.run_forward),
     _side("training step", models.run_step),
@@ -127,30 +132,14 @@ ROWS = (
     Row("index of a table", FILE, FILES, images.open_table, models.linear, models.linear, _LINEAR),
     Row("start of training, listed", FILE, FILES, images.start_listed, models.linear, models.linear, _LINEAR),
     _classes("training step, 8 images", models.run_step_of_classes),
-    Row(
-        "scoring, 1,000 images",
-        CLASS,
-        CLASSES,
-        of_classes(images.score, 1_000),
-        models.linear,
-        models.scored_rows,
-        "C; bounded",
-    ),
+    replace(_classes("scoring, 1,000 images", of_classes(images.score, 1_000), "C; bounded"), bytes=models.scored_rows),
     _classes("bootstrap intervals, 10,000 images", of_classes(intervals, 10_000)),
     _classes("confusion.png, 10,000 images", images.write_confusion, "n + at most 1,000²"),
     _classes("report, 10,000 images", of_classes(report, 10_000)),
     _classes("classes of evaluation.json", images.describe_classes),
     _classes("held-out splits, 10,000 images", of_classes(images.draw_split, 10_000)),
     _classes("data.classes, 10,000 images", images.choose_half),
-    Row(
-        "20 training steps of 8 images",
-        PROCESS,
-        PROCESSES,
-        models.run_processes,
-        models.constant,
-        models.constant,
-        "1; 1",
-    ),
+    _processes("5 training steps of 16 images", models.run_processes),
 )
 
 
@@ -166,19 +155,20 @@ def measure(row: Row, size: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     row.prepare(row.sizes[0], folder / "warm")()
     run = row.prepare(size, folder / "measured")
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before, file, spent, repeats = read_memory("VmRSS"), None, list[float](), 1
+    before, spent, repeats = read_memory("VmRSS"), list[float](), 1
     while len(spent) < repeats:
         start = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        file = run()
+        value = run()
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         of_children = children.ru_utime + children.ru_stime - start[1].ru_utime - start[1].ru_stime
-        spent.append(time.process_time() - start[0] + of_children)
+        spent.append(value if isinstance(value, float) else time.process_time() - start[0] + of_children)
         if len(spent) == 1:
             rise = max(read_memory("VmHWM"), children.ru_maxrss * 1024 * (of_children > 0)) - before
             repeats = min(max(math.ceil(_SHORT / max(spent[0], 1e-6)), 1), _MOST_REPEATS)
     found = {"size": size, "seconds": sum(spent) / len(spent), "bytes": max(rise, 0)}
-    return found | {"file": file} if isinstance(file, int) else found
+    return found | {"file": value} if isinstance(value, int) else found
 
 
 def _send_point(sender: Any, *arguments: Any) -> None:
@@ -213,8 +203,8 @@ def fit(row: Row, points: list[dict[str, float]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, theory in (("seconds", row.seconds), ("bytes", row.bytes)):
         values = [point[name] for point in upper]
-        told = name == "seconds" or values[-1] >= _LEAST_BYTES
-        measured = np.polyfit(scale, np.log(np.maximum(values, 1e-9)), 1)[0] if told and min(values) > 0 else None
+        told = name == "seconds" or (values[-1] >= _LEAST_BYTES and values[0] >= _LEAST_BYTES / 4)
+        measured = np.polyfit(scale, np.log(values), 1)[0] if told else None
         expected = np.polyfit(scale, [math.log(theory(size)) for size in sizes], 1)[0]
         found[name] = {"measured": None if measured is None else round(measured, 2), "theory": round(expected, 2)}
     return found
@@ -225,7 +215,7 @@ def build_table(result: dict[str, Any]) -> str:
 
     def exponents(row: dict[str, Any], name: str) -> str:
         measured, theory = row["exponents"][name]["measured"], row["exponents"][name]["theory"]
-        return "–" if measured is None else f"{measured:.2f} ({'≤ ' if row['at_most'] else ''}{theory:.2f})"
+        return "–" if measured is None else f"{measured:.2f} ({'≤ ' * (row['at_most'] and theory > 0)}{theory:.2f})"
 
     rows = []
     for what, row in result["rows"].items():
@@ -236,7 +226,15 @@ def build_table(result: dict[str, Any]) -> str:
         where = f"{sizes[0]:,} to {sizes[-1]:,} {row['by']}"
         seconds, mib = f"{last['seconds']:.3g} s", f"{last['bytes'] / 2**20:,.0f} MiB{file}"
         rows.append([what, where, seconds, exponents(row, "seconds"), mib, exponents(row, "bytes"), row["words"]])
-    header = ["", "from … to", "seconds at the largest", "exponent (theory)", "memory", "exponent (theory)", "theory"]
+    header = [
+        "",
+        "from … to",
+        "seconds at the largest",
+        "exponent (theory)",
+        "memory",
+        "exponent (theory)",
+        "theory: time; memory",
+    ]
     return to_markdown(header, rows)
 
 
@@ -248,31 +246,30 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     axes_of = [SIDE, TOKENS, COUNT, FILE, CLASS, PROCESS]
-    figure, grid = plt.subplots(2, len(axes_of), figsize=(22, 9), dpi=100, layout="constrained")
+    ratios = {"height_ratios": (4, 4, 2)}  # the last for the legends
+    figure, grid = plt.subplots(3, len(axes_of), figsize=(18, 10), dpi=100, layout="constrained", gridspec_kw=ratios)
     colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for column, by in enumerate(axes_of):
-        chosen = [(what, row) for what, row in result["rows"].items() if row["by"] == by]
-        for line, (name, unit, scale) in enumerate(
-            (("seconds", "seconds of processor time", 1), ("bytes", "MiB", 2**20))
-        ):
-            axes = grid[line, column]
-            for number, (what, row) in enumerate(chosen):
-                sizes = [models.count_tokens(int(p["size"])) if by == TOKENS else p["size"] for p in row["points"]]
-                values = [max(point[name], 1 if scale > 1 else 1e-9) / scale for point in row["points"]]
-                exponent = row["exponents"][name]["measured"]
-                label = what if exponent is None else f"{what}: {exponent:.2f}"
-                axes.plot(sizes, values, marker=".", color=colours[2 * number % 20 + (number >= 10)], label=label)
+        for number, (what, row) in enumerate((what, row) for what, row in result["rows"].items() if row["by"] == by):
+            sizes = [models.count_tokens(int(p["size"])) if by == TOKENS else p["size"] for p in row["points"]]
+            told = {name: row["exponents"][name]["measured"] for name in ("seconds", "bytes")}
+            exponents = ", ".join("–" if value is None else f"{value:.2f}" for value in told.values())
+            style = {"marker": ".", "color": colours[2 * number % 20 + number // 10], "label": f"{what}: {exponents}"}
+            grid[0, column].plot(sizes, [point["seconds"] for point in row["points"]], **style)
+            grid[1, column].plot(sizes, [max(point["bytes"], 1) / 2**20 for point in row["points"]], **style)
+        for axes, unit in zip(grid[:2, column], ("seconds of processor time", "MiB"), strict=True):
             axes.set(xscale="log", yscale="log", xlabel=by, ylabel=unit if column == 0 else None)
-            if scale > 1:
-                axes.set_ylim(bottom=0.5)
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low / 2, 0.5 if unit == "MiB" else 0), 2 * high)
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False, fontsize=7, title="exponent of the upper half", title_fontsize=7)
+        grid[2, column].axis("off")
+        lines, title = grid[0, column].get_legend_handles_labels(), "exponents of seconds and memory"
+        grid[2, column].legend(*lines, frameon=False, fontsize=7, loc="upper left", title=title, title_fontsize=7)
     figure.savefig(path)
     plt.close(figure)
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="measurements whose name holds this text")
     parser.add_argument("--smallest", type=int, help="so many of the smallest sizes, at least 2")

@@ -1,7 +1,7 @@
-"""Write the tables of README.md, SECURITY.md and two pages of docs/ from the result files; draw the learning curves.
+"""Write the tables of README.md, SECURITY.md and two pages of docs/ from the result files; draw two pictures.
 
     python benchmarks/tables.py            # print them
-    python benchmarks/tables.py --write    # into these pages, between their marks; and the picture
+    python benchmarks/tables.py --write    # into these pages, between their marks; and the pictures
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is listed as not measured.
 """
@@ -18,6 +18,7 @@ import class_balance
 import contention
 import faithfulness
 import gpu
+import growth
 import own_photos
 import planted_evidence
 import processes
@@ -30,7 +31,7 @@ import transfers
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "gpu.md")
-CURVES = ROOT / "docs" / "images" / "learning-curves.png"
+CURVES, GROWTH = (ROOT / "docs" / "images" / name for name in ("learning-curves.png", "growth.png"))
 RECIPE = "cifar10-cpu"  # whose curves are drawn
 MINUTES = (1, 3, 5, 10, 20)
 STEMS = {
@@ -253,6 +254,7 @@ def build_tables() -> dict[str, str]:
         "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
+        "growth": "\n\n".join(map(growth.build_table, load_results(growth.NAME).values())),
         "step-cost": "\n\n".join(map(step_cost.build_tables, load_results(step_cost.NAME).values())),
         "start": "\n\n".join(map(start.build_table, load_results(start.NAME).values())) or "Not measured yet.",
         "step-profile": "\n\n".join(map(step_profile.build_table, load_results(step_profile.NAME).values())),
@@ -284,6 +286,8 @@ def main() -> None:
         for page in PAGES:
             page.write_text(fill_page(page.read_text(), tables))
         draw_curves(choose_recipe(load_results("recipe")), CURVES)
+        for result in load_results(growth.NAME).values():
+            growth.draw(result, GROWTH)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import Any
 
 import attention_programs
 import faithfulness
+import growth
+import growth_models
 import numpy as np
 import pytest
 from ablation import CHANGES, RECIPE, list_steps
@@ -149,3 +151,30 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_what_the_result_files_say(page: Path) -> None:
     assert fill_page(page.read_text(), build_tables()) == page.read_text(), "run make results"
+
+
+def test_an_exponent_is_the_slope_of_the_upper_half_beside_that_of_theory() -> None:
+    row = growth.Row(
+        "pairs", growth.COUNT, (1, 10, 100, 1000), lambda n, f: list, growth_models.linear, lambda n: n**3, ""
+    )
+    points = [{"size": n, "seconds": 5 + 0.1 * n**2, "bytes": 2**20 * n} for n in (1, 10, 1000, 10_000)]
+    exponents = growth.fit(row, points)
+    assert exponents["seconds"] == {"measured": 2.0, "theory": 1.0}
+    assert exponents["bytes"] == {"measured": 1.0, "theory": 3.0}
+    small = [point | {"bytes": 1000 * point["size"] / 10_000} for point in points]
+    assert growth.fit(row, small)["bytes"]["measured"] is None  # less than a process takes anyway
+    described = {"by": row.by, "words": "n; n³", "at_most": True, "exponents": exponents, "points": points}
+    line = growth.build_table({"rows": {"pairs": described}}).splitlines()[-1]
+    assert "| 1 to 10,000 images |" in line
+    assert "| 2.00 (≤ 1.00) " in line
+
+
+def test_a_point_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    def prepare(size: int, folder: Path) -> growth_models.Run:
+        return lambda: len(b"x" * (size << 20))
+
+    row = growth.Row("bytes", growth.COUNT, (8, 64), prepare, growth_models.linear, growth_models.linear, "n")
+    points = growth.measure_row(row, tmp_path)
+    assert [point["file"] for point in points] == [8 << 20, 64 << 20]
+    assert 56 << 20 < points[1]["bytes"] < 80 << 20
+    assert all(point["seconds"] > 0 for point in points)

@@ -309,7 +309,7 @@ def test_a_gallery_of_many_images_is_several_pages_of_a_bounded_size(
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert [len(read_data(file)["images"]) for file in files] == [4, 4, 2]
     assert [image["path"] for file in files for image in read_data(file)["images"]] == [item.path for item in items]
-    assert 'from <a href="gallery.html">1</a>, <strong>5</strong>, <a href="gallery-3.html">9</a> on' in (
+    assert 'first image: <a href="gallery.html">1</a>, <strong>5</strong>, <a href="gallery-3.html">9</a><' in (
         files[1].read_text()
     )
 
