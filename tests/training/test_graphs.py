@@ -14,7 +14,9 @@ from functorch.compile import make_boxed_func
 from recipe_step import build, draw_batch, list_sizes, load_recipe
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -130,3 +132,29 @@ def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
         assert torch.equal(result.loss, expected.loss)
     assert torch.equal(flatten(replayed.module), flatten(plain.module))
     assert torch.equal(flatten(replayed.averaged_model), flatten(plain.averaged_model))
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_forward_and_loss_are_traced_for_cuda_with_every_tensor_there(name: str) -> None:
+    """By tensors without memory. Torch's autograd, autocast and compiler ask the driver, so this is all without one."""
+    config = load_recipe(name, *SHORT, "train.precision=float32")
+    _, size = list_sizes(config)[0]
+    step, batch = build(config), draw_batch(config, size)
+    step.device = torch.device("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+
+        def move(tensor: Tensor) -> Tensor:
+            trains = tensor.requires_grad
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda", requires_grad=trains)
+
+        model = step.module
+        moved = {key: move(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+        def compute_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with _reparametrize_module(model, moved):
+                return step._compute_loss(images, targets)
+
+        graph = make_fx(compute_loss)(*map(move, batch))
+    made = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert len(made) > 100
+    assert {tensor.device.type for tensor in made} == {"cuda"}
