@@ -204,8 +204,8 @@ def fit(row: Row, points: list[dict[str, float]]) -> dict[str, Any]:
     for name, theory in (("seconds", row.seconds), ("bytes", row.bytes)):
         values = [point[name] for point in upper]
         told = name == "seconds" or (values[-1] >= _LEAST_BYTES and values[0] >= _LEAST_BYTES / 4)
-        measured = np.polyfit(scale, np.log(values), 1)[0] if told else None
-        expected = np.polyfit(scale, [math.log(theory(size)) for size in sizes], 1)[0]
+        measured = float(np.polyfit(scale, np.log(values), 1)[0]) if told else None
+        expected = float(np.polyfit(scale, [math.log(theory(size)) for size in sizes], 1)[0])
         found[name] = {"measured": None if measured is None else round(measured, 2), "theory": round(expected, 2)}
     return found
 
