@@ -127,16 +127,16 @@ class TimedBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
     def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
         from vit.training.signals import Stopped
 
         for batch in self.batches.epoch(epoch, **arguments):
             yield batch  # and come back here after the step
-            if self.process.any(self.clock.tick(), self.clock.device):
+            if self.process.any(self.clock.tick()):
                 raise Stopped
-
-    def close(self) -> None:
-        self.batches.close()
 
 
 def run_engine(root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False) -> dict[str, float]:
@@ -210,7 +210,7 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     loader = ResidentLoader(
         dataset,
-        batch_size=BATCH_SIZE,
+        batch_size=min(BATCH_SIZE, len(source)),
         seed=0,
         device=device,
         preprocess=preprocess,
