@@ -15,7 +15,7 @@ import torch
 
 from tests.pages.test_gallery import make_bundle, make_items, read_data
 from tests.pages.test_report import build, make_case
-from vit.data.duplicates import _close_pairs, find_duplicates
+from vit.data.duplicates import find_duplicates
 from vit.data.open import _stratified
 from vit.data.sets import folders, tables
 from vit.data.sets.source import ArrayReader, ImageSource
@@ -253,21 +253,6 @@ def test_copies_of_one_image_are_compared_once(monkeypatch: pytest.MonkeyPatch) 
     assert near[:, 0].tolist() == list(range(5000))
     first = [int(np.flatnonzero(training[1] == query ^ np.uint64(1))[0]) for query in queries[1][:50]]
     assert near[:50, 1].tolist() == first  # of equally close ones the first
-
-
-@pytest.mark.parametrize(("distance", "count"), [(4, 9000), (7, 9000), (7, 20_000)])
-def test_more_bands_find_what_comparing_all_finds(distance: int, count: int) -> None:
-    random = np.random.default_rng(0)
-    training = random.integers(0, 2**63, count, dtype=np.uint64)
-    queries = training[random.integers(0, count, 100)].copy()
-    for query in range(100):  # flip up to nine bits
-        for bit in random.integers(0, 64, random.integers(0, 10)):
-            queries[query] ^= np.uint64(1 << int(bit))
-    pairs = {
-        (int(q), int(t)) for qs, ts, _ in _close_pairs(queries, training, distance) for q, t in zip(qs, ts, strict=True)
-    }
-    every = np.bitwise_count(queries[:, None] ^ training[None]) <= distance
-    assert pairs == {(int(q), int(t)) for q, t in np.argwhere(every)}
 
 
 def test_an_export_of_many_images_is_not_rewritten_every_minute(

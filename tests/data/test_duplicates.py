@@ -59,11 +59,14 @@ def test_flat_pictures_are_no_lookalikes() -> None:
     assert find_duplicates(hashes(flat[:2]), hashes(flat)).exact.tolist() == [[0, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("distance", [0, 1, 4, 7])
-def test_banded_search_finds_what_comparing_all_finds(distance: int) -> None:
+# larger sets are searched by more bands
+@pytest.mark.parametrize(
+    ("distance", "count"), [(0, 400), (1, 400), (4, 400), (7, 400), (4, 9000), (7, 9000), (7, 20_000)]
+)
+def test_banded_search_finds_what_comparing_all_finds(distance: int, count: int) -> None:
     random = np.random.default_rng(0)
-    training = random.integers(0, 2**63, 400, dtype=np.uint64)
-    queries = training[random.integers(0, 400, 150)].copy()
+    training = random.integers(0, 2**63, count, dtype=np.uint64)
+    queries = training[random.integers(0, count, 150)].copy()
     for query in range(150):  # flip up to nine bits
         for bit in random.integers(0, 64, random.integers(0, 10)):
             queries[query] ^= np.uint64(1 << int(bit))
