@@ -155,7 +155,7 @@ def test_a_worker_is_sent_no_more_of_many_images(make_folder: MakeFolder, tmp_pa
     for source in (few, many):
         loader = load(listed(source, tmp_path))
         task = loader._build_task(StatelessRandom(0, 0), torch.arange(8))
-        sent = loader._decode.__dict__ | {"geometry": None}  # holds albumentations' generators, of random size in a pickle
+        sent = loader._decode.__dict__ | {"geometry": None}  # holds random generators, which differ in size as pickles
         sizes.append(len(pickle.dumps((sent, task))))
     assert abs(sizes[0] - sizes[1]) < 100  # a name that stands there once or twice
 
