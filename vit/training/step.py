@@ -122,9 +122,8 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.threads is not None and len(images) > 1:
-            with (
-                self.threads.take_share()
-            ):  # all of torch's threads would wait for one another in hundreds of operations
+            # otherwise all of torch's threads wait for one another in each of the update's hundreds of operations
+            with self.threads.take_share():
                 return self._update(*self._divide_among_threads(images, targets, self.threads))
         micro_batches = _split(images, targets, self.grad_accum_steps)
         for i, (some_images, some_targets) in enumerate(micro_batches):
