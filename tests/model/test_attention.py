@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vit.model.attention import MultiHeadAttention, choose_backend, mask_from_key_padding, scaled_dot_product_attention
+from vit.model.attention import (
+    MultiHeadAttention,
+    _TrainedAttention,
+    choose_backend,
+    mask_from_key_padding,
+    scaled_dot_product_attention,
+)
 from vit.model.encoder import Block
 
 torch.manual_seed(0)
@@ -312,3 +318,36 @@ class TestLayer:
         tokens = torch.randn(2, 5, 12)
         with pytest.raises(ValueError, match="needs both key and value"):
             MultiHeadAttention(12, 3)(tokens, tokens)
+
+
+def test_the_backward_pass_that_is_written_out_is_the_derivative():
+    """In float64 against differences of values, with fewer queries than keys."""
+    q, k, v = draw(queries=3, keys=5, value_width=4)
+    inputs = [part.double().requires_grad_() for part in (q, k, v)]
+    assert torch.autograd.gradcheck(_TrainedAttention.apply, inputs)
+
+
+def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():
+    """To the last bit where 1 / √d_k is a power of two."""
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 7, 32)
+    layer = MultiHeadAttention(32, 2).train()
+    found = []
+    for backend in ("auto", "explicit formula"):
+        layer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layer(tokens) if backend == "auto" else layer.forward_with_weights(tokens)[0]
+        assert any("_TrainedAttention" in name for name in list_backward(output)) == (backend == "auto")
+        output.float().square().sum().backward()
+        found.append([output, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert all(torch.equal(trained, explicit) for trained, explicit in zip(*found, strict=True))
+
+
+def list_backward(output):
+    """Names of the operations that the gradient of `output` goes through."""
+    waiting, names = [output.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        names.append(node.name())
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return names

@@ -250,6 +250,19 @@ class TestInitialisation:
                 assert not part.bias.any(), name
         assert bool((model.blocks[3].ls2.gamma == 0.1).all())
 
+    def test_pooling_before_relu_gives_what_relu_before_pooling_gives(self):
+        """As Hassani et al. (2021) have it; to the last bit, gradients too."""
+        torch.manual_seed(0)
+        stem, images = tiny(stem="conv_pool", patch_size=4, img_size=32).patch_embed.stem, torch.randn(2, 3, 32, 32)
+        first, pool, relu, second, _, _ = stem
+        order, found = nn.Sequential(first, relu, pool, second, relu, pool), []
+        for layers in (stem, order):
+            layers.zero_grad()
+            output = layers(images)
+            output.square().sum().backward()
+            found.append([output, *(parameter.grad.clone() for parameter in layers.parameters())])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
     @pytest.mark.parametrize("stem", ["conv", "conv_pool"])
     def test_stems_keep_the_signal_s_size(self, stem):
         torch.manual_seed(0)

