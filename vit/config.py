@@ -20,6 +20,7 @@ from vit.runtime.files import read_text
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
+DropRate = Annotated[float, Field(ge=0, lt=1)]
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 # first name → present name; old ones are read wherever a configuration is
@@ -153,8 +154,9 @@ class TrainConfig(_Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad: float | None = Field(None, gt=0)  # L2 norm
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # [(fraction of the run until which, fraction of data.image_size), …]; sizes above 1 are pixels
-    image_sizes: list[tuple[float, TrainSize]] | None = None
+    # both as [(until which fraction of the run, value), …]
+    image_sizes: list[tuple[float, TrainSize]] | None = None  # by fraction of the run: of data.image_size, or pixels
+    patch_drop_rates: list[tuple[float, DropRate]] | None = None  # by fraction of the run: of an image's patches
     grad_checkpointing: bool = False
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: weights above 5:1
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"  # the best model's measure, on the validation images

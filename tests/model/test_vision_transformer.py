@@ -321,6 +321,23 @@ class TestTraining:
             results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
         assert all(torch.equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True))
 
+    @pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (0.9, 1), (0.99, 1), (0.0, 8)])
+    def test_patches_are_dropped_in_training_only_and_their_number_is_exact(self, rate: float, kept: int) -> None:
+        torch.manual_seed(0)
+        model, images, seen = tiny(reg_tokens=2), torch.randn(6, 3, 8, 16), []
+        whole = model._embed(images)  # class token, two registers, eight patches
+        model.patch_drop_rate = rate
+        model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        for training in (False, True):
+            model.train(training)(images)
+        assert torch.equal(seen[0], whole)
+        assert torch.equal(seen[1][:, :3], whole[:, :3])
+        same = (seen[1][:, 3:, None] == whole[:, None, 3:]).all(dim=-1)  # [images, kept, patches]
+        assert same.shape[1] == kept
+        assert (same.sum(dim=2) == 1).all()  # every token that is kept is a patch,
+        assert (same.sum(dim=1) <= 1).all()  # each a different one,
+        assert len({tuple(of_image) for of_image in same.any(dim=1).tolist()}) > 1 or kept == 8  # by image
+
     def test_freezing_the_backbone_leaves_a_linear_probe(self):
         model = tiny(distilled=True, init_values=0.1)
         model.freeze("backbone")

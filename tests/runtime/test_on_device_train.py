@@ -40,7 +40,12 @@ RECIPES = {
     "resident, adamw, several sizes, unequal classes": [
         *("augment.resized_crop_scale=[0.5,1]", "augment.trivial_augment=true", "train.class_balance=weights"),
         *("optimizer.name=adamw", "optimizer.layer_decay=0.8", "train.label_smoothing=0.1", "train.epochs=2"),
-        *("train.image_sizes=[[0.5,0.5],[1,1]]", "train.max_steps=22", "train.precision=float32"),
+        *(
+            "train.image_sizes=[[0.5,0.5],[1,1]]",
+            "train.patch_drop_rates=[[1,0.5]]",
+            "train.max_steps=22",
+            "train.precision=float32",
+        ),
         *("train.batch_size=128", "model.reg_tokens=2", "model.qk_norm=true", "model.init_values=0.1"),
     ],
     "workers, adamw in bfloat16": [

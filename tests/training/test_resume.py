@@ -12,7 +12,12 @@ from vit.training.state import collect_state, save_shards
 
 @pytest.fixture(scope="module")
 def overrides() -> list[str]:
-    return ["train.checkpoint_every_steps=2", "augment.mixup=0.2", "train.grad_accum_steps=2"]
+    return [
+        "train.checkpoint_every_steps=2",
+        "augment.mixup=0.2",
+        "train.grad_accum_steps=2",
+        "train.patch_drop_rates=[[0.5,0.5],[1,0]]",
+    ]
 
 
 def assert_equal_runs(first: Path, second: Path) -> None:

@@ -176,6 +176,8 @@ def _check_model(config: Config, model: nn.Module, *, num_classes: int) -> None:
     """Raise ValueError where the model does not map images of the size to logits of the classes."""
     if config.train.parallel == "fsdp" and not hasattr(model, "blocks"):
         raise ValueError(f"train.parallel=fsdp shards a model's blocks, and {type(model).__name__} has none; use ddp")
+    if config.train.patch_drop_rates and not hasattr(model, "patch_drop_rate"):
+        raise ValueError(f"train.patch_drop_rates is for vit's own models, and {type(model).__name__} is not one")
     images = torch.zeros(2, 3, *as_pair(config.data.image_size, name="data.image_size"))
     where, was_training = next(model.parameters()).device, model.training
     with torch.no_grad():
@@ -253,6 +255,7 @@ def build_plan(config: Config, *, steps_per_epoch: int, batch_size: int, patch_s
         batch_size=batch_size,
         plateau_steps=round(total_steps * (1 - config.schedule.cooldown_fraction)) if is_constant else 0,
         mix_until=config.augment.mix_until,
+        patch_drop_rates=tuple(train.patch_drop_rates or ()),
         image_sizes=resolve_image_sizes(train.image_sizes, image_size=config.data.image_size, patch_size=patch_size),
         **train.model_dump(include=keys),
     )

@@ -15,6 +15,7 @@ from vit.model.attention import NORM_EPS, Backend
 from vit.model.encoder import Block, Tokens
 from vit.model.patch_embed import PatchEmbed, Size, build_sincos_positions, resample_positions
 from vit.runtime.arguments import as_pair, check_choice
+from vit.runtime.threads import thread_generator
 
 Images = Float[Tensor, "B C height width"]
 Logits = Float[Tensor, "B classes"]
@@ -66,6 +67,7 @@ class VisionTransformer(nn.Module):
         self.architecture = _resolve(arguments)
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
         self.grad_checkpointing = False
+        self.patch_drop_rate = 0.0  # of an image's patches, at random; in training mode only
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem)
         has_class_token, fc_norm = self.architecture["class_token"], self.architecture["fc_norm"]
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if has_class_token else None
@@ -121,8 +123,11 @@ class VisionTransformer(nn.Module):
         return cast(Tensor, self.norm(tokens)), attentions
 
     def forward_features(self, images: Images, *, read: int | None = None) -> Float[Tensor, "B M D"]:
-        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
+        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row; in training
+        mode with a `patch_drop_rate` those that are kept, in random order."""
         tokens = self._embed(images)
+        if self.training and self.patch_drop_rate:
+            tokens = self._drop_patches(tokens)
         for layer, block in enumerate(self.blocks):
             leading = read if layer == len(self.blocks) - 1 else None
             if self.grad_checkpointing and torch.is_grad_enabled():
@@ -198,6 +203,15 @@ class VisionTransformer(nn.Module):
         if positions is not None and self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         return tokens
+
+    def _drop_patches(self, tokens: Tokens) -> Float[Tensor, "B M D"]:
+        """PatchDropout (Liu et al. 2022, arXiv 2208.07220): every image keeps as many patches, at least one, which are
+        drawn for it alone. They have their positions already."""
+        prefix, patches = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
+        count = max(round(patches.shape[1] * (1 - self.patch_drop_rate)), 1)
+        drawn = torch.empty(patches.shape[:2], device=patches.device).uniform_(generator=thread_generator())
+        kept = drawn.argsort(dim=1)[:, :count, None]
+        return torch.cat([prefix, patches.gather(1, kept.expand(-1, -1, patches.shape[2]))], dim=1)
 
     def _resample(self, positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
         prefix = self.num_embedded_prefix_tokens

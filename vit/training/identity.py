@@ -19,6 +19,7 @@ NEUTRAL_KEYS = {
 }
 # keys that came after the first run identities: while they have their default, a run keeps the identity that it had
 _LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience", "data.shuffle_window"}
+_LATER_KEYS |= {"train.patch_drop_rates"}
 
 _NOTHING_GIVEN: dict[str, Any] = {"given.transform": None, "given.model": None}
 

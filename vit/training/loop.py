@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -135,6 +135,8 @@ class Trainer:
         """The rest of the running epoch, or of the plan; whether it was finished."""
         progress, plan = self.progress, self.plan
         self.step.model.train()
+        if plan.patch_drop_rates:
+            cast(Any, self.step.module).patch_drop_rate = plan.patch_drop_rate(progress.epoch)
         before = time.perf_counter() - progress.epoch_seconds
         timer = self.step.timer
         timer.start()

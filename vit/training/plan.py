@@ -21,6 +21,7 @@ class TrainingPlan:
     keep_every_epochs: int | None = None
     plateau_steps: int = 0  # at a constant rate before its cooldown: from the last checkpoint there a run may go on
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (fraction of the run until which, (H, W))
+    patch_drop_rates: tuple[tuple[float, float], ...] = ()  # (fraction of the run until which, share)
     mix_until: float = 1.0  # fraction of the run after which mixup and cutmix stop
     on_nonfinite: str = "stop"
     select_by: str = "top1"  # or macro_f1, loss: what makes a model the best
@@ -30,6 +31,10 @@ class TrainingPlan:
     def image_size(self, epoch: int) -> tuple[int, int] | None:
         """The size of epoch number `epoch`, counted from 0; None for the data's own."""
         return next((size for until, size in self.image_sizes if epoch < until * self.epochs), None)
+
+    def patch_drop_rate(self, epoch: int) -> float:
+        """The share of an image's patches that the steps of epoch number `epoch` drop."""
+        return next((rate for until, rate in self.patch_drop_rates if epoch < until * self.epochs), 0.0)
 
 
 class Validation(NamedTuple):
