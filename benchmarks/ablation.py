@@ -57,7 +57,7 @@ def measure(result: dict[str, Any], path: Path, overrides: list[str], *, seeds: 
                     continue
                 arguments, folder = [*overrides, EPOCHS, *changes], Path(directory) / str(number)
                 run = time_ours(RECIPE, arguments, seed=seed, directory=folder, cache=cache)
-                step["runs"].append(run | {"commit": describe_conditions("cpu")["commit"]})
+                step["runs"].append(run)
                 step["ours"] = summarise(step["runs"])
                 path.write_text(json.dumps(result, indent=1) + "\n")
                 print(name, {key: value for key, value in run.items() if key != "curve"}, flush=True)

@@ -59,7 +59,9 @@ def format_accuracy(metric: dict[str, Any] | None) -> str:
     if metric is None:
         return "–"
     spread = metric["standard_deviation"]
-    return f"{100 * metric['mean']:.1f}" + (f" ± {100 * spread:.1f} %" if spread is not None else " %")
+    text = f"{100 * metric['mean']:.1f}" + (f" ± {100 * spread:.1f} %" if spread is not None else " %")
+    low, high = metric.get("interval", (0, 0))
+    return text + (f" ({100 * low:.1f}–{100 * high:.1f})" if high else "")
 
 
 def name_recipe(result: dict[str, Any]) -> str:

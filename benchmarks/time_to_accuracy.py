@@ -7,7 +7,8 @@ Ours is `vit train` as users run it, once for each seed: the first starts from e
 code is compiled), the others find them. Its test accuracy is `vit evaluate`'s, of the model chosen on the
 validation split, with and without the mirrored image. The baseline is `timm_baseline.py`.
 
-Times are of the wall clock from the start of the process; both include validation. One result is written.
+Times are of the wall clock from the start of the process; both include validation. The result is written after every
+seed; with --continue the seeds that it has are not run again.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conditions import describe_conditions, write_result
+from conditions import describe_conditions, find_result, write_result
 
 from vit.bundle import load_bundle
 from vit.config import Config, load_config
@@ -43,13 +44,15 @@ def time_ours(recipe: str, overrides: list[str], *, seed: int, directory: Path, 
         seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"vit train failed: {output.read_text()}")
-    accuracy = {}
+    accuracy: dict[str, Any] = {}
     for name, options in (("test_top1", []), ("test_top1_mirrored", ["--mirrored"])):
         evaluation = directory / f"seed-{seed}-{name}"
         command = [*vit, "evaluate", str(run), *options, "--pictures", "0", "--output", str(evaluation)]
         subprocess.run(command, env=environment, check=True, capture_output=True)
-        accuracy[name] = json.loads((evaluation / "evaluation.json").read_text())["top1"]
-    return {"seed": seed, "cold": cold, "seconds": round(seconds, 1), **accuracy, "curve": curve}
+        found = json.loads((evaluation / "evaluation.json").read_text())
+        accuracy |= {name: found["top1"], f"{name}_interval": found["intervals"]["top1"]}
+    commit = describe_conditions("cpu")["commit"]
+    return {"seed": seed, "commit": commit, "cold": cold, "seconds": round(seconds, 1), **accuracy, "curve": curve}
 
 
 def watch_validation(process: subprocess.Popen[Any], metrics: Path, start: float) -> list[dict[str, float]]:
@@ -69,13 +72,17 @@ def watch_validation(process: subprocess.Popen[Any], metrics: Path, start: float
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation over the seeds."""
+    """Mean and standard deviation over the seeds; of accuracies the test images' own 95 % interval, whose ends are
+    means over the seeds."""
     summary: dict[str, Any] = {"seeds": len(runs)}
     for name in ("test_top1", "test_top1_mirrored", "seconds"):
         values = [run[name] for run in runs if name in run]
         if values:
             spread = statistics.stdev(values) if len(values) > 1 else None
             summary[name] = {"mean": statistics.mean(values), "standard_deviation": spread}
+        intervals = [run[f"{name}_interval"] for run in runs if f"{name}_interval" in run]
+        if intervals:
+            summary[name]["interval"] = [statistics.mean(ends) for ends in zip(*intervals, strict=True)]
     return summary
 
 
@@ -116,6 +123,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--baseline-epochs", type=int, default=10)
     parser.add_argument("--baseline-seconds", type=float, default=float("inf"), help="stop it after an epoch")
     parser.add_argument("--target", type=float, default=0.75, help="validation top-1 to time")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="run only seeds that the result lacks")
     parser.add_argument("--name", help="of the result; default: the recipe's path")
     parser.add_argument("--output", type=Path, help="folder for the result")
     return parser.parse_intermixed_args()
@@ -156,31 +164,38 @@ def main() -> None:
     config = load_config(Path(options.recipe), options.overrides)
     machine = describe_conditions(choose_device(config.train.device))
     earlier = load_earlier(options.baseline_from, machine["device"])
-    ours: list[dict[str, Any]] = []
-    baseline: list[dict[str, Any]] = earlier.get("baseline_runs", [])
+    name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace("/", "-")
+    before: dict[str, Any] = {}  # what an earlier call found
+    if options.goes_on and (path := find_result(options.output, f"recipe-{name}", machine)).exists():
+        before = json.loads(path.read_text())
+    ours: list[dict[str, Any]] = before.get("runs", [])
+    baseline: list[dict[str, Any]] = before.get("baseline_runs") or earlier.get("baseline_runs", [])
+    result = before
     with tempfile.TemporaryDirectory() as directory:
         folder, cache = Path(directory), Path(directory) / "cache"
-        for seed in range(max(options.seeds, options.baseline_seeds if options.baseline else 0)):
-            if seed < options.seeds:
-                ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
-                print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
-            if options.baseline and seed < options.baseline_seeds:
+        for seed in range(options.seeds):
+            if any(run["seed"] == seed for run in ours):
+                continue
+            ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
+            described = describe_recipe(options, config, folder / f"seed-{seed}")
+            if described["config"] != before.get("config", described["config"]):
+                raise SystemExit(f"{path} is of another configuration; leave out --continue")
+            print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
+            if options.baseline and len(baseline) < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))
-        described = describe_recipe(options, config, folder / "seed-0")
-    measured_on = earlier.get("baseline_machine") or earlier.get("machine") or machine
-    result = described | {
-        "machine": machine,
-        "ours": summarise(ours),
-        "baseline": summarise(baseline) if baseline else None,
-        "time_to": compare(ours, baseline, options.target),
-        "runs": ours,
-        "baseline_runs": baseline,
-        "baseline_machine": measured_on if baseline else None,
-    }
+            measured_on = earlier.get("baseline_machine") or earlier.get("machine") or machine
+            result = described | {
+                "machine": machine,
+                "ours": summarise(ours),
+                "baseline": summarise(baseline) if baseline else None,
+                "time_to": compare(ours, baseline, options.target),
+                "runs": ours,
+                "baseline_runs": baseline,
+                "baseline_machine": measured_on if baseline else None,
+            }
+            if options.output:  # after every run: the next one may be cut off
+                print(write_result(options.output, f"recipe-{name}", result))
     print(json.dumps({key: result[key] for key in ("ours", "baseline", "time_to")}, indent=1))
-    if options.output:
-        name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace("/", "-")
-        print(write_result(options.output, f"recipe-{name}", result))
 
 
 if __name__ == "__main__":
