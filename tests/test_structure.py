@@ -3,9 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(path for folder in ("vit", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
@@ -90,3 +92,19 @@ def test_no_two_modules_of_a_room_share_a_name() -> None:
         if path.stem not in ("__init__", "__main__") and path.parent.name != "cli":
             names.setdefault(path.stem, []).append(relative(path))
     assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.0", "3.13.0"])
+def test_the_pinned_versions_take_every_python_that_the_project_takes(version: str) -> None:
+    """Of the packages that are installed here in the pinned version."""
+    refusing, checked = {}, 0
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, pinned = line.partition("==")
+        for package in metadata.distributions(name=name):
+            if package.version == pinned:
+                checked += 1
+                wanted = package.metadata["Requires-Python"] or ""
+                if version not in SpecifierSet(wanted):
+                    refusing[name] = wanted
+    assert refusing == {}
+    assert checked > 50

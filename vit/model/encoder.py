@@ -56,6 +56,16 @@ class _TrainedSquaredReLU(torch.autograd.Function):
         return torch.addcmul(gradient.new_zeros(()), gradient, positive, value=2)
 
 
+def drop_patches(tokens: Tokens, rate: float, *, num_prefix_tokens: int) -> Float[Tensor, "B M D"]:
+    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): a random subset of each image's patches, in random order, after
+    the prefix tokens. Every image keeps as many, at least one. They have their positions already."""
+    prefix, patches = tokens[:, :num_prefix_tokens], tokens[:, num_prefix_tokens:]
+    count = max(round(patches.shape[1] * (1 - rate)), 1)
+    drawn = torch.empty(patches.shape[:2], device=patches.device).uniform_(generator=thread_generator())
+    kept = drawn.argsort(dim=1)[:, :count, None]
+    return torch.cat([prefix, patches.gather(1, kept.expand(-1, -1, patches.shape[2]))], dim=1)
+
+
 class LayerScale(nn.Module):
     """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT)."""
 

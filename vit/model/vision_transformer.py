@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import NORM_EPS, Backend
-from vit.model.encoder import Block, Tokens
+from vit.model.encoder import Block, Tokens, drop_patches
 from vit.model.patch_embed import PatchEmbed, Size, build_sincos_positions, resample_positions
 from vit.runtime.arguments import as_pair, check_choice
-from vit.runtime.threads import thread_generator
 
 Images = Float[Tensor, "B C height width"]
 Logits = Float[Tensor, "B classes"]
@@ -123,11 +122,10 @@ class VisionTransformer(nn.Module):
         return cast(Tensor, self.norm(tokens)), attentions
 
     def forward_features(self, images: Images, *, read: int | None = None) -> Float[Tensor, "B M D"]:
-        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row; in training
-        mode with a `patch_drop_rate` those that are kept, in random order."""
+        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
         tokens = self._embed(images)
         if self.training and self.patch_drop_rate:
-            tokens = self._drop_patches(tokens)
+            tokens = drop_patches(tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
         for layer, block in enumerate(self.blocks):
             leading = read if layer == len(self.blocks) - 1 else None
             if self.grad_checkpointing and torch.is_grad_enabled():
@@ -203,15 +201,6 @@ class VisionTransformer(nn.Module):
         if positions is not None and self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         return tokens
-
-    def _drop_patches(self, tokens: Tokens) -> Float[Tensor, "B M D"]:
-        """PatchDropout (Liu et al. 2022, arXiv 2208.07220): every image keeps as many patches, at least one, which are
-        drawn for it alone. They have their positions already."""
-        prefix, patches = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
-        count = max(round(patches.shape[1] * (1 - self.patch_drop_rate)), 1)
-        drawn = torch.empty(patches.shape[:2], device=patches.device).uniform_(generator=thread_generator())
-        kept = drawn.argsort(dim=1)[:, :count, None]
-        return torch.cat([prefix, patches.gather(1, kept.expand(-1, -1, patches.shape[2]))], dim=1)
 
     def _resample(self, positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
         prefix = self.num_embedded_prefix_tokens

@@ -138,8 +138,7 @@ class Trainer:
         if plan.patch_drop_rates:
             cast(Any, self.step.module).patch_drop_rate = plan.patch_drop_rate(progress.epoch)
         before = time.perf_counter() - progress.epoch_seconds
-        timer = self.step.timer
-        timer.start()
+        (timer := self.step.timer).start()
         for batch in self._batches(start_step=progress.step_in_epoch):
             timer.stop()
             seed_step(plan.seed, progress.step, self.process.rank)
