@@ -126,7 +126,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="run only seeds that the result lacks")
     parser.add_argument("--name", help="of the result; default: the recipe's path")
     parser.add_argument("--output", type=Path, help="folder for the result")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
+    if options.goes_on and options.output is None:
+        parser.error("--continue needs --output, the folder of the result")
+    return options
 
 
 def load_earlier(path: Path | None, device: str) -> dict[str, Any]:
@@ -155,8 +158,13 @@ def describe_recipe(options: argparse.Namespace, config: Config, run: Path) -> d
         "overrides": [item for item in options.overrides if not item.startswith("data.root=")],
         "data": {"fingerprint": bundle.data["fingerprint"], "notes": bundle.data["notes"]},
         "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
-        "config": config.model_dump(mode="json", exclude={"data": {"root", "cache_dir"}}),
+        "config": describe_config(config),
     }
+
+
+def describe_config(config: Config) -> dict[str, Any]:
+    """Its values, without what is this machine's alone."""
+    return config.model_dump(mode="json", exclude={"data": {"root", "cache_dir"}})
 
 
 def main() -> None:
@@ -168,6 +176,8 @@ def main() -> None:
     before: dict[str, Any] = {}  # what an earlier call found
     if options.goes_on and (path := find_result(options.output, f"recipe-{name}", machine)).exists():
         before = json.loads(path.read_text())
+        if before["config"] != describe_config(config):
+            raise SystemExit(f"{path} is of another configuration; leave out --continue")
     ours: list[dict[str, Any]] = before.get("runs", [])
     baseline: list[dict[str, Any]] = before.get("baseline_runs") or earlier.get("baseline_runs", [])
     result = before
@@ -178,8 +188,6 @@ def main() -> None:
                 continue
             ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
             described = describe_recipe(options, config, folder / f"seed-{seed}")
-            if described["config"] != before.get("config", described["config"]):
-                raise SystemExit(f"{path} is of another configuration; leave out --continue")
             print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
             if options.baseline and len(baseline) < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))

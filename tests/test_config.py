@@ -71,6 +71,8 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("data.image_size=30", r"data\.image_size 30 is not a multiple of model.patch_size 4; try 28 or 32"),
         ("train.image_sizes=[[0.5, 30]]", r"train\.image_sizes 30 is not a multiple of model.patch_size 4"),
         ("train.image_sizes=[[0.5, 1.5]]", r"train\.image_sizes 1\.5 is neither a fraction of data\.image_size"),
+        ("train.patch_drop_rates=[[0.5, 1]]", r"train\.patch_drop_rates.*less than 1"),
+        ("train.patch_drop_rates=0.5", r"train\.patch_drop_rates.*list"),
         ("augment={resized_crop_scale: [0.5, 1], crop_padding: 4}", "augment: .*two ways to crop"),
         ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
         ("train.grad_accum_steps=3", "batch_size 128 is not a multiple of train.grad_accum_steps 3"),

@@ -154,9 +154,9 @@ class TrainConfig(_Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad: float | None = Field(None, gt=0)  # L2 norm
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # both as [(until which fraction of the run, value), …]
-    image_sizes: list[tuple[float, TrainSize]] | None = None  # by fraction of the run: of data.image_size, or pixels
-    patch_drop_rates: list[tuple[float, DropRate]] | None = None  # by fraction of the run: of an image's patches
+    # [(fraction of the run until which, value), …]; image sizes up to 1 are fractions of data.image_size, others pixels
+    image_sizes: list[tuple[float, TrainSize]] | None = None  # [[0.6, 0.75], [1, 1]]: 3/4 of the side until 60 %
+    patch_drop_rates: list[tuple[float, DropRate]] | None = None  # [[0.8, 0.5], [1, 0]]: half of the patches until 80 %
     grad_checkpointing: bool = False
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"  # auto: weights above 5:1
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"  # the best model's measure, on the validation images

@@ -266,6 +266,9 @@ def test_a_models_logits_must_be_of_the_classes(arrays: Arrays, tmp_path: Path) 
         vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, model=Small(5))
     with pytest.raises(ValueError, match=r"train\.parallel=fsdp shards"):
         vit.train(CONFIG, output=tmp_path / "run", overrides=["train.parallel=fsdp"], dataset=arrays, model=Small())
+    overrides = ["train.patch_drop_rates=[[1, 0.5]]"]
+    with pytest.raises(ValueError, match=r"train\.patch_drop_rates is for vit's own models, and Small is not one"):
+        vit.train(CONFIG, output=tmp_path / "run", overrides=overrides, dataset=arrays, model=Small())
 
 
 # --- callbacks ---------------------------------------------------------------------------------------------

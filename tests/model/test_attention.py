@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
-    _TrainedAttention,
+    _AttentionFunction,
     choose_backend,
     mask_from_key_padding,
     scaled_dot_product_attention,
@@ -324,7 +324,7 @@ def test_the_backward_pass_that_is_written_out_is_the_derivative():
     """In float64 against differences of values, with fewer queries than keys."""
     q, k, v = draw(queries=3, keys=5, value_width=4)
     inputs = [part.double().requires_grad_() for part in (q, k, v)]
-    assert torch.autograd.gradcheck(_TrainedAttention.apply, inputs)
+    assert torch.autograd.gradcheck(_AttentionFunction.apply, inputs)
 
 
 def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():
@@ -337,7 +337,7 @@ def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():
         layer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = layer(tokens) if backend == "auto" else layer.forward_with_weights(tokens)[0]
-        assert any("_TrainedAttention" in name for name in list_backward(output)) == (backend == "auto")
+        assert any("_AttentionFunction" in name for name in list_backward(output)) == (backend == "auto")
         output.float().square().sum().backward()
         found.append([output, *(parameter.grad.clone() for parameter in layer.parameters())])
     assert all(torch.equal(trained, explicit) for trained, explicit in zip(*found, strict=True))

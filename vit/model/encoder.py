@@ -36,11 +36,11 @@ class Mlp(nn.Module):
         elif self.activation == "gelu":
             hidden = F.gelu(hidden)
         else:
-            hidden = _TrainedSquaredReLU.apply(hidden) if self.training else F.relu(hidden).square()
+            hidden = _SquaredReLUFunction.apply(hidden) if self.training else F.relu(hidden).square()
         return cast(Tensor, self.fc2(hidden))
 
 
-class _TrainedSquaredReLU(torch.autograd.Function):
+class _SquaredReLUFunction(torch.autograd.Function):
     """max(x, 0)² with a backward pass that reads and writes its tensors once, where autograd's does three times."""
 
     @staticmethod

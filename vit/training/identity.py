@@ -18,8 +18,10 @@ NEUTRAL_KEYS = {
     *("train.timeout_seconds", "data.remote_cache_gb"),
 }
 # keys that came after the first run identities: while they have their default, a run keeps the identity that it had
-_LATER_KEYS = {"train.class_balance", "train.select_by", "train.early_stopping_patience", "data.shuffle_window"}
-_LATER_KEYS |= {"train.patch_drop_rates"}
+_LATER_KEYS = {
+    *("train.class_balance", "train.select_by", "train.early_stopping_patience", "train.patch_drop_rates"),
+    "data.shuffle_window",
+}
 
 _NOTHING_GIVEN: dict[str, Any] = {"given.transform": None, "given.model": None}
 
