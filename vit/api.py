@@ -4,16 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from vit.build.data import Given
 from vit.build.recipe import Chosen, ConfigLike, prepare_config
-from vit.build.resume import resume_run
-from vit.build.run import Run, build_run
-from vit.build.summary import draw_batch
 from vit.bundle import Bundle, collect_versions, load_model
 from vit.config import Config, dump_config
 from vit.data.inputs import ImageInputs, list_images
@@ -46,6 +43,9 @@ from vit.training.observers import Observer
 from vit.training.result import TrainingResult
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
+if TYPE_CHECKING:  # training is imported where it begins: what shards a model alone takes a second
+    from vit.build.run import Run
+
 ModelLike = str | Path | Bundle | nn.Module
 
 
@@ -59,7 +59,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    on_start: Callable[[Run, bool], object] = lambda run, resumed: None,
+    on_start: "Callable[[Run, bool], object]" = lambda run, resumed: None,
     transform: Transform | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
@@ -85,6 +85,9 @@ def train(
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, `Stopped` of
     `vit.training.signals` after SIGINT or SIGTERM, with the state saved, `LostProcess` where another process ends.
     """
+    from vit.build.resume import resume_run
+    from vit.build.summary import draw_batch
+
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     output = Path(output)
@@ -111,8 +114,10 @@ def train(
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
 
 
-def _build_chosen(choose: Callable[[], Chosen], *, given: Given, process: Process, **more: Any) -> tuple[Config, Run]:
+def _build_chosen(choose: Callable[[], Chosen], *, given: Given, process: Process, **more: Any) -> "tuple[Config, Run]":
     """The run of the configuration that the main process chooses, for which it may have opened the data set."""
+    from vit.build.run import build_run
+
     chosen = choose() if process.is_main else None
     if chosen is not None and chosen.dataset is not None:
         given = replace(given, dataset=chosen.dataset)

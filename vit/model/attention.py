@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from vit.runtime.arguments import check_choice
+from vit.runtime.compilation import constant_when_compiled
 from vit.runtime.device import cpu_flags
 
 Backend = Literal["auto", "fused", "explicit"]
@@ -73,7 +74,7 @@ def choose_backend(device_type: str, dtype: torch.dtype, num_tokens: int, traini
     return "explicit" if training or not _has_amx() else "fused"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _has_amx() -> bool:
     return "amx_bf16" in cpu_flags()
 

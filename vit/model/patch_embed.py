@@ -103,8 +103,9 @@ def _run(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
     return cast(Tensor, proj(stem(images)))
 
 
-# on CPUs, where compiled max pooling takes longer than all the rest of a small model
-_run_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
+# on CPUs, where compiled max pooling takes longer than all the rest of a small model; torch.compiler.disable, but it
+# imports torch's compiler when it is called and not before
+_run_uncompiled = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
 
 
 def _build_stem(in_chans: int, embed_dim: int, patch_size: tuple[int, int], *, pooled: bool) -> nn.Sequential:

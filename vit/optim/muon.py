@@ -9,8 +9,10 @@ matrix, has no float32 products and no `found_inf`, and computes every matrix in
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -123,11 +125,14 @@ class Muon(torch.optim.Optimizer):
                     parameters[*shape, group["momentum"]].append(parameter)
             for key, members in parameters.items():
                 stacks[key].append((group, members))
-        for (rows, columns, momentum), entries in stacks.items():
-            every = [parameter for _, members in entries for parameter in members]
-            directions = self._orthogonalize_divided(self._momentum(every, (rows, columns), momentum=momentum))
+        updates = [
+            self._momentum([parameter for _, members in entries for parameter in members], (rows, columns), momentum)
+            for (rows, columns, momentum), entries in stacks.items()
+        ]
+        of_stacks = zip(stacks.items(), self._orthogonalize_all(updates), strict=True)
+        for ((rows, columns, _), entries), directions in of_stacks:
             directions *= max(1.0, rows / columns) ** 0.5
-            each = iter(torch.split(directions, [parameter.shape[0] // rows for parameter in every]))
+            each = iter(torch.split(directions, [p.shape[0] // rows for _, members in entries for p in members]))
             for group, members in entries:
                 changes = [next(each).reshape(parameter.shape) for parameter in members]
                 changes = list(torch._foreach_add(changes, members, alpha=group["weight_decay"]))
@@ -135,7 +140,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(changes, rate)
                 torch._foreach_sub_(members, changes)
 
-    def _momentum(self, parameters: list[Tensor], shape: tuple[int, int], *, momentum: float) -> Float[Tensor, "M R C"]:
+    def _momentum(self, parameters: list[Tensor], shape: tuple[int, int], momentum: float) -> Float[Tensor, "M R C"]:
         """Nesterov's updates, up to the factor 1 − μ, which the iteration's normalisation removes."""
         for parameter in parameters:
             if not self.state[parameter]:
@@ -154,12 +159,22 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_copy_(buffers, [part.reshape(of.shape) for part, of in zip(each, buffers, strict=True)])
         return gradient.lerp(ahead, momentum)
 
+    def _orthogonalize_all(self, updates: Sequence[Float[Tensor, "M R C"]]) -> list[Float[Tensor, "M R C"]]:
+        """`orthogonalize` of each stack, divided among processes or threads."""
+        if current_process().world_size > 1:
+            return [self._orthogonalize_divided(stack) for stack in updates]
+        if self.threads is None:
+            return [orthogonalize(stack, dtype=self._dtype) for stack in updates]
+        parts = [stack.chunk(self.threads.count) for stack in updates]
+        every = list(chain.from_iterable(parts))
+        # those that take longest come first, so that no thread waits long for the last
+        order = sorted(range(len(every)), key=lambda number: every[number].numel(), reverse=True)
+        done = self.threads.map(partial(orthogonalize, dtype=self._dtype), [every[number] for number in order])
+        directions = iter([found for _, found in sorted(zip(order, done, strict=True), key=itemgetter(0))])
+        return [torch.cat(list(islice(directions, len(of_stack)))) for of_stack in parts]
+
     def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         process = current_process()
-        if process.world_size == 1:
-            parts = [updates] if self.threads is None else updates.chunk(self.threads.count)
-            run = map if self.threads is None else self.threads.map
-            return torch.cat(list(run(partial(orthogonalize, dtype=self._dtype), parts)))
         count = -(-len(updates) // process.world_size)  # every rank takes as many; the last ones repeat a matrix
         numbers = torch.arange(process.rank * count, (process.rank + 1) * count, device=updates.device)
         gathered = updates.new_empty(process.world_size * count, *updates.shape[1:])

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from vit.runtime.compilation import constant_when_compiled
+
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 _MOST_THREADS = 8  # Python runs one thread at a time between the operations; more cores share a part's operations
@@ -53,7 +55,7 @@ class BatchThreads:
             yield from self._pool.map(run, parts, seeds)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def thread_generator() -> torch.Generator | None:
     """Where a thread of `BatchThreads` takes its random numbers from; elsewhere None, torch's own generator: threads
     would take its numbers in no certain order."""
