@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,9 +9,8 @@ import torch
 from torch import nn
 
 from vit.build.data import Given
-from vit.build.recipe import Chosen, ConfigLike, prepare_config
+from vit.build.recipe import ConfigLike
 from vit.bundle import Bundle, collect_versions, load_model
-from vit.config import Config, dump_config
 from vit.data.inputs import ImageInputs, list_images
 from vit.data.open import open_for_model
 from vit.data.transforms import Transform
@@ -34,16 +32,14 @@ from vit.explanation.render.write import MapWriter
 from vit.pages.explanation_files import EXTRA_FORMATS, check_formats, write_explanations
 from vit.pages.report import PAGES
 from vit.runtime.device import choose_device, describe_device
-from vit.runtime.files import write_text
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.output_dir import prepare_output
-from vit.runtime.processes import Process, join_processes
+from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.result import TrainingResult
-from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
-if TYPE_CHECKING:  # training is imported where it begins: what shards a model alone takes a second
+if TYPE_CHECKING:
     from vit.build.run import Run
 
 ModelLike = str | Path | Bundle | nn.Module
@@ -85,46 +81,15 @@ def train(
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, `Stopped` of
     `vit.training.signals` after SIGINT or SIGTERM, with the state saved, `LostProcess` where another process ends.
     """
-    from vit.build.resume import resume_run
-    from vit.build.summary import draw_batch
+    from vit.build.train_model import train_model  # what shards a model alone takes a second to import
 
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
-    output = Path(output)
     given = Given(transform=transform, dataset=dataset, class_names=class_names, model=model, callbacks=callbacks)
-    changes = [*overrides, *given.overrides]
-    device, choose = prepare_config(config, changes, output, resume=resume, init=init, minutes=minutes)
-    with join_processes(device) as (process, device_name):
-        build = partial(_build_chosen, choose, given=given, directory=output, process=process, device_name=device_name)
-        if dry_run:
-            output.mkdir(parents=True, exist_ok=True)
-            _, run = build()
-            on_start(run, False)
-            draw_batch(run, output / "dry_run.png")
-            return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
-        with open_run_directory(output, resume=resume, overwrite=overwrite, is_main=process.is_main):
-            resolved, run = build()
-            resumed = resume and resume_run(run, resolved, directory=output)
-            if process.is_main:
-                if not (output / CONFIG_FILE).exists():
-                    write_text(output / CONFIG_FILE, dump_config(resolved))
-                on_start(run, resumed)
-            progress = run.trainer.run()
-    best_top1 = None if progress.best_top1 < 0 else progress.best_top1
-    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, model)
-
-
-def _build_chosen(choose: Callable[[], Chosen], *, given: Given, process: Process, **more: Any) -> "tuple[Config, Run]":
-    """The run of the configuration that the main process chooses, for which it may have opened the data set."""
-    from vit.build.run import build_run
-
-    chosen = choose() if process.is_main else None
-    if chosen is not None and chosen.dataset is not None:
-        given = replace(given, dataset=chosen.dataset)
-    told = process.broadcast(None if chosen is None else chosen[:2])
-    assert told is not None
-    resolved, choices = told
-    return resolved, replace(build_run(resolved, process=process, given=given, **more), choices=choices)
+    return train_model(
+        config, Path(output), given, overrides=overrides, init=init, minutes=minutes, resume=resume,
+        overwrite=overwrite, dry_run=dry_run, on_start=on_start,
+    )  # fmt: skip
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from vit.runtime.arguments import check_choice
-from vit.runtime.compilation import constant_when_compiled
+from vit.runtime.compiler import constant_when_compiled
 from vit.runtime.device import cpu_flags
 
 Backend = Literal["auto", "fused", "explicit"]

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from vit.runtime.compilation import constant_when_compiled
+from vit.runtime.compiler import constant_when_compiled
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
