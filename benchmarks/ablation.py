@@ -1,78 +1,147 @@
-"""What each part of the CIFAR-10 CPU recipe is worth: from AdamW and patches to the recipe, one change at a time.
+"""What each part of the CIFAR-10 CPU recipe is worth: the recipe with one thing changed, on its validation images.
 
-    python benchmarks/ablation.py data.name=folder data.root=ROOT --seeds 1 --output benchmarks/results
+    python benchmarks/ablation.py data.name=folder data.root=ROOT --seeds 3 --output benchmarks/results
 
-Every step trains for nine epochs with the changes of the steps before it and one more. The alternatives are the
-recipe with one thing changed: what was worse, or takes longer than it is worth in nine epochs. The result is
-written after every run, and runs that it already holds are not repeated.
+Runs have one thread each, as many at once as there are cores. A change's difference is that to the recipe with the same
+seed: the mean over the seeds and Student's 95 % interval of it. The test images are not used. Seconds are the
+processor's, of all that a run does. The result is written after every run, and runs that it holds are not repeated.
 """
 
 import argparse
 import json
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
-from conditions import describe_conditions, machine_slug
-from time_to_accuracy import summarise, time_ours
+from conditions import describe_conditions, find_result, write_result
+from scipy import stats
 
+from vit.training.run_directory import METRICS_FILE, load_metrics
+
+NAME = "ablation-cifar10-cpu"
 RECIPE = "configs/cifar10/cpu.yaml"
-EPOCHS = "train.epochs=9"
-# the changes in the order in which they are made, each with the settings that it replaces
-CHANGES = {
-    "label smoothing, averaged weights": ["train.label_smoothing=0", "train.ema_decay=null"],
-    "mean pooling, fixed sine positions": ["model.global_pool=token", "model.pos_embed=learned"],
-    "ReLU² for GELU": ["model.mlp=gelu"],
-    "Muon, linear decay": [
-        *("optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"),
-        *("schedule.name=cosine", "schedule.warmup_epochs=1"),
-    ],
-    "pooled conv stem": ["model.stem=patch"],
-    "24 px for 60 % of the epochs": ["train.image_sizes=null"],
-}
-ALTERNATIVES = {
-    "pooled conv stem with a residual convolution": ["model.stem=conv_pool_residual"],
-    "strided conv stem": ["model.stem=conv"],
-    "cutout of 8 px": ["augment.cutout=8"],
-    "Muon's learning rate 0.02": ["optimizer.muon_lr=0.02"],
+SHORT = ["train.epochs=5", "train.evaluate_every_epochs=5"]
+WHOLE = "the recipe"
+# each with the settings that it replaces
+CHANGES: dict[str, list[str]] = {
+    WHOLE: [],
+    "all patches in all epochs": ["train.patch_drop_rates=null"],
+    "all patches, 24 px until 60 %": ["train.patch_drop_rates=null", "train.image_sizes=[[0.6,0.75],[1,1]]"],
+    "a quarter of the patches in all epochs": ["train.patch_drop_rates=[[1,0.75]]"],
+    "half of the patches until 80 %": ["train.patch_drop_rates=[[0.8,0.5],[1,0]]"],
+    "AdamW for Muon": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
+    "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
+    "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
+    "no residual convolution in the stem": ["model.stem=conv_pool"],
+    "strided convolutions in the stem": ["model.stem=conv"],
+    "patchify stem": ["model.stem=patch"],
+    "GELU for ReLU²": ["model.mlp=gelu"],
+    "class token for mean pooling": ["model.global_pool=token"],
+    "learned positions for fixed sine ones": ["model.pos_embed=learned"],
     "query-key norm": ["model.qk_norm=true"],
+    "3 blocks of width 192": ["model.embed_dim=192", "model.depth=3", "model.num_heads=3"],
+    "2 blocks": ["model.depth=2"],
+    "no averaged weights": ["train.ema_decay=null"],
+    "no label smoothing": ["train.label_smoothing=0"],
+    "random flips": ["augment.flip=random"],
+    "cutout of 8 px": ["augment.cutout=8"],
+    "batches of 128": ["train.batch_size=128"],
 }
 
 
-def list_steps() -> dict[str, list[str]]:
-    """Name of the ablation step → overrides."""
-    names = list(CHANGES)
-    without = [[item for name in names[first:] for item in CHANGES[name]] for first in range(len(names) + 1)]
-    return dict(zip(["AdamW, patches", *(f"+ {name}" for name in names)], without, strict=True)) | ALTERNATIVES
+def train(overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path) -> dict[str, Any]:
+    """One run of `vit train` on one core."""
+    run = folder / f"run-{core}"
+    command = [sys.executable, "-m", "vit", "train", RECIPE, *SHORT, *overrides, f"train.seed={seed}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VIT_CACHE": str(cache)}
+    with run.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(
+            ["taskset", "-c", str(core), *command, "--output", str(run), "--overwrite"],
+            env=environment, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{run.with_suffix('.log').read_text()}")
+    top1 = load_metrics(run / METRICS_FILE)[-1]["val_top1"]
+    return {"seed": seed, "validation_top1": top1, "processor_seconds": round(used.ru_utime + used.ru_stime, 1)}
 
 
-def measure(result: dict[str, Any], path: Path, overrides: list[str], *, seeds: int) -> None:
-    """Run what `result` lacks, and write it to `path` after each run."""
+def summarise(runs: list[dict[str, Any]], recipe: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds; the difference to the recipe's runs with the same seeds, in fractions of 1."""
+    of_recipe = {run["seed"]: run["validation_top1"] for run in recipe}
+    values = [run["validation_top1"] for run in runs]
+    differences = [run["validation_top1"] - of_recipe[run["seed"]] for run in runs if run["seed"] in of_recipe]
+    found: dict[str, Any] = {
+        "seeds": len(runs),
+        "validation_top1": {
+            "mean": statistics.mean(values),
+            "standard_deviation": statistics.stdev(values) if len(values) > 1 else None,
+        },
+        "processor_seconds": statistics.mean(run["processor_seconds"] for run in runs),
+        "difference": statistics.mean(differences) if differences else None,
+        "half_interval": None,
+    }
+    if len(differences) > 1:
+        error = statistics.stdev(differences) / len(differences) ** 0.5
+        found["half_interval"] = float(stats.t.ppf(0.975, len(differences) - 1)) * error
+    return found
+
+
+def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds: int) -> None:
+    """Run what `result` lacks, seed by seed, and write it after each run."""
+    steps: dict[str, Any] = result["steps"]
+    commit, writing, cores = result["machine"]["commit"], Lock(), SimpleQueue[int]()
+    for core in sorted(os.sched_getaffinity(0)):
+        cores.put(core)
+
+    def run(name: str, seed: int) -> None:
+        core = cores.get()
+        try:
+            found = train([*overrides, *CHANGES[name]], seed=seed, core=core, folder=folder, cache=folder / "cache")
+        finally:
+            cores.put(core)
+        with writing:
+            steps[name]["runs"].append({**found, "commit": commit})
+            for step in steps.values():
+                if step["runs"]:
+                    step["summary"] = summarise(step["runs"], steps[WHOLE]["runs"])
+            write_result(output, NAME, result)
+            print(f"{name}: {found}", flush=True)
+
+    wanted = []
+    for name, changes in CHANGES.items():
+        steps.setdefault(name, {"overrides": changes, "runs": []})
+    for seed in range(seeds):
+        wanted += [(name, seed) for name in CHANGES if all(of["seed"] != seed for of in steps[name]["runs"])]
     with tempfile.TemporaryDirectory() as directory:
-        cache = Path(directory) / "cache"
-        for seed in range(seeds):
-            for number, (name, changes) in enumerate(list_steps().items()):
-                step = result["steps"].setdefault(name, {"overrides": changes, "runs": []})
-                if any(run["seed"] == seed for run in step["runs"]):
-                    continue
-                arguments, folder = [*overrides, EPOCHS, *changes], Path(directory) / str(number)
-                run = time_ours(RECIPE, arguments, seed=seed, directory=folder, cache=cache)
-                step["runs"].append(run)
-                step["ours"] = summarise(step["runs"])
-                path.write_text(json.dumps(result, indent=1) + "\n")
-                print(name, {key: value for key, value in run.items() if key != "curve"}, flush=True)
+        folder = Path(directory)
+        environment = os.environ | {"VIT_CACHE": str(folder / "cache")}
+        decode = ["train", RECIPE, *overrides, "--dry-run", "--output", str(folder / "decoded")]
+        subprocess.run([sys.executable, "-m", "vit", *decode], env=environment, check=True, stdout=subprocess.DEVNULL)
+        with ThreadPoolExecutor(cores.qsize()) as pool:
+            for done in [pool.submit(run, *each) for each in wanted]:
+                done.result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     options = parser.parse_intermixed_args()
-    machine = describe_conditions("cpu")
-    path = options.output / f"ablation-cifar10-cpu-{machine_slug(machine['device'])}.json"
-    result = {"recipe": RECIPE, "machine": machine, "steps": {}}
-    measure(json.loads(path.read_text()) if path.exists() else result, path, options.overrides, seeds=options.seeds)
+    result: dict[str, Any] = {"recipe": RECIPE, "settings": SHORT, "machine": describe_conditions("cpu"), "steps": {}}
+    path = find_result(options.output, NAME, result["machine"])
+    if path.exists():
+        result["steps"] = json.loads(path.read_text())["steps"]
+    measure(result, options.output, options.overrides, seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -161,19 +161,23 @@ def build_minutes(results: Results) -> str:
 
 
 def build_ablation(ablations: Results) -> str:
-    """The steps of each ablation up to the recipe, and the alternatives that were not taken."""
+    """The recipe of each ablation, and what one change each makes of it."""
     lines: list[str] = []
     for ablation in ablations.values():
+        recipe = name_recipe(ablation | {"overrides": ablation["settings"]})
         lines += [
-            f"| ablation of {name_recipe(ablation | {'overrides': []})} | test top-1 | seconds | seeds |",
-            "|---|---|---|---|",
+            f"| {recipe} | validation top-1 | difference, points | processor seconds | seeds |",
+            "|---|---|---|---|---|",
         ]
-        for number, (name, step) in enumerate(ablation["steps"].items()):
-            label = name if number == 0 or name.startswith("+") else f"instead: {name}"
-            warm = any(not run["cold"] for run in step["runs"])
+        for name, step in ablation["steps"].items():
+            if not (found := step.get("summary")):
+                continue
+            half = "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
+            unchanged = not step["overrides"] or found["difference"] is None
+            difference = "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
             lines.append(
-                f"| {label} | {format_accuracy(step['ours']['test_top1'])} | "
-                f"{mean_seconds(step['runs'], cold=not warm)} | {step['ours']['seeds']} |"
+                f"| {name} | {format_accuracy(found['validation_top1'])} | {difference} | "
+                f"{found['processor_seconds']:.0f} | {found['seeds']} |"
             )
     return "\n".join(lines)
 

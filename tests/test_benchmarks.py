@@ -1,7 +1,6 @@
 """The tables of results say what the result files say."""
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import growth
 import growth_models
 import numpy as np
 import pytest
-from ablation import CHANGES, RECIPE, list_steps
+from ablation import CHANGES, RECIPE, SHORT, summarise
 from PIL import Image
 from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
 from time_to_accuracy import compare
@@ -60,26 +59,31 @@ def test_an_accuracy_comes_with_its_spread(metric: dict[str, Any] | None, text: 
     assert format_accuracy(metric) == text
 
 
-def test_an_ablation_step_has_one_change_more_than_the_one_before() -> None:
-    steps = list(list_steps().values())
-    configs = [flatten_config(load_config(ROOT / RECIPE, changes)) for changes in steps[: len(CHANGES) + 1]]
-    assert configs[-1] == flatten_config(load_config(ROOT / RECIPE))
-    for number, (before, after) in enumerate(pairwise(configs)):
-        changed = {key for key in after if before[key] != after[key]}
-        assert changed == {item.split("=")[0] for item in list(CHANGES.values())[number]}
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_of_the_ablation_changes_the_recipe(name: str) -> None:
+    recipe, changed = (flatten_config(load_config(ROOT / RECIPE, [*SHORT, *more])) for more in ([], CHANGES[name]))
+    found = {key for key in changed if recipe[key] != changed[key]}
+    assert found == {item.split("=")[0] for item in CHANGES[name]}
 
 
-def test_the_ablation_tells_its_steps_from_the_alternatives() -> None:
-    def make_step(top1: float, *seconds: float) -> dict[str, Any]:
-        runs = [{"seconds": of, "cold": number == 0} for number, of in enumerate(seconds)]
-        metric = {"mean": top1, "standard_deviation": None}
-        return {"runs": runs, "ours": {"seeds": len(runs), "test_top1": metric}}
+def test_the_ablation_compares_runs_of_the_same_seed() -> None:
+    def make_runs(*top1: float) -> list[dict[str, Any]]:
+        return [{"seed": seed, "validation_top1": of, "processor_seconds": 60.0} for seed, of in enumerate(top1)]
 
-    steps = {"first": make_step(0.5, 100), "+ y": make_step(0.6, 200, 110), "x": make_step(0.4, 90)}
-    assert build_ablation({"ablation-a": {"recipe": "configs/a.yaml", "steps": steps}}).splitlines()[2:] == [
-        "| first | 50.0 % | 100 | 1 |",
-        "| + y | 60.0 % | 110 | 2 |",
-        "| instead: x | 40.0 % | 90 | 1 |",
+    recipe = make_runs(0.80, 0.81, 0.82)
+    summary = summarise(make_runs(0.79, 0.81, 0.80), recipe)
+    # differences of −1, 0 and −2 points: a standard error of 1/√3, and Student's factor of 4.303 for two degrees
+    assert summary["difference"] == pytest.approx(-0.01)
+    assert summary["half_interval"] == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
+    steps = {
+        "the recipe": {"overrides": [], "runs": recipe, "summary": summarise(recipe, recipe)},
+        "x": {"overrides": ["a.b=1"], "runs": make_runs(0.79, 0.81, 0.80), "summary": summary},
+        "y": {"overrides": ["a.b=2"], "runs": []},
+    }
+    table = build_ablation({"ablation-a": {"recipe": "configs/a.yaml", "settings": [], "steps": steps}})
+    assert table.splitlines()[2:] == [
+        "| the recipe | 81.0 ± 1.0 % |  | 60 | 3 |",
+        "| x | 80.0 ± 1.0 % | −1.0 ± 2.5 | 60 | 3 |",
     ]
 
 

@@ -34,7 +34,6 @@ _MEASURED_STEPS = 3
 # blocks at 64 px gave 80.6 % in a third of the time (2 cores, one seed). Cutmix, weight decay of 0.1 and 80 epochs gave
 # 84.7 and 82.4 % on 1,525 and 1,601 other images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
 _ENOUGH_PHOTOS = 3000
-_PHOTO_AUGMENTATION = {"resized_crop_scale": [0.35, 1.0], "flip": "random", "color_jitter": 0.2}
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,11 @@ def _list_candidates(images: _Images) -> list[_Candidate]:
         return [_Candidate("cifar10/cpu-20-minutes", own, side, 20), _Candidate("cifar10/cpu", own, side)]
     large, small = min(side, 128), min(side, 64)
     if images.count < _ENOUGH_PHOTOS:
-        return [_Candidate("cifar10/cpu", f"{side} px would be overfitted by {images.count:,} images", small)]
+        return [_Candidate("folder/small", f"{side} px would be overfitted by {images.count:,} images", small)]
     found = [_Candidate("imagenette/cpu", f"{side} px take more time", large, 12)]
     if on_gpu:
         found.insert(0, _Candidate("imagenette/gpu", f"{side} px take more time", large, 30))
-    return [*found, _Candidate("cifar10/cpu", f"the minutes are too few for more of {side} px", small)]
+    return [*found, _Candidate("folder/small", f"the minutes are too few for more of {side} px", small)]
 
 
 def _adapt(candidate: _Candidate, images: _Images, given: dict[str, Any]) -> dict[str, Any]:
@@ -122,12 +121,9 @@ def _adapt(candidate: _Candidate, images: _Images, given: dict[str, Any]) -> dic
     # the power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000, and four times that on GPUs
     train["batch_size"] = max(2 ** round(math.log2(2 * images.count) / 2), 8)
     train["batch_size"] *= 4 if images.device.type == "cuda" else 1
-    if candidate.recipe == "cifar10/cpu" and images.side > 48:  # its model for photos
-        values["augment"] = dict(_PHOTO_AUGMENTATION)
-        del train["image_sizes"]
-        if images.count < _ENOUGH_PHOTOS:
-            values["augment"]["cutmix"] = 1.0
-            values["optimizer"]["weight_decay"] = 0.1
+    if candidate.recipe == "folder/small" and images.count < _ENOUGH_PHOTOS:
+        values["augment"]["cutmix"] = 1.0
+        values["optimizer"]["weight_decay"] = 0.1
     elif candidate.recipe.startswith("imagenette") and images.count < 2 * _ENOUGH_PHOTOS:
         model["drop_path_rate"] = 0.1
     if "preset" in given_model:
@@ -158,7 +154,7 @@ def _shorten(sides: tuple[int, int]) -> int | list[int]:
 
 
 def _measure_rate(config: Config, images: _Images) -> float:
-    """Images that are trained on in a second, over the sizes of the run."""
+    """Images that are trained on in a second, over the sizes and the dropped patches of the run."""
     model, _ = build_model(config, num_classes=images.num_classes, pretrained=images.pretrained)
     model.to(images.device)
     size, batch_size = as_pair(config.data.image_size, name="data.image_size"), config.train.batch_size
@@ -173,8 +169,8 @@ def _measure_rate(config: Config, images: _Images) -> float:
         start = time.perf_counter()
         float(step(batch, torch.zeros(batch_size, dtype=torch.int64, device=images.device)).loss)
         seconds.append(time.perf_counter() - start)
-    pixels = [math.prod(plan.image_size(epoch) or size) / math.prod(size) for epoch in range(plan.epochs)]
-    return batch_size * plan.epochs / (min(seconds[1:]) * sum(pixels))
+    work = sum(plan.relative_work(epoch, size) for epoch in range(plan.epochs))
+    return batch_size * plan.epochs / (min(seconds[1:]) * work)
 
 
 def _set_length(values: dict[str, Any], images: _Images, *, epochs: float, given: dict[str, Any]) -> None:
@@ -199,8 +195,8 @@ def _explain(
     held = images.minutes * 60 * _TRAINING_FRACTION * rate / images.count
     minutes = f"{images.minutes:g} minutes (--minutes) on this {images.device.type.upper()}, {rate:,.0f} images/s"
     enough = f"enough for {images.count:,} images; {minutes}, hold {held:,.0f}"
-    is_photo = candidate.recipe == "cifar10/cpu" and images.side > 48
-    is_regularised = config.model.drop_path_rate > 0 or (is_photo and images.count < _ENOUGH_PHOTOS)
+    is_small = candidate.recipe == "folder/small" and images.count < _ENOUGH_PHOTOS
+    is_regularised = config.model.drop_path_rate > 0 or is_small
     chosen = {
         "image size": (("data.image_size", "model.patch_size"), candidate.why),
         "architecture": (("model.stem", "model.embed_dim", "model.depth"), recipe),
@@ -208,7 +204,7 @@ def _explain(
         "batch": (("train.batch_size",), recipe if init else f"near √(2 × {images.count:,} images)"),
         "augmentation": (
             ("augment.resized_crop_scale", "augment.crop_padding", "augment.flip", "augment.mixup", "augment.cutmix"),
-            f"{'for photos' if is_photo else recipe}; set augment.flip=none where left and right matter, as in letters",
+            f"{recipe}; set augment.flip=none where left and right matter, as in letters",
         ),
         "regularisation": (
             ("train.label_smoothing", "optimizer.weight_decay", "model.drop_path_rate"),

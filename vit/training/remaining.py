@@ -1,6 +1,5 @@
 """How long a run will still take, measured as it goes on."""
 
-import math
 import time
 from collections import deque
 from statistics import median
@@ -8,20 +7,16 @@ from statistics import median
 from vit.training.plan import TrainingPlan
 
 _MEASURED = 40  # of the last times between two reports of steps
-_OF_PATCHES = 0.6  # of a step's time, that falls with the patches that are kept; cifar10/cpu with its residual stem
 _OUTLIER = 3.0  # times the median: a step that was compiled first, or a machine that was busy
 
 
 class RemainingTime:
-    """Told what an observer is told. A step's time is taken as proportional to its pixels, a part of it to the
-    patches that it keeps, and what comes after an epoch, mostly the evaluation, as what it took before."""
+    """Told what an observer is told. A step's time is taken as `TrainingPlan.relative_work` says, and what comes after
+    an epoch, mostly the evaluation, as what it took before."""
 
     def __init__(self, plan: TrainingPlan, *, image_size: tuple[int, int]) -> None:
         self.plan = plan
-        sizes = [plan.image_size(epoch) or image_size for epoch in range(plan.epochs)]
-        kept = [1 - _OF_PATCHES * plan.patch_drop_rate(epoch) for epoch in range(plan.epochs)]
-        # of a step, by epoch
-        self._work = [math.prod(size) / math.prod(image_size) * share for size, share in zip(sizes, kept, strict=True)]
+        self._work = [plan.relative_work(epoch, image_size) for epoch in range(plan.epochs)]  # of a step, by epoch
         self._rates: deque[float] = deque(maxlen=_MEASURED)  # seconds a unit of work
         self._after: deque[float] = deque(maxlen=5)  # seconds, of epochs that were evaluated
         self._place = self._ended = (0, 0.0)  # the last report, and the last end of an epoch: step, time
