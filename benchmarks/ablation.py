@@ -32,10 +32,12 @@ WHOLE = "the recipe"
 # each with the settings that it replaces
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
-    "all patches in all epochs": ["train.patch_drop_rates=null"],
+    "all patches": ["train.patch_drop_rates=null"],
     "all patches, 24 px until 60 %": ["train.patch_drop_rates=null", "train.image_sizes=[[0.6,0.75],[1,1]]"],
-    "a quarter of the patches in all epochs": ["train.patch_drop_rates=[[1,0.75]]"],
-    "half of the patches until 80 %": ["train.patch_drop_rates=[[0.8,0.5],[1,0]]"],
+    "half of the patches until 80 %, then all": ["train.patch_drop_rates=[[0.8,0.5],[1,0]]"],
+    "half of the patches at 24 px until 50 %": [
+        "train.patch_drop_rates=[[0.5,0.5],[0.9,0.75],[1,0.5]]", "train.image_sizes=[[0.5,0.75],[1,1]]",
+    ],
     "AdamW for Muon": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
     "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
     "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
@@ -53,7 +55,7 @@ CHANGES: dict[str, list[str]] = {
     "random flips": ["augment.flip=random"],
     "cutout of 8 px": ["augment.cutout=8"],
     "batches of 128": ["train.batch_size=128"],
-}
+}  # fmt: skip
 
 
 def train(overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path) -> dict[str, Any]:
