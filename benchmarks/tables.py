@@ -177,7 +177,7 @@ def build_ablation(ablations: Results) -> str:
             difference = "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
             lines.append(
                 f"| {name} | {format_accuracy(found['validation_top1'])} | {difference} | "
-                f"{found['processor_seconds']:.0f} | {found['seeds']} |"
+                f"{'' if found['processor_seconds'] is None else round(found['processor_seconds'])} | {found['seeds']} |"
             )
     return "\n".join(lines)
 
