@@ -53,7 +53,9 @@ def place_map(
     (width, height), (rows, columns) = geometry.original_size, values.shape
     across = _axis_weights(size[0], width, start=left, stop=right, cells=columns, smooth=smooth)
     down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows, smooth=smooth)
-    placed = (down @ values.astype(np.float64) @ across.T).astype(np.float32)
+    # not by @: numpy's threads for products would wait, busily, on the cores that the model works on
+    lines = np.einsum("hr,rc->hc", down, values.astype(np.float64))
+    placed = np.einsum("hc,wc->hw", lines, across).astype(np.float32)
     inside = [weights.sum(axis=1).round().astype(np.float32) for weights in (down, across)]
     return placed, np.outer(*inside)
 
