@@ -223,6 +223,13 @@ def build_tables(result: dict[str, Any]) -> str:
     if costs:
         header = ["model", "methods", "formats", *(f"images/s {title}" for title in CHECKS), "times as long"]
         tables.append(to_markdown(header, costs))
+    differences = [
+        f"{100 * measured['largest_difference_of_bfloat16']:.1f} % of a map's range ({model})"
+        for model, measured in result["programs"].items()
+        if "largest_difference_of_bfloat16" in measured
+    ]
+    rounded = f" Maps in bfloat16 differ by at most {', '.join(differences)}." if differences else ""
+    tables.append(f"{result['machine']['device']}, commit {result['machine']['commit']}.{rounded}")
     return "\n\n".join(tables)
 
 

@@ -175,10 +175,9 @@ def build_ablation(ablations: Results) -> str:
             half = "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
             unchanged = not step["overrides"] or found["difference"] is None
             difference = "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
-            lines.append(
-                f"| {name} | {format_accuracy(found['validation_top1'])} | {difference} | "
-                f"{'' if found['processor_seconds'] is None else round(found['processor_seconds'])} | {found['seeds']} |"
-            )
+            seconds = "" if found["processor_seconds"] is None else round(found["processor_seconds"])
+            top1 = format_accuracy(found["validation_top1"])
+            lines.append(f"| {name} | {top1} | {difference} | {seconds} | {found['seeds']} |")
     return "\n".join(lines)
 
 

@@ -145,7 +145,9 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
         "ratios": {"x / vit-explain, rollout": 2.5},
     }
     cost = {"methods": ["a", "b"], "formats": ["npz"], "without checks": 9.0, "with checks": 3.0, "times": 3.0}
-    tables = attention_programs.build_tables({"programs": {"ViT": programs}, "checks": {"digits": [cost]}})
+    tables = attention_programs.build_tables(
+        {"machine": {"device": "cpu", "commit": "a"}, "programs": {"ViT": programs}, "checks": {"digits": [cost]}}
+    )
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if line]
     assert rows[0] == ["ViT", "images/s", "/ vit-explain, rollout"]
     assert rows[2:4] == [["vit-explain, rollout", "4.0", ""], ["x", "10.0", "2.5 ×"]]

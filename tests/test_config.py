@@ -119,7 +119,9 @@ def test_sizes_follow_the_image_size_and_pixels_stay_pixels() -> None:
 def test_hashes_of_recipes_hold_pixels_as_they_did() -> None:
     """Evaluations on disk are grouped by a hash of this."""
     now = plain_values(load_config(find_recipe("cifar10/cpu-20-minutes")))
-    before = plain_values(load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.6, 24], [1, 32]]"]))
+    before = plain_values(
+        load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.6, 24], [1, 32]]"])
+    )
     assert restore_old_keys(now) == restore_old_keys(before)
     assert restore_old_keys(now)["train"]["image_sizes"] == [[0.6, 24], [1.0, 32]]
 
