@@ -124,6 +124,7 @@ def record_step(config: Config, size: tuple[int, int]) -> Recorded:
     real = draw_batch(config, size)
     with without_memory():
         step = build(config)
+        step.threads = None  # on a GPU none divide the batch
         batch = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in real]
         return record(step, *batch)
 
