@@ -70,11 +70,16 @@ def test_it_is_resumed_to_the_same_weights(cli: Launcher, old: Path, tmp_path: P
     is_same_machine = recorded["torch"] == torch.__version__
     is_same_machine &= recorded["cpu_flags_sha256"] == hashlib.sha256(flags.encode()).hexdigest()
     for name in expected:  # another processor or library may add numbers in another order
-        tolerance = 0.0 if is_same_machine else 1e-5
-        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
-    lines, before = ((path / "metrics.jsonl").read_text().splitlines() for path in (run, old))
-    assert len(lines) == len(before)
-    assert lines[0] == before[0]
+        tolerance, found, before = 0.0 if is_same_machine else 1e-5, weights[name], expected[name]
+        if not is_same_machine and name.endswith("attn.qkv.bias"):
+            # the softmax doesn't depend on the keys' bias: its gradient is rounding alone, which AdamW scales up
+            found, before = (
+                torch.cat([third for i, third in enumerate(b.chunk(3)) if i != 1]) for b in (found, before)
+            )
+        torch.testing.assert_close(found, before, rtol=0, atol=tolerance)
+    lines, logged = ((path / "metrics.jsonl").read_text().splitlines() for path in (run, old))
+    assert len(lines) == len(logged)
+    assert lines[0] == logged[0]
 
 
 def test_its_configuration_has_not_changed(old: Path) -> None:
