@@ -129,8 +129,13 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
         decode = ["train", RECIPE, *overrides, "--dry-run", "--output", str(folder / "decoded")]
         subprocess.run([sys.executable, "-m", "vit", *decode], env=environment, check=True, stdout=subprocess.DEVNULL)
         with ThreadPoolExecutor(cores.qsize()) as pool:
-            for done in [pool.submit(run, *each) for each in wanted]:
-                done.result()
+            runs = [pool.submit(run, *each) for each in wanted]
+            try:
+                for done in runs:
+                    done.result()
+            except BaseException:  # what failed is told now, not after all that waits
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
 def main() -> None:

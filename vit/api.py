@@ -81,7 +81,7 @@ def train(
     Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, `Stopped` of
     `vit.training.signals` after SIGINT or SIGTERM, with the state saved, `LostProcess` where another process ends.
     """
-    from vit.build.train_model import train_model  # what shards a model alone takes a second to import
+    from vit.build.train_model import train_model  # with torch's sharding, which takes a second to import
 
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
