@@ -33,10 +33,10 @@ WHOLE = "the recipe"
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
     "all patches": ["train.patch_drop_rates=null"],
-    "all patches, 24 px until 60 %": ["train.patch_drop_rates=null", "train.image_sizes=[[0.6,0.75],[1,1]]"],
-    "half of the patches until 80 %, then all": ["train.patch_drop_rates=[[0.8,0.5],[1,0]]"],
-    "half of the patches at 24 px until 50 %": [
-        "train.patch_drop_rates=[[0.5,0.5],[0.9,0.75],[1,0.5]]", "train.image_sizes=[[0.5,0.75],[1,1]]",
+    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.3,0],[0.65,0.5],[0.8,0.75],[1,0]]"],
+    "32 px throughout, a quarter of the patches": ["train.image_sizes=null", "train.patch_drop_rates=[[1,0.75]]"],
+    "no epochs at 16 px": [
+        "train.image_sizes=[[0.65,0.75],[1,1]]", "train.patch_drop_rates=[[0.65,0.5],[1,0.75]]",
     ],
     "AdamW for Muon": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
     "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
@@ -48,8 +48,9 @@ CHANGES: dict[str, list[str]] = {
     "class token for mean pooling": ["model.global_pool=token"],
     "learned positions for fixed sine ones": ["model.pos_embed=learned"],
     "query-key norm": ["model.qk_norm=true"],
-    "3 blocks of width 192": ["model.embed_dim=192", "model.depth=3", "model.num_heads=3"],
-    "2 blocks": ["model.depth=2"],
+    "width 192": ["model.embed_dim=192", "model.num_heads=3"],
+    "3 blocks": ["model.depth=3"],
+    "4 blocks": ["model.depth=4"],
     "no averaged weights": ["train.ema_decay=null"],
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],

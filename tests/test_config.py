@@ -87,11 +87,12 @@ def test_a_mistake_is_named_with_its_cure(override: str, message: str) -> None:
 
 RECIPE_SIZES = {
     "cifar10/best": ((0.5, (24, 24)), (1.0, (32, 32))),
-    "cifar10/cpu-20-minutes": ((0.6, (24, 24)), (1.0, (32, 32))),
+    "cifar10/cpu-20-minutes": ((0.3, (16, 16)), (0.65, (24, 24)), (1.0, (32, 32))),
+    "cifar10/cpu": ((0.3, (16, 16)), (0.65, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu-short": ((0.5, (24, 24)), (1.0, (32, 32))),
     "cifar10/speedrun": ((0.5, (24, 24)), (1.0, (32, 32))),
     "cifar100/best": ((0.5, (24, 24)), (1.0, (32, 32))),
-    "imagenette/cpu": ((0.6, (96, 96)), (1.0, (128, 128))),
+    "imagenette/cpu": ((0.3, (64, 64)), (0.65, (96, 96)), (1.0, (128, 128))),
     "imagenette/gpu": ((0.5, (96, 96)), (1.0, (128, 128))),
 }
 
@@ -108,9 +109,10 @@ def test_the_recipes_fractions_are_the_sizes_that_were_measured(name: str, expec
 
 
 def test_sizes_follow_the_image_size_and_pixels_stay_pixels() -> None:
-    config = load_config(find_recipe("cifar10/cpu-20-minutes"), ["data.image_size=[64, 96]"])
+    sizes = "train.image_sizes=[[0.6, 0.75], [1, 1]]"
+    config = load_config(None, [sizes, "data.image_size=[64, 96]", "model.patch_size=4"])
     assert resolve(config) == ((0.6, (48, 72)), (1.0, (64, 96)))
-    config = load_config(find_recipe("cifar10/cpu-20-minutes"), ["data.image_size=[64, 96]", "model.patch_size=16"])
+    config = load_config(None, [sizes, "data.image_size=[64, 96]", "model.patch_size=16"])
     assert resolve(config)[0] == (0.6, (48, 64))  # whole patches: 4.5 rounds to 4
     older = load_config(None, ["data.image_size=64", "train.image_sizes=[[0.6, 24], [1, [32, 48]]]"])
     assert resolve(older) == ((0.6, (24, 24)), (1.0, (32, 48)))
@@ -120,10 +122,10 @@ def test_hashes_of_recipes_hold_pixels_as_they_did() -> None:
     """Evaluations on disk are grouped by a hash of this."""
     now = plain_values(load_config(find_recipe("cifar10/cpu-20-minutes")))
     before = plain_values(
-        load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.6, 24], [1, 32]]"])
+        load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.3, 16], [0.65, 24], [1, 32]]"])
     )
     assert restore_old_keys(now) == restore_old_keys(before)
-    assert restore_old_keys(now)["train"]["image_sizes"] == [[0.6, 24], [1.0, 32]]
+    assert restore_old_keys(now)["train"]["image_sizes"] == [[0.3, 16], [0.65, 24], [1.0, 32]]
 
 
 OLD_AND_NEW = [
