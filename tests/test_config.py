@@ -87,7 +87,7 @@ def test_a_mistake_is_named_with_its_cure(override: str, message: str) -> None:
 
 RECIPE_SIZES = {
     "cifar10/best": ((0.5, (24, 24)), (1.0, (32, 32))),
-    "cifar10/cpu-20-minutes": ((0.3, (16, 16)), (0.65, (24, 24)), (1.0, (32, 32))),
+    "cifar10/cpu-20-minutes": ((0.6, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu": ((0.3, (16, 16)), (0.65, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu-short": ((0.5, (24, 24)), (1.0, (32, 32))),
     "cifar10/speedrun": ((0.5, (24, 24)), (1.0, (32, 32))),
@@ -122,10 +122,10 @@ def test_hashes_of_recipes_hold_pixels_as_they_did() -> None:
     """Evaluations on disk are grouped by a hash of this."""
     now = plain_values(load_config(find_recipe("cifar10/cpu-20-minutes")))
     before = plain_values(
-        load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.3, 16], [0.65, 24], [1, 32]]"])
+        load_config(find_recipe("cifar10/cpu-20-minutes"), ["train.image_sizes=[[0.6, 24], [1, 32]]"])
     )
     assert restore_old_keys(now) == restore_old_keys(before)
-    assert restore_old_keys(now)["train"]["image_sizes"] == [[0.3, 16], [0.65, 24], [1.0, 32]]
+    assert restore_old_keys(now)["train"]["image_sizes"] == [[0.6, 24], [1.0, 32]]
 
 
 OLD_AND_NEW = [
