@@ -82,7 +82,8 @@ class TrainStep:
         self.average: nn.Module | None = None
         if self.ema_decay:
             self.average = (average_model or copy.deepcopy(self.module)).eval().requires_grad_(False)
-        self._forward = torch.compile(self._compute_loss) if compile else self._compute_loss
+        # from the third image size on torch would make sizes symbols, which a CUDA graph cannot have
+        self._forward = torch.compile(self._compute_loss, dynamic=False) if compile else self._compute_loss
         self.timer = Timer()  # of what waits for no other process
         if isinstance(self.model, FSDPModule):
             self.timer.watch(self.model.get_submodule("blocks"))
