@@ -50,7 +50,7 @@ def load_results(kind: str) -> Results:
 
 
 def choose_unchanged(found: Results, start: str = "") -> Results:
-    """The results of packaged recipes as they are, whose names begin with `start`."""
+    """Those named `start`…, of recipes as packaged: `name_recipe` puts changes into further backquotes."""
     return {key: of for key, of in found.items() if key.startswith(f"recipe-{start}") and "` `" not in name_recipe(of)}
 
 
