@@ -33,28 +33,28 @@ WHOLE = "the recipe"
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
     "all patches": ["train.patch_drop_rates=null"],
-    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.3,0],[0.65,0.5],[0.8,0.75],[1,0]]"],
     "32 px throughout, a quarter of the patches": ["train.image_sizes=null", "train.patch_drop_rates=[[1,0.75]]"],
     "no epochs at 16 px": [
         "train.image_sizes=[[0.65,0.75],[1,1]]", "train.patch_drop_rates=[[0.65,0.5],[1,0.75]]",
     ],
     "AdamW for Muon": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
-    "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
-    "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
     "no residual convolution in the stem": ["model.stem=conv_pool"],
-    "strided convolutions in the stem": ["model.stem=conv"],
     "patchify stem": ["model.stem=patch"],
     "GELU for ReLU²": ["model.mlp=gelu"],
     "class token for mean pooling": ["model.global_pool=token"],
     "learned positions for fixed sine ones": ["model.pos_embed=learned"],
-    "query-key norm": ["model.qk_norm=true"],
     "width 192": ["model.embed_dim=192", "model.num_heads=3"],
     "3 blocks": ["model.depth=3"],
-    "4 blocks": ["model.depth=4"],
     "no averaged weights": ["train.ema_decay=null"],
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],
     "cutout of 8 px": ["augment.cutout=8"],
+    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.3,0],[0.65,0.5],[0.8,0.75],[1,0]]"],
+    "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
+    "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
+    "strided convolutions in the stem": ["model.stem=conv"],
+    "query-key norm": ["model.qk_norm=true"],
+    "4 blocks": ["model.depth=4"],
     "batches of 128": ["train.batch_size=128"],
 }  # fmt: skip
 
@@ -119,11 +119,10 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
             write_result(output, NAME, result)
             print(f"{name}: {found}", flush=True)
 
-    wanted = []
+    wanted = []  # all seeds of a change in turn, so that a measurement that is stopped has whole rows
     for name, changes in CHANGES.items():
-        steps.setdefault(name, {"overrides": changes, "runs": []})
-    for seed in range(seeds):
-        wanted += [(name, seed) for name in CHANGES if all(of["seed"] != seed for of in steps[name]["runs"])]
+        done = {each["seed"] for each in steps.setdefault(name, {"overrides": changes, "runs": []})["runs"]}
+        wanted += [(name, seed) for seed in range(seeds) if seed not in done]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         environment = os.environ | {"VIT_CACHE": str(folder / "cache")}
@@ -132,8 +131,8 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
         with ThreadPoolExecutor(cores.qsize()) as pool:
             runs = [pool.submit(run, *each) for each in wanted]
             try:
-                for done in runs:
-                    done.result()
+                for each in runs:
+                    each.result()
             except BaseException:  # what failed is told now, not after all that waits
                 pool.shutdown(cancel_futures=True)
                 raise
