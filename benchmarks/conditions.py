@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ _GENERATIONS = {
 def describe_conditions(device: torch.device | str) -> dict[str, Any]:
     """Machine, command, commit and versions, as they are now. Of a CPU its rate of bfloat16 products of matrices, of
     16,384 tokens of width 192 with 768 × 192 weights, with all threads."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    commit = git(["git", "describe", "--always"]).stdout.strip()
+    # results change while they are measured, seed by seed; they are no part of what is measured
+    changed = git(["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]).returncode == 1
     name, device = describe_device(torch.device(device)), torch.device(device)
     return {
         "device": name.replace(", ", f", {_name_generation()}, ", 1) if device.type == "cpu" else name,
@@ -38,7 +40,7 @@ def describe_conditions(device: torch.device | str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
+        "commit": f"{commit}-dirty" if changed else commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
