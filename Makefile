@@ -34,8 +34,10 @@ docs: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python docs/execute_notebooks.py
 
-# The tables of README.md and docs/benchmarks.md, from benchmarks/results
+# What needs no images and takes under ten minutes in all, measured on this machine, and the tables of the documentation
 results: $(VENV)/.installed
+	for each in step_cost optimizers step_profile contention; do \
+		$(BIN)/python benchmarks/$$each.py --output benchmarks/results || exit 1; done
 	$(BIN)/python benchmarks/tables.py --write
 
 # Minutes to an hour: the long kill test, full-size presets, memory limits

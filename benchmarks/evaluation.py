@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timm.data
 import timm.models
@@ -51,6 +52,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import autocast, choose_device
 from vit.runtime.memory import keep_freed_memory
 
+NAME = "evaluation"
 ARCHITECTURES = {
     32: {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3},
     224: {"img_size": 224, "patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3},  # ViT-Ti/16
@@ -58,6 +60,14 @@ ARCHITECTURES = {
 WORKERS = 2
 VARIANTS, SUITE = ("bare", "vit", "files", "timm"), ("suite", "passes")
 PASSES = len(CORRUPTIONS) * len(SEVERITIES)
+ROWS = {
+    "bare": "forward pass over a tensor in memory",
+    "vit": "`vit evaluate`",
+    "files": "`vit evaluate`, decoding the files first",
+    "timm": "timm's validation loop over the files",
+    "passes": "75 forward passes, not corrupted",
+    "suite": "`vit evaluate --corruptions`, 75 passes",
+}
 
 
 def build_variants(
@@ -198,7 +208,21 @@ def main() -> None:
         }
         result |= {"images_per_second": medians, "rounds": rates, "ratios": ratios}
         result |= {"decoding_images_per_second": round(decoding, 1), "seconds_of_10000_images": seconds}
-        write_result(options.output, f"evaluation-{options.side}px", result)
+        write_result(options.output, f"{NAME}-{options.side}px", result)
+
+
+def build_table(result: dict[str, Any]) -> str:
+    """Images a second of each variant, and what the corruption suite of 10,000 images takes."""
+    rates, seconds = result["images_per_second"], result.get("seconds_of_10000_images", {})
+    lines = ["| variant | images/s | of the forward pass | 10,000 images × 75 corruptions, s |", "|---|---|---|---|"]
+    for name, row in ROWS.items():
+        if name in rates:
+            share, of_suite = f"{rates[name] / rates['bare']:.0%}", seconds.get(name, "")
+            lines.append(f"| {row} | {rates[name]:,.0f} | {share} | {of_suite} |")
+    model, machine = result["model"], result["machine"]
+    of_model = f"embed_dim {model['embed_dim']}, {model['depth']} blocks, patches of {model['patch_size']} px"
+    images = f"{result['num_images']:,} images of {model['img_size']} px"
+    return "\n".join([*lines, "", f"{images}; {of_model}; {machine['device']}, commit {machine['commit']}."])
 
 
 if __name__ == "__main__":

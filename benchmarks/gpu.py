@@ -14,7 +14,7 @@ IMAGES is CIFAR-10 as an image folder (train/ and test/ with a folder for each c
     attention      attention maps beside vit-explain and pytorch-grad-cam (attention_programs.py)
 
 Each part is a process with its own limit of time, so that one that fails or hangs doesn't take the others with it.
-Results are written as each part ends, and gpu-<machine>.json says how each one ended; `make results` makes tables.
+Results are written as each part ends, and gpu-<machine>.json says how each one ended.
 """
 
 import argparse

@@ -9,6 +9,7 @@ A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe wit
 import argparse
 import json
 import re
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import attention_programs
 import class_balance
 import contention
+import evaluation
 import faithfulness
 import gpu
 import growth
@@ -47,6 +49,11 @@ Results = dict[str, dict[str, Any]]
 def load_results(kind: str) -> Results:
     """File name → result, of `recipe-*` or `ablation-*`."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))}
+
+
+def join_tables(build: Callable[[dict[str, Any]], str], kind: str) -> str:
+    """What `build` makes of each result of a kind."""
+    return "\n\n".join(map(build, load_results(kind).values())) or "Not measured yet."
 
 
 def choose_unchanged(found: Results, start: str = "") -> Results:
@@ -181,15 +188,6 @@ def build_ablation(ablations: Results) -> str:
     return "\n".join(lines)
 
 
-def build_faithfulness(results: Results) -> str:
-    """The tables over models of each machine."""
-    return "\n\n".join(faithfulness.build_tables(result["models"]) for result in results.values())
-
-
-def build_attention_programs(results: Results) -> str:
-    return "\n\n".join(map(attention_programs.build_tables, results.values())) or "Not measured yet."
-
-
 def draw_curves(results: Results, path: Path) -> None:
     """Validation accuracy against minutes since process start: ours by seed, and the baseline's."""
     import matplotlib
@@ -248,23 +246,22 @@ def build_tables() -> dict[str, str]:
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
-        "attention-programs": build_attention_programs(load_results(attention_programs.NAME)),
-        "class-balance": "\n\n".join(map(class_balance.build_table, load_results("class-balance").values())),
-        "own-photos": "\n\n".join(map(own_photos.build_table, load_results(own_photos.NAME).values()))
-        or "Not measured yet.",
-        "planted-evidence": "\n\n".join(map(planted_evidence.build_table, load_results("planted-evidence").values())),
-        "processes": "\n\n".join(map(processes.build_table, load_results(processes.NAME).values()))
-        or "Not measured yet.",
-        "contention": "\n\n".join(map(contention.build_table, load_results(contention.NAME).values())),
-        "faithfulness": build_faithfulness(load_results(faithfulness.NAME)),
+        "attention-programs": join_tables(attention_programs.build_tables, attention_programs.NAME),
+        "class-balance": join_tables(class_balance.build_table, "class-balance"),
+        "contention": join_tables(contention.build_table, contention.NAME),
+        "evaluation": join_tables(evaluation.build_table, evaluation.NAME),
+        "faithfulness": join_tables(lambda result: faithfulness.build_tables(result["models"]), faithfulness.NAME),
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
-        "growth": "\n\n".join(map(growth.build_table, load_results(growth.NAME).values())),
-        "step-cost": "\n\n".join(map(step_cost.build_tables, load_results(step_cost.NAME).values())),
-        "start": "\n\n".join(map(start.build_table, load_results(start.NAME).values())) or "Not measured yet.",
-        "step-profile": "\n\n".join(map(step_profile.build_table, load_results(step_profile.NAME).values())),
-        "train-throughput": "\n\n".join(map(train_throughput.build_table, load_results("train-throughput").values())),
-        "transfers": "\n\n".join(map(transfers.build_table, load_results(transfers.NAME).values())),
+        "growth": join_tables(growth.build_table, growth.NAME),
+        "own-photos": join_tables(own_photos.build_table, own_photos.NAME),
+        "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
+        "processes": join_tables(processes.build_table, processes.NAME),
+        "start": join_tables(start.build_table, start.NAME),
+        "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
+        "step-profile": join_tables(step_profile.build_table, step_profile.NAME),
+        "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
+        "transfers": join_tables(transfers.build_table, transfers.NAME),
         "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
     }
 

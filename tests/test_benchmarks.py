@@ -156,7 +156,7 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_what_the_result_files_say(page: Path) -> None:
-    assert fill_page(page.read_text(), build_tables()) == page.read_text(), "run make results"
+    assert fill_page(page.read_text(), build_tables()) == page.read_text(), "run python benchmarks/tables.py --write"
 
 
 def test_an_exponent_is_the_slope_of_the_upper_half_beside_that_of_theory() -> None:

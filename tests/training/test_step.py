@@ -55,6 +55,24 @@ def test_threads_make_the_whole_batchs_step(size, count):
     assert results[1].correct == results[0].correct
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_threads_train_convolutions_as_the_whole_batch_does(optimizer):
+    """Their gradients lie in memory in another order, and torch's fused optimizers read values in that order."""
+
+    def train(threads: BatchThreads | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        options = {"stem": "conv_pool_residual", "global_pool": "avg", "pos_embed": "sincos"}
+        model = VisionTransformer(8, 4, num_classes=5, embed_dim=16, depth=1, num_heads=2, **options)
+        step = build_step(model, optimizer=optimizer, lr=1e-2, threads=threads)
+        for seed in range(2):
+            step(*draw_batch(seed=seed))
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for divided, whole in zip(train(BatchThreads(2)), train(None), strict=True):
+        assert divided.stride() == whole.stride()
+        torch.testing.assert_close(divided, whole, rtol=0, atol=1e-4)
+
+
 def test_threads_draw_the_same_numbers_in_every_run():
     """Which paths are dropped doesn't depend on which thread is first, and no two parts drop the same."""
 

@@ -153,6 +153,9 @@ class TrainStep:
             correct += some_correct
             total = _add(total, gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
+            if gradient is not None and gradient.stride() != parameter.stride():
+                # a convolution's: torch's fused optimizers on a CPU take weight and gradient in the order of memory
+                gradient = torch.empty_like(parameter).copy_(gradient)
             parameter.grad = gradient
         return loss, correct
 
