@@ -34,10 +34,10 @@ CHANGES: dict[str, list[str]] = {
     WHOLE: [],
     "all patches": ["train.patch_drop_rates=null"],
     "32 px throughout, a quarter of the patches": ["train.image_sizes=null", "train.patch_drop_rates=[[1,0.75]]"],
-    "no epochs at 16 px": [
-        "train.image_sizes=[[0.65,0.75],[1,1]]", "train.patch_drop_rates=[[0.65,0.5],[1,0.75]]",
+    "16 px in the first 30 %, all patches": [
+        "train.image_sizes=[[0.3,0.5],[0.65,0.75],[1,1]]", "train.patch_drop_rates=[[0.3,0],[0.65,0.5],[1,0.75]]",
     ],
-    "AdamW for Muon": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
+    "AdamW for Muon, learning rate 0.001": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
     "no residual convolution in the stem": ["model.stem=conv_pool"],
     "patchify stem": ["model.stem=patch"],
     "GELU for ReLU²": ["model.mlp=gelu"],
@@ -49,7 +49,7 @@ CHANGES: dict[str, list[str]] = {
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],
     "cutout of 8 px": ["augment.cutout=8"],
-    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.3,0],[0.65,0.5],[0.8,0.75],[1,0]]"],
+    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.65,0.5],[0.8,0.75],[1,0]]"],
     "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
     "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
     "strided convolutions in the stem": ["model.stem=conv"],
@@ -147,7 +147,8 @@ def main() -> None:
     result: dict[str, Any] = {"recipe": RECIPE, "settings": SHORT, "machine": describe_conditions("cpu"), "steps": {}}
     path = find_result(options.output, NAME, result["machine"])
     if path.exists():
-        result["steps"] = json.loads(path.read_text())["steps"]
+        before = json.loads(path.read_text())
+        result = before | result | {"steps": before["steps"]}
     measure(result, options.output, options.overrides, seeds=options.seeds)
 
 
