@@ -172,6 +172,7 @@ def build_ablation(ablations: Results) -> str:
     lines: list[str] = []
     for ablation in ablations.values():
         recipe = name_recipe(ablation | {"overrides": ablation["settings"]})
+        lines += [""] if lines else []
         lines += [
             f"| {recipe} | validation top-1 | difference, points | processor seconds | seeds |",
             "|---|---|---|---|---|",
