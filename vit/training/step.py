@@ -149,14 +149,11 @@ class TrainStep:
         total: Gradients = [None] * len(parameters)
         parts = _split(images, targets, threads.count * -(-self.grad_accum_steps // threads.count))
         for some_loss, some_correct, gradients in threads.map(run, parts, is_random=True):
-            loss += some_loss
-            correct += some_correct
-            total = _add(total, gradients)
+            loss, correct, total = loss + some_loss, correct + some_correct, _add(total, gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
-            if gradient is not None and gradient.stride() != parameter.stride():
-                # a convolution's: torch's fused optimizers on a CPU take weight and gradient in the order of memory
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            parameter.grad = gradient
+            # torch's fused optimizers on a CPU read both in the order of memory; a convolution's gradient has another
+            is_alike = gradient is None or gradient.stride() == parameter.stride()
+            parameter.grad = gradient if is_alike else torch.empty_like(parameter).copy_(cast(Tensor, gradient))
         return loss, correct
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
