@@ -34,7 +34,7 @@ docs: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python docs/execute_notebooks.py
 
-# What needs no images and takes under ten minutes in all, measured on this machine, and the tables of the documentation
+# Steps' cost on paper, optimizers, a step's profile and other processes' effect, measured here; the tables of the pages
 results: $(VENV)/.installed
 	for each in step_cost optimizers step_profile contention; do \
 		$(BIN)/python benchmarks/$$each.py --output benchmarks/results || exit 1; done
