@@ -4,7 +4,8 @@
 
 Runs have one thread each, as many at once as there are cores. A change's difference is that to the recipe with the same
 seed: the mean over the seeds and Student's 95 % interval of it. The test images are not used. Seconds are the
-processor's, of all that a run does. The result is written after every run, and runs that it holds are not repeated.
+processor's, of all that a run does. The result is written after every run, and runs that it holds are not repeated; a
+result of another configuration is refused.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from typing import Any
 
 from conditions import describe_conditions, find_result, write_result
 from scipy import stats
+from time_to_accuracy import describe_config
 
+from vit.config import load_config
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 NAME = "ablation-cifar10-cpu"
@@ -144,10 +147,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     options = parser.parse_intermixed_args()
-    result: dict[str, Any] = {"recipe": RECIPE, "settings": SHORT, "machine": describe_conditions("cpu"), "steps": {}}
-    path = find_result(options.output, NAME, result["machine"])
+    machine = describe_conditions("cpu")
+    config = describe_config(load_config(Path(RECIPE), [*options.overrides, *SHORT]))
+    result = {"recipe": RECIPE, "settings": SHORT, "config": config, "machine": machine, "steps": {}}
+    path = find_result(options.output, NAME, machine)
     if path.exists():
         before = json.loads(path.read_text())
+        if before.get("config", config) != config:
+            raise SystemExit(f"{path} is of another configuration; move it away to begin again")
         result = before | result | {"steps": before["steps"]}
     measure(result, options.output, options.overrides, seeds=options.seeds)
 
