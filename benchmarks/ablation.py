@@ -35,30 +35,30 @@ WHOLE = "the recipe"
 # each with the settings that it replaces
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
-    "all patches": ["train.patch_drop_rates=null"],
-    "32 px throughout, a quarter of the patches": ["train.image_sizes=null", "train.patch_drop_rates=[[1,0.75]]"],
-    "16 px in the first 30 %, all patches": [
+    "a half of the patches dropped at 24 px, three quarters at 32 px": ["train.patch_drop_rates=[[0.65,0.5],[1,0.75]]"],
+    "32 px throughout, three quarters of the patches dropped": [
+        "train.image_sizes=null", "train.patch_drop_rates=[[1,0.75]]",
+    ],
+    "16 px, 24 px with a half of the patches dropped, 32 px with three quarters": [
         "train.image_sizes=[[0.3,0.5],[0.65,0.75],[1,1]]", "train.patch_drop_rates=[[0.3,0],[0.65,0.5],[1,0.75]]",
     ],
+    "32 px throughout": ["train.image_sizes=null"],
     "AdamW for Muon, learning rate 0.001": ["optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.weight_decay=0.05"],
-    "no residual convolution in the stem": ["model.stem=conv_pool"],
     "patchify stem": ["model.stem=patch"],
+    "no residual convolution in the stem": ["model.stem=conv_pool"],
     "GELU for ReLU²": ["model.mlp=gelu"],
     "class token for mean pooling": ["model.global_pool=token"],
     "learned positions for fixed sine ones": ["model.pos_embed=learned"],
-    "width 192": ["model.embed_dim=192", "model.num_heads=3"],
-    "3 blocks": ["model.depth=3"],
     "no averaged weights": ["train.ema_decay=null"],
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],
+    "3 blocks": ["model.depth=3"],
+    "width 192": ["model.embed_dim=192", "model.num_heads=3"],
+    "query-key norm": ["model.qk_norm=true"],
+    "batches of 128": ["train.batch_size=128"],
     "cutout of 8 px": ["augment.cutout=8"],
-    "all patches in the last 20 %": ["train.patch_drop_rates=[[0.65,0.5],[0.8,0.75],[1,0]]"],
     "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
     "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
-    "strided convolutions in the stem": ["model.stem=conv"],
-    "query-key norm": ["model.qk_norm=true"],
-    "4 blocks": ["model.depth=4"],
-    "batches of 128": ["train.batch_size=128"],
 }  # fmt: skip
 
 

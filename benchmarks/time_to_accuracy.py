@@ -8,7 +8,7 @@ code is compiled), the others find them. Its test accuracy is `vit evaluate`'s, 
 validation split, with and without the mirrored image. The baseline is `timm_baseline.py`.
 
 Times are of the wall clock from the start of the process; both include validation. The result is written after every
-seed; with --continue the seeds that it has are not run again.
+seed; with --continue what it has is not run again.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--baseline-epochs", type=int, default=10)
     parser.add_argument("--baseline-seconds", type=float, default=float("inf"), help="stop it after an epoch")
     parser.add_argument("--target", type=float, default=0.75, help="validation top-1 to time")
-    parser.add_argument("--continue", action="store_true", dest="goes_on", help="run only seeds that the result lacks")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="run only what the result lacks")
     parser.add_argument("--name", help="of the result; default: the recipe's path")
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_intermixed_args()
@@ -184,15 +184,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder, cache = Path(directory), Path(directory) / "cache"
         for seed in range(options.seeds):
-            if any(run["seed"] == seed for run in ours):
-                continue
-            ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
-            described = describe_recipe(options, config, folder / f"seed-{seed}")
-            print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
+            is_new = all(run["seed"] != seed for run in ours)
+            if is_new:
+                ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
+                result = result | describe_recipe(options, config, folder / f"seed-{seed}")
+                print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
             if options.baseline and len(baseline) < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))
+            elif not is_new:
+                continue
             measured_on = earlier.get("baseline_machine") or earlier.get("machine") or machine
-            result = described | {
+            result = result | {
                 "machine": machine,
                 "ours": summarise(ours),
                 "baseline": summarise(baseline) if baseline else None,
