@@ -56,6 +56,7 @@ CHANGES: dict[str, list[str]] = {
     "width 192": ["model.embed_dim=192", "model.num_heads=3"],
     "query-key norm": ["model.qk_norm=true"],
     "batches of 128": ["train.batch_size=128"],
+    "crops of images padded by 2 px": ["augment.crop_padding=2"],
     "cutout of 8 px": ["augment.cutout=8"],
     "Muon's learning rate 0.012": ["optimizer.muon_lr=0.012"],
     "Muon's learning rate 0.03": ["optimizer.muon_lr=0.03"],
