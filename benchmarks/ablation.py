@@ -154,7 +154,7 @@ def main() -> None:
     path = find_result(options.output, NAME, machine)
     if path.exists():
         before = json.loads(path.read_text())
-        if before.get("config", config) != config:
+        if before["config"] != config:
             raise SystemExit(f"{path} is of another configuration; move it away to begin again")
         result = before | result | {"steps": before["steps"]}
     measure(result, options.output, options.overrides, seeds=options.seeds)
