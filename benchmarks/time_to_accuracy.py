@@ -195,7 +195,7 @@ def main() -> None:
                 continue
             measured_on = earlier.get("baseline_machine") or earlier.get("machine") or machine
             result = result | {
-                "machine": machine,
+                "machine": machine if is_new else result["machine"],
                 "ours": summarise(ours),
                 "baseline": summarise(baseline) if baseline else None,
                 "time_to": compare(ours, baseline, options.target),

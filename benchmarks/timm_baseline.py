@@ -82,7 +82,7 @@ def train(config: Config, device: torch.device, *, seed: int, epochs: int, secon
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
     steps = len(loader) * epochs
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 1e-3, total_steps=steps, pct_start=1 / epochs, cycle_momentum=False
+        optimizer, 1e-3, total_steps=steps, pct_start=min(1 / epochs, 0.5), cycle_momentum=False
     )
     curve: list[dict[str, float]] = []
     for epoch in range(1, epochs + 1):
