@@ -90,7 +90,8 @@ def build_table(result: dict[str, Any]) -> str:
         for recipe, ways in result["images_per_second"].items()
         for way, of_way in ways.items()
     ]
-    return to_markdown(["recipe", "", "alone", "beside 1 busy process", "beside 2"], rows)
+    machine, header = result["machine"], ["recipe", "", "alone", "beside 1 busy process", "beside 2"]
+    return f"{to_markdown(header, rows)}\n\n{machine['device']}, commit {machine['commit']}."
 
 
 def main() -> None:
@@ -103,10 +104,13 @@ def main() -> None:
     machine = describe_conditions("cpu")
     keep_freed_memory()
     options = {"rounds": arguments.rounds, "seconds": arguments.seconds}
-    result = {"images_per_second": {recipe: measure_recipe(recipe, **options) for recipe in RECIPES}}
+    result = {
+        "machine": machine,
+        "images_per_second": {recipe: measure_recipe(recipe, **options) for recipe in RECIPES},
+    }
     print(build_table(result))
     if arguments.output:
-        print(write_result(arguments.output, NAME, {"machine": machine, **result}))
+        print(write_result(arguments.output, NAME, result))
 
 
 if __name__ == "__main__":
