@@ -179,29 +179,29 @@ def main() -> None:
         if before["config"] != describe_config(config):
             raise SystemExit(f"{path} is of another configuration; leave out --continue")
     ours: list[dict[str, Any]] = before.get("runs", [])
-    baseline: list[dict[str, Any]] = before.get("baseline_runs") or earlier.get("baseline_runs", [])
-    result = before
+    compared = before if before.get("baseline_runs") else earlier
+    baseline: list[dict[str, Any]] = compared.get("baseline_runs", [])
+    measured_on = compared.get("baseline_machine") or compared.get("machine")
+    result = before | {"baseline_machine": measured_on if baseline else None}
     with tempfile.TemporaryDirectory() as directory:
         folder, cache = Path(directory), Path(directory) / "cache"
         for seed in range(options.seeds):
             is_new = all(run["seed"] != seed for run in ours)
             if is_new:
                 ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
-                result = result | describe_recipe(options, config, folder / f"seed-{seed}")
+                result = result | describe_recipe(options, config, folder / f"seed-{seed}") | {"machine": machine}
                 print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
             if options.baseline and len(baseline) < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))
+                result = result | {"baseline_machine": machine}
             elif not is_new:
                 continue
-            measured_on = earlier.get("baseline_machine") or earlier.get("machine") or machine
             result = result | {
-                "machine": machine if is_new else result["machine"],
                 "ours": summarise(ours),
                 "baseline": summarise(baseline) if baseline else None,
                 "time_to": compare(ours, baseline, options.target),
                 "runs": ours,
                 "baseline_runs": baseline,
-                "baseline_machine": measured_on if baseline else None,
             }
             if options.output:  # after every run: the next one may be cut off
                 print(write_result(options.output, f"recipe-{name}", result))

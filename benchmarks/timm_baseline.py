@@ -4,8 +4,9 @@
 
 The model has the recipe's width, depth, heads and patch size. It is trained as timm's users do: a DataLoader with
 2 workers over the same training files, random crop with padding and flip by torchvision, AdamW (learning rate 1e-3,
-weight decay 0.05) with a warm-up of an epoch and cosine decay, label smoothing of 0.1, bfloat16 autocast. It is
-validated on the same images after every epoch, and tested once at the end. The last line of output is the result.
+weight decay 0.05) with a warm-up of an epoch, at most half of the run, and cosine decay, label smoothing of 0.1,
+bfloat16 autocast. It is validated on the same images after every epoch, and tested once at the end. The last line of
+output is the result.
 """
 
 # ruff: noqa: E402 - imports are timed too

@@ -1,5 +1,6 @@
 """The tables of results say what the result files say."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import growth
 import growth_models
 import numpy as np
 import pytest
+import time_to_accuracy
 from ablation import CHANGES, RECIPE, SHORT, summarise
 from PIL import Image
 from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
@@ -31,6 +33,30 @@ def test_a_target_nobody_reached_gives_a_bound() -> None:
     bound = compare(ours, [make_run((400, 0.5), (900, 0.7))], 0.75)
     assert (bound["baseline_reached_it"], bound["ratio"]) == (False, 10.0)
     assert compare([*ours, make_run((50, 0.7))], [make_run((400, 0.8))], 0.75)["ratio"] is None
+
+
+def test_a_result_that_is_continued_names_the_commit_of_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(commit: str, *arguments: str) -> tuple[str, str | None]:
+        machine = {"device": "cpu", "commit": commit}
+        run = {"test_top1": 0.8, "seconds": 9.0, **make_run((5, 0.8))}
+        monkeypatch.setattr(time_to_accuracy, "describe_conditions", lambda device: machine)
+        monkeypatch.setattr(time_to_accuracy, "time_ours", lambda *_, seed, **__: {"seed": seed, **run})
+        monkeypatch.setattr(time_to_accuracy, "run_baseline", lambda *_, seed: {"seed": seed, **run})
+        described = {"config": time_to_accuracy.describe_config(load_config(ROOT / RECIPE))}
+        monkeypatch.setattr(time_to_accuracy, "describe_recipe", lambda *_: described)
+        command = ["time_to_accuracy.py", str(ROOT / RECIPE), "--name", "x", "--output", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        time_to_accuracy.main()
+        (path,) = tmp_path.iterdir()
+        result = json.loads(path.read_text())
+        assert len(result["runs"]) == int(arguments[arguments.index("--seeds") + 1])
+        return result["machine"]["commit"], (result["baseline_machine"] or {}).get("commit")
+
+    assert measure("first", "--seeds", "1") == ("first", None)
+    assert measure("second", "--seeds", "1", "--continue", "--baseline", "timm") == ("first", "second")
+    assert measure("third", "--seeds", "2", "--continue") == ("third", "second")
 
 
 def test_accuracy_at_minutes_is_the_mean_of_the_last_ones_so_far() -> None:
