@@ -24,6 +24,7 @@ from typing import Any
 from conditions import describe_conditions, find_result, write_result
 from scipy import stats
 from time_to_accuracy import describe_config
+from variants import VARIANTS
 
 from vit.config import load_config
 from vit.training.run_directory import METRICS_FILE, load_metrics
@@ -32,7 +33,7 @@ NAME = "ablation-cifar10-cpu"
 RECIPE = "configs/cifar10/cpu.yaml"
 SHORT = ["train.epochs=5", "train.evaluate_every_epochs=5"]
 WHOLE = "the recipe"
-# each with the settings that it replaces
+# each with the settings that it replaces; after these the changes of code in `variants.py`
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
     "a half of the patches dropped at 24 px, three quarters at 32 px": ["train.patch_drop_rates=[[0.65,0.5],[1,0.75]]"],
@@ -63,10 +64,12 @@ CHANGES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def train(overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path) -> dict[str, Any]:
-    """One run of `vit train` on one core."""
+def train(name: str, overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path) -> dict[str, Any]:
+    """One run of `vit train` on one core, with the change `name`."""
     run = folder / f"run-{core}"
-    command = [sys.executable, "-m", "vit", "train", RECIPE, *SHORT, *overrides, f"train.seed={seed}"]
+    program = [str(Path(__file__).with_name("variants.py")), name] if name in VARIANTS else ["-m", "vit"]
+    changes = [*overrides, *CHANGES.get(name, [])]
+    command = [sys.executable, *program, "train", RECIPE, *SHORT, *changes, f"train.seed={seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VIT_CACHE": str(cache)}
     with run.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
@@ -112,7 +115,7 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
     def run(name: str, seed: int) -> None:
         core = cores.get()
         try:
-            found = train([*overrides, *CHANGES[name]], seed=seed, core=core, folder=folder, cache=folder / "cache")
+            found = train(name, overrides, seed=seed, core=core, folder=folder, cache=folder / "cache")
         finally:
             cores.put(core)
         with writing:
@@ -124,8 +127,9 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
             print(f"{name}: {found}", flush=True)
 
     wanted = []  # all seeds of a change in turn, so that a measurement that is stopped has whole rows
-    for name, changes in CHANGES.items():
-        done = {each["seed"] for each in steps.setdefault(name, {"overrides": changes, "runs": []})["runs"]}
+    for name in [*CHANGES, *VARIANTS]:
+        step = {"overrides": CHANGES.get(name, []), "changes_code": name in VARIANTS, "runs": []}
+        done = {each["seed"] for each in steps.setdefault(name, step)["runs"]}
         wanted += [(name, seed) for seed in range(seeds) if seed not in done]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)

@@ -181,7 +181,7 @@ def build_ablation(ablations: Results) -> str:
             if not (found := step.get("summary")):
                 continue
             half = "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
-            unchanged = not step["overrides"] or found["difference"] is None
+            unchanged = not (step["overrides"] or step.get("changes_code")) or found["difference"] is None
             difference = "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
             seconds = "" if found["processor_seconds"] is None else round(found["processor_seconds"])
             top1 = format_accuracy(found["validation_top1"])

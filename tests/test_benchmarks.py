@@ -12,12 +12,18 @@ import growth_models
 import numpy as np
 import pytest
 import time_to_accuracy
+import torch
+import variants
 from ablation import CHANGES, RECIPE, SHORT, summarise
 from PIL import Image
 from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
 from time_to_accuracy import compare
 
+import vit.build.run
+import vit.optim.create
 from vit.config import flatten_config, load_config
+from vit.model.vision_transformer import VisionTransformer
+from vit.training.step import TrainStep
 
 
 def make_run(*points: tuple[float, float]) -> dict[str, Any]:
@@ -210,3 +216,46 @@ def test_a_point_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert [point["file"] for point in points] == [8 << 20, 64 << 20]
     assert 56 << 20 < points[1]["bytes"] < 80 << 20
     assert all(point["seconds"] > 0 for point in points)
+
+
+def train_a_little(*, lr: float = 1e-2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"img_size": 16, "patch_size": 4, "num_classes": 4, "embed_dim": 32}
+    model = VisionTransformer(**sizes, depth=2, num_heads=2, global_pool="avg")
+    optimizer = vit.optim.create.create_optimizer(
+        "muon", model, lr=lr, muon_lr=lr, weight_decay=0, betas=(0.9, 0.99), muon_dtype=torch.float32
+    )
+    schedule = vit.build.run.create_schedule(optimizer, name="linear", warmup_steps=1, total_steps=6)
+    step = TrainStep(model, optimizer, schedule, precision="float32", label_smoothing=0.1, ema_decay=0.9)
+    images, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 4
+    for _ in range(6):
+        result = step(images, labels)
+        assert result.finite
+        assert result.correct <= len(labels)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_each_variant_trains_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train_a_little()
+
+    def replace(owner: Any, attribute: str, make: Any) -> None:
+        monkeypatch.setattr(owner, attribute, make(getattr(owner, attribute)))
+
+    monkeypatch.setattr(variants, "replace", replace)
+    variants.VARIANTS[name]()
+    changed = train_a_little()
+    assert any(
+        one.shape != other.shape or not torch.allclose(one, other) for one, other in zip(plain, changed, strict=False)
+    )
+    monkeypatch.undo()
+    assert all(one.equal(other) for one, other in zip(plain, train_a_little(), strict=True))
+
+
+def test_sam_takes_its_step_from_where_the_weights_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run", "_update"):
+        monkeypatch.setattr(TrainStep, name, getattr(TrainStep, name))  # undone with the test
+    monkeypatch.setattr(vit.build.run, "create_schedule", vit.build.run.create_schedule)
+    before = train_a_little(lr=0)
+    variants.sharpen_last_steps()
+    assert all(one.equal(other) for one, other in zip(before, train_a_little(lr=0), strict=True))
