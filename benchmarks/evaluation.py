@@ -1,6 +1,7 @@
 """Images a second in evaluation, beside the bare model and beside timm's way of validating.
 
     python benchmarks/evaluation.py FOLDER --output benchmarks/results
+    python benchmarks/evaluation.py FOLDER --recipe configs/cifar10/cpu.yaml --output benchmarks/results
 
 FOLDER is an image folder, <class>/<image> (for the committed result: the test split of CIFAR-10 as JPEG files). All
 variants run one architecture with the same weights and threads, in bfloat16:
@@ -17,7 +18,8 @@ variants run one architecture with the same weights and threads, in bfloat16:
 
 "bare" has the batch size and the memory allocator's settings of "vit". Every variant runs in a process of its own; they
 take turns round by round, and a result is the median over the rounds. The files are in the page cache; decoding
-them into the dataset, which `vit evaluate` does once, is timed beside. --side is of the images that the model takes.
+them into the dataset, which `vit evaluate` does once, is timed beside. With --recipe the model is the recipe's,
+untrained, and "timm", which has no such stem, is left out.
 """
 
 import argparse
@@ -41,6 +43,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from vit.build.run import build_model
+from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
@@ -70,12 +74,28 @@ ROWS = {
 }
 
 
+def build_ours(recipe: Path | None, side: int, num_classes: int) -> Any:
+    """The model that is measured, untrained."""
+    torch.manual_seed(0)
+    if recipe is not None:
+        return build_model(load_config(recipe), num_classes=num_classes)[0].eval()
+    return VisionTransformer(num_classes=num_classes, **ARCHITECTURES[side]).eval()
+
+
+def describe_model(recipe: Path | None, side: int) -> dict[str, Any]:
+    architecture = build_ours(recipe, side, 10).architecture
+    of_recipe = {"recipe": str(recipe), "stem": architecture["stem"]} if recipe else {}
+    sizes = {name: architecture[name][0] for name in ("img_size", "patch_size")}
+    return of_recipe | sizes | {name: architecture[name] for name in ("embed_dim", "depth", "num_heads")}
+
+
 def build_variants(
-    folder: Path, *, side: int, corrupted: int, device: torch.device, cache: Path
+    folder: Path, *, recipe: Path | None, side: int, corrupted: int, device: torch.device, cache: Path
 ) -> tuple[dict[str, Callable[[], object]], int, float]:
     """Name → a function that goes once over all images; their number; images a second of decoding."""
     batch_size = choose_batch_size(device)
-    architecture, preprocess = ARCHITECTURES[side], Preprocess(image_size=(side, side), crop_pct=1.0)
+    side = describe_model(recipe, side)["img_size"]
+    preprocess = Preprocess(image_size=(side, side), crop_pct=1.0)
     source = open_dataset("folder", root=str(folder)).split("all")
     for name in source.ids:
         (folder / name).read_bytes()
@@ -85,10 +105,10 @@ def build_variants(
     pixels = dataset.images
     assert pixels is not None
     classes = len(dataset.class_names)
-    torch.manual_seed(0)
-    theirs = timm.models.VisionTransformer(num_classes=classes, **architecture).eval().to(device)
-    ours = VisionTransformer(num_classes=classes, **architecture).eval().to(device)
-    ours.load_state_dict(theirs.state_dict())
+    ours = build_ours(recipe, side, classes).to(device)
+    theirs = timm.models.VisionTransformer(num_classes=classes, **ARCHITECTURES[side]).eval().to(device)
+    if recipe is None:
+        theirs.load_state_dict(ours.state_dict())
     tensor = preprocess.normalize(torch.tensor(pixels).to(device))
     predictor = Predictor(ours, preprocess, classes, batch_size, device, "bfloat16")
     loader = timm.data.create_loader(
@@ -150,7 +170,12 @@ def run_variant(options: argparse.Namespace) -> dict[str, float]:
         keep_freed_memory()  # as `vit evaluate` does
     with tempfile.TemporaryDirectory() as cache:
         variants, count, decoding = build_variants(
-            options.folder, side=options.side, corrupted=options.corrupted, device=device, cache=Path(cache)
+            options.folder,
+            recipe=options.recipe,
+            side=options.side,
+            corrupted=options.corrupted,
+            device=device,
+            cache=Path(cache),
         )
         in_suite = options.variant in SUITE
         count = min(options.corrupted, count) * PASSES if in_suite else count
@@ -169,15 +194,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--side", type=int, choices=ARCHITECTURES, default=32, help="of the model's input, pixels")
+    parser.add_argument("--recipe", type=Path, help="measure the model of this configuration, not that of --side")
     parser.add_argument("--corrupted", type=int, default=1000, help="images of the corruption suite; 0 leaves it out")
-    parser.add_argument("--output", type=Path, help="folder for evaluation-<side>px-<machine>.json")
+    parser.add_argument("--output", type=Path, help="folder for evaluation-<side>px-<machine>.json, or -<recipe>-")
     parser.add_argument("--variant", choices=VARIANTS + SUITE, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
         print(json.dumps(run_variant(options)))
         return
     machine = describe_conditions(choose_device(options.device))
-    chosen = VARIANTS + (SUITE if options.corrupted else ())
+    chosen = tuple(name for name in VARIANTS if name != "timm" or not options.recipe)
+    chosen += SUITE if options.corrupted else ()
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
         rounds.append({})
@@ -188,8 +215,8 @@ def main() -> None:
             rounds[-1][variant] = json.loads(done.stdout.splitlines()[-1])
     rates = {variant: [of_round[variant]["images_per_second"] for of_round in rounds] for variant in chosen}
     medians = {variant: round(statistics.median(values), 1) for variant, values in rates.items()}
-    pairs = [("vit", "bare"), ("vit", "timm"), ("files", "bare"), *([SUITE] if options.corrupted else [])]
-    ratios = {f"{one} / {other}": round(medians[one] / medians[other], 2) for one, other in pairs}
+    pairs = [("vit", "bare"), ("vit", "timm"), ("files", "bare"), SUITE]
+    ratios = {f"{one} / {other}": round(medians[one] / medians[other], 2) for one, other in pairs if other in medians}
     seconds = {name: round(10_000 * PASSES / medians[name]) for name in SUITE if name in medians}
     decoding = statistics.median(of_round["vit"]["decoding"] for of_round in rounds)
     table = Table("", "images/s", title=f"{machine['device']}, {rounds[0]['vit']['num_images']} images")
@@ -204,11 +231,12 @@ def main() -> None:
         result = {
             "machine": machine,
             "num_images": rounds[0]["vit"]["num_images"],
-            "model": ARCHITECTURES[options.side],
+            "model": describe_model(options.recipe, options.side),
         }
         result |= {"images_per_second": medians, "rounds": rates, "ratios": ratios}
         result |= {"decoding_images_per_second": round(decoding, 1), "seconds_of_10000_images": seconds}
-        write_result(options.output, f"{NAME}-{options.side}px", result)
+        name = "-".join(options.recipe.with_suffix("").parts[-2:]) if options.recipe else f"{options.side}px"
+        write_result(options.output, f"{NAME}-{name}", result)
 
 
 def build_table(result: dict[str, Any]) -> str:
@@ -220,7 +248,8 @@ def build_table(result: dict[str, Any]) -> str:
             share, of_suite = f"{rates[name] / rates['bare']:.0%}", seconds.get(name, "")
             lines.append(f"| {row} | {rates[name]:,.0f} | {share} | {of_suite} |")
     model, machine = result["model"], result["machine"]
-    of_model = f"embed_dim {model['embed_dim']}, {model['depth']} blocks, patches of {model['patch_size']} px"
+    of_model = f"model of `{model['recipe']}`, untrained; " if "recipe" in model else ""
+    of_model += f"embed_dim {model['embed_dim']}, {model['depth']} blocks, patches of {model['patch_size']} px"
     images = f"{result['num_images']:,} images of {model['img_size']} px"
     return "\n".join([*lines, "", f"{images}; {of_model}; {machine['device']}, commit {machine['commit']}."])
 
