@@ -226,15 +226,15 @@ def sharpen_last_steps() -> None:
 
 
 VARIANTS: dict[str, Callable[[], None]] = {
-    "value residuals": share_values,
-    "embeddings added again before the second block": add_embeddings,
-    "logits capped at 5": cap_logits,
-    "three Newton–Schulz steps": iterate_less,
-    "Muon on each head": divide_heads,
     "selective backpropagation": skip_easy_images,
     "self-distillation from the averaged weights": learn_from_average,
-    "half of the loss with half of the patches (MaskSub)": learn_with_half_of_patches,
+    "value residuals": share_values,
+    "Muon on each head": divide_heads,
     "SAM in the last fifth": sharpen_last_steps,
+    "three Newton–Schulz steps": iterate_less,
+    "half of the loss with half of the patches (MaskSub)": learn_with_half_of_patches,
+    "embeddings added again before the second block": add_embeddings,
+    "logits capped at 5": cap_logits,
 }
 
 if __name__ == "__main__":
