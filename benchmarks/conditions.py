@@ -17,7 +17,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from vit.runtime.device import describe_device
+from vit.runtime.device import Precision, choose_precision, describe_device
 
 # generations of processors whose names in virtual machines don't tell them: (family, models)
 _GENERATIONS = {
@@ -27,16 +27,17 @@ _GENERATIONS = {
 
 
 def describe_conditions(device: torch.device | str) -> dict[str, Any]:
-    """Machine, command, commit and versions, as they are now. Of a CPU its rate of bfloat16 products of matrices, of
-    16,384 tokens of width 192 with 768 × 192 weights, with all threads."""
+    """Machine, command, commit and versions, as they are now. Of a CPU its rate of products of matrices in
+    `vit train`'s precision, of 16,384 tokens of width 192 with 768 × 192 weights, with all threads."""
     git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     commit = git(["git", "describe", "--always"]).stdout.strip()
     # results change while they are measured, seed by seed; they are no part of what is measured
     changed = git(["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]).returncode == 1
     name, device = describe_device(torch.device(device)), torch.device(device)
+    precision = choose_precision("auto", device)
     return {
         "device": name.replace(", ", f", {_name_generation()}, ", 1) if device.type == "cpu" else name,
-        **({"bfloat16_tflops": _measure_products()} if device.type == "cpu" else {}),
+        **({f"{precision}_tflops": _measure_products(precision)} if device.type == "cpu" else {}),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "command": " ".join(["python", *sys.argv]),
@@ -58,9 +59,9 @@ def _name_generation() -> str:
 
 
 @lru_cache
-def _measure_products() -> float:
+def _measure_products(precision: Precision) -> float:
     """TFLOP/s."""
-    tokens, weight = (torch.zeros(rows, 192, dtype=torch.bfloat16) for rows in (16384, 768))
+    tokens, weight = (torch.zeros(rows, 192, dtype=getattr(torch, precision)) for rows in (16384, 768))
     seconds = []
     for _ in range(20):
         start = time.perf_counter()

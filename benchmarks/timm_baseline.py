@@ -5,8 +5,8 @@
 The model has the recipe's width, depth, heads and patch size. It is trained as timm's users do: a DataLoader with
 2 workers over the same training files, random crop with padding and flip by torchvision, AdamW (learning rate 1e-3,
 weight decay 0.05) with a warm-up of an epoch, at most half of the run, and cosine decay, label smoothing of 0.1,
-bfloat16 autocast. It is validated on the same images after every epoch, and tested once at the end. The last line of
-output is the result.
+in the precision of `vit train` (bfloat16 autocast where the processor has it). It is validated on the same images after
+every epoch, and tested once at the end. The last line of output is the result.
 """
 
 # ruff: noqa: E402 - imports are timed too
@@ -29,7 +29,7 @@ from torchvision import transforms
 from vit.build.data import build_dataset
 from vit.config import Config, load_config
 from vit.data.sets.source import ImageSource
-from vit.runtime.device import choose_device
+from vit.runtime.device import autocast, choose_device, choose_precision
 
 WORKERS = 2
 NORMALIZE = transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -90,7 +90,7 @@ def train(config: Config, device: torch.device, *, seed: int, epochs: int, secon
         model.train()
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            with torch.autocast(device.type, torch.bfloat16):
+            with autocast(device, choose_precision("auto", device)):
                 loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
@@ -118,7 +118,7 @@ def compute_top1(model: nn.Module, loader: Any, device: torch.device) -> float:
     model.eval()
     correct = total = 0
     for images, labels in loader:
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device, choose_precision("auto", device)):
             predicted = model(images.to(device)).argmax(dim=1).cpu()
         correct, total = correct + int((predicted == labels).sum()), total + len(labels)
     return correct / total

@@ -4,18 +4,19 @@
 
 ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The variants are
 
-    plain      timm's model under bfloat16 autocast, AdamW fused, a DataLoader with 2 workers and torchvision's
-               transforms (random crop with padding, flip, normalise)
+    plain      timm's model, AdamW fused, a DataLoader with 2 workers and torchvision's transforms (random crop with
+               padding, flip, normalise)
     compiled   the same, with torch.compile
     engine     `vit train` with its default settings, the same architecture, optimizer and augmentation
     engine-2   the engine as two processes of one thread each (CPU only; on request)
     engine-compiled  the engine with train.compile=true (on request; by default short runs are not compiled)
-    matmul     the model's own matrix products alone, forward and both of the backward pass, in bfloat16
+    matmul     the model's own matrix products alone, forward and both of the backward pass
 
-Every variant runs in a process of its own, they take turns round by round, and a result is the median over the
-rounds. The first round starts from empty caches: there the time to the first step includes decoding the images
-once (engine) and compiling. A last process trains timm's model and the engine from equal weights on equal
-batches and compares their losses with those of float32.
+All compute in the precision that `vit train` chooses: bfloat16 (plain and compiled by autocast), or float32 where the
+processor has no instructions for bfloat16. Every variant runs in a process of its own, they take turns round by round,
+and a result is the median over the rounds. The first round starts from empty caches: there the time to the first step
+includes decoding the images once (engine) and compiling. A last process trains timm's model and the engine from equal
+weights on equal batches and compares their losses with those of float32.
 """
 
 import argparse
@@ -95,6 +96,7 @@ def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     if "matmul" in rounds[0]:
         matmul = statistics.median(of_round["matmul"]["matmul_tflops"] for of_round in rounds)
         summary["matmul_tflops"] = round(matmul, 3)
+        summary["precision"] = rounds[0]["matmul"]["precision"]
         summary["fraction_of_matmul_rate"] = {
             name: round(rate * count_flops() / 1e12 / matmul, 3) for name, rate in rates.items()
         }
@@ -141,7 +143,8 @@ def build_table(result: dict[str, Any]) -> str:
     limit = ""
     if "plain" in result.get("fraction_of_matmul_rate", {}):
         most = 1 / result["fraction_of_matmul_rate"]["plain"]
-        limit = f" Matrix products alone run at {result['matmul_tflops']:.2f} TFLOP/s: {most:.1f} × the plain loop."
+        rate = f"{result['matmul_tflops']:.2f} TFLOP/s in {result.get('precision', 'bfloat16')}"
+        limit = f" Matrix products alone run at {rate}: {most:.1f} × the plain loop."
     return f"{to_markdown(titles, rows)}\n\n{where}.{limit} Losses after {steps} equal steps: {losses}."
 
 

@@ -67,16 +67,19 @@ def build_timm(num_classes: int, device: Any) -> Any:
 
 
 def make_timm_step(
-    model: Any, device: Any, *, weight_decay: float = ADAMW["weight_decay"], autocast: bool = True
+    model: Any, device: Any, *, weight_decay: float = ADAMW["weight_decay"], precision: str | None = None
 ) -> Callable[[Any, Any], Any]:
-    """The step of a plain loop; it returns the loss."""
+    """The step of a plain loop, in `vit train`'s precision unless told; it returns the loss."""
     import torch
 
+    from vit.runtime.device import autocast, choose_precision
+
+    precision = precision or choose_precision("auto", device)
     # for a compiled model too: its parameters are the model's own
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAMW["lr"], weight_decay=weight_decay, fused=True)
 
     def step(images: Any, labels: Any) -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        with autocast(device, precision):
             loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -163,16 +166,19 @@ def run_engine(root: Path, device: Any, *, seconds: float, cache: Path, compiled
         return clock.report() | {"compiled": run.is_compiled} if process.is_main else {}
 
 
-def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
+def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:
     """TFLOP/s over one block's four linear layers, each with the two products of its backward pass."""
     import torch
 
+    from vit.runtime.device import choose_precision
+
+    precision = choose_precision("auto", device)
     width = ARCHITECTURE["embed_dim"]
     rows = BATCH_SIZE // 4 * ((IMAGE_SIZE // ARCHITECTURE["patch_size"]) ** 2 + 1)
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
 
     def draw(*shape: int) -> Any:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=device, dtype=getattr(torch, precision))
 
     operands = [(draw(rows, k), draw(n, k), draw(rows, n)) for k, n in shapes]
     results = [(draw(rows, n), draw(rows, k), draw(n, k)) for k, n in shapes]
@@ -191,7 +197,7 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, float]:
         work()
         times.append(time.perf_counter() - start)
     flops = sum(3 * 2 * rows * k * n for k, n in shapes)
-    return {"matmul_tflops": flops / statistics.median(times) / 1e12}
+    return {"matmul_tflops": flops / statistics.median(times) / 1e12, "precision": precision}
 
 
 def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
@@ -203,8 +209,10 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     from vit.data.open import open_dataset
     from vit.model.vision_transformer import VisionTransformer
     from vit.optim import create_optimizer, create_schedule
+    from vit.runtime.device import choose_precision
     from vit.training.step import TrainStep
 
+    precision = choose_precision("auto", device)
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = open_dataset("folder", root=str(root)).split("train")
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
@@ -222,14 +230,14 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         return [float(step(batch.images, batch.labels)) for batch in islice(loader.epoch(0), AGREEMENT_STEPS)]
 
     losses = {
-        name: train(make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, autocast=on))
-        for name, on in (("float32", False), ("plain", True))
+        name: train(make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, precision=of))
+        for name, of in (("float32", "float32"), ("plain", precision))
     }
     model = VisionTransformer(img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE).to(device)
     model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
     optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
     schedule = create_schedule(optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
-    step = TrainStep(model, optimizer, schedule, precision="bfloat16", grad_accum_steps=4)
+    step = TrainStep(model, optimizer, schedule, precision=precision, grad_accum_steps=4)
     return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
 
 
