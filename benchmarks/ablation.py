@@ -5,7 +5,7 @@
 Runs have one thread each, as many at once as there are cores. A change's difference is that to the recipe with the same
 seed: the mean over the seeds and Student's 95 % interval of it. The test images are not used. Seconds are the
 processor's, of all that a run does. The result is written after every run, and runs that it holds are not repeated; a
-result of another configuration is refused.
+result of another configuration is refused. `--changes` measures the recipe and these changes alone.
 """
 
 import argparse
@@ -51,6 +51,8 @@ CHANGES: dict[str, list[str]] = {
     "class token for mean pooling": ["model.global_pool=token"],
     "learned positions for fixed sine ones": ["model.pos_embed=learned"],
     "no averaged weights": ["train.ema_decay=null"],
+    "averaged weights with decay 0.95": ["train.ema_decay=0.95"],
+    "averaged weights with decay 0.998": ["train.ema_decay=0.998"],
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],
     "3 blocks": ["model.depth=3"],
@@ -105,8 +107,8 @@ def summarise(runs: list[dict[str, Any]], recipe: list[dict[str, Any]]) -> dict[
     return found
 
 
-def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds: int) -> None:
-    """Run what `result` lacks, seed by seed, and write it after each run."""
+def measure(result: dict[str, Any], output: Path, overrides: list[str], names: list[str], *, seeds: int) -> None:
+    """Run what `result` lacks of the changes `names`, seed by seed, and write it after each run."""
     steps: dict[str, Any] = result["steps"]
     commit, writing, cores = result["machine"]["commit"], Lock(), SimpleQueue[int]()
     for core in sorted(os.sched_getaffinity(0)):
@@ -127,7 +129,7 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], *, seeds
             print(f"{name}: {found}", flush=True)
 
     wanted = []  # all seeds of a change in turn, so that a measurement that is stopped has whole rows
-    for name in [*CHANGES, *VARIANTS]:
+    for name in names:
         step = {"overrides": CHANGES.get(name, []), "changes_code": name in VARIANTS, "runs": []}
         done = {each["seed"] for each in steps.setdefault(name, step)["runs"]}
         wanted += [(name, seed) for seed in range(seeds) if seed not in done]
@@ -150,6 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=3)
+    changes = [*CHANGES, *VARIANTS]
+    parser.add_argument("--changes", nargs="+", metavar="NAME", default=changes, choices=changes)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     options = parser.parse_intermixed_args()
     machine = describe_conditions("cpu")
@@ -161,7 +165,8 @@ def main() -> None:
         if before["config"] != config:
             raise SystemExit(f"{path} is of another configuration; move it away to begin again")
         result = before | result | {"steps": before["steps"]}
-    measure(result, options.output, options.overrides, seeds=options.seeds)
+    names = list(dict.fromkeys([WHOLE, *options.changes]))
+    measure(result, options.output, options.overrides, names, seeds=options.seeds)
 
 
 if __name__ == "__main__":

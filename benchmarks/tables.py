@@ -170,7 +170,7 @@ def build_minutes(results: Results) -> str:
 def build_ablation(ablations: Results) -> str:
     """The recipe of each ablation, and what one change each makes of it."""
     lines: list[str] = []
-    for ablation in ablations.values():
+    for file, ablation in ablations.items():
         recipe = name_recipe(ablation | {"overrides": ablation["settings"]})
         lines += [""] if lines else []
         lines += [
@@ -186,6 +186,7 @@ def build_ablation(ablations: Results) -> str:
             seconds = "" if found["processor_seconds"] is None else round(found["processor_seconds"])
             top1 = format_accuracy(found["validation_top1"])
             lines.append(f"| {name} | {top1} | {difference} | {seconds} | {found['seeds']} |")
+        lines += ["", f"{ablation['machine']['device']}: `{file}.json`."]
     return "\n".join(lines)
 
 

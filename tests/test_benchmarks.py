@@ -112,10 +112,13 @@ def test_the_ablation_compares_runs_of_the_same_seed() -> None:
         "x": {"overrides": ["a.b=1"], "runs": make_runs(0.79, 0.81, 0.80), "summary": summary},
         "y": {"overrides": ["a.b=2"], "runs": []},
     }
-    table = build_ablation({"ablation-a": {"recipe": "configs/a.yaml", "settings": [], "steps": steps}})
+    ablation = {"recipe": "configs/a.yaml", "settings": [], "machine": {"device": "cpu"}, "steps": steps}
+    table = build_ablation({"ablation-a": ablation})
     assert table.splitlines()[2:] == [
         "| the recipe | 81.0 ± 1.0 % |  | 60 | 3 |",
         "| x | 80.0 ± 1.0 % | −1.0 ± 2.5 | 60 | 3 |",
+        "",
+        "cpu: `ablation-a.json`.",
     ]
 
 
