@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def describe_conditions(device: torch.device | str) -> dict[str, Any]:
         **({f"{precision}_tflops": _measure_products(precision)} if device.type == "cpu" else {}),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "commit": f"{commit}-dirty" if changed else commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -86,3 +87,8 @@ def find_result(folder: Path, name: str, machine: Mapping[str, Any]) -> Path:
 def machine_slug(device: str) -> str:
     """'cpu (AMD EPYC, 2 cores, avx512_bf16)' → 'amd-epyc-2-cores-avx512-bf16'."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("cpu")).strip("-")
+
+
+def name_processor(device: str) -> str:
+    """'cpu (AMD EPYC, Zen 4, 2 cores, avx512_bf16)' → 'AMD EPYC, Zen 4'."""
+    return re.sub(r"^cpu \(|, \d+ cores.*", "", device)

@@ -29,6 +29,7 @@ import step_cost
 import step_profile
 import train_throughput
 import transfers
+from conditions import name_processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -155,15 +156,15 @@ def build_minutes(results: Results) -> str:
     if not results:
         return ""
     lines = [
-        f"| validation top-1, %, after | {' | '.join(f'{minutes} min' for minutes in MINUTES)} |",
-        f"|---|{'---|' * len(MINUTES)}",
+        f"| validation top-1, %, after | processor | {' | '.join(f'{minutes} min' for minutes in MINUTES)} |",
+        f"|---|---|{'---|' * len(MINUTES)}",
     ]
     for result in results.values():
         variants = {name_recipe(result): result["runs"], "timm's model, plain loop": result["baseline_runs"]}
         for variant, runs in variants.items():
             if runs:
                 cells = " | ".join(at([run["curve"] for run in runs], minutes) for minutes in MINUTES)
-                lines.append(f"| {variant} | {cells} |")
+                lines.append(f"| {variant} | {name_processor(result['machine']['device'])} | {cells} |")
     return "\n".join(lines)
 
 
@@ -198,12 +199,12 @@ def draw_curves(results: Results, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-    colours = cycle(["#0072b2", "#56b4e9", "#009e73"])  # Okabe and Ito's, told apart by the colour-blind
+    colours = cycle(["#0072b2", "#56b4e9", "#009e73", "#cc79a7"])  # Okabe and Ito's, told apart by the colour-blind
     shown: set[str] = set()
     for result in results.values():
-        name, colour = f"vit train {result['recipe']}", next(colours)
-        variants = [(name, colour, run["curve"]) for run in result["runs"]]
-        variants += [("timm's model, plain loop", "#d55e00", run["curve"]) for run in result["baseline_runs"]]
+        of, colour = f" ({name_processor(result['machine']['device'])})", next(colours)
+        variants = [(f"vit train {result['recipe']}{of}", colour, run["curve"]) for run in result["runs"]]
+        variants += [(f"timm's model, plain loop{of}", "#d55e00", run["curve"]) for run in result["baseline_runs"]]
         for label, line_colour, curve in variants:
             axes.plot(
                 [point["seconds"] / 60 for point in curve],
@@ -218,7 +219,7 @@ def draw_curves(results: Results, path: Path) -> None:
     axes.set_ylabel("validation top-1, %")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
     figure.savefig(path)
     plt.close(figure)
 

@@ -69,14 +69,16 @@ def test_accuracy_at_minutes_is_the_mean_of_the_last_ones_so_far() -> None:
     result = {
         "recipe": "configs/cifar10/cpu.yaml",
         "overrides": ["data.name=folder", "train.epochs=2"],
+        "machine": {"device": "cpu (AMD EPYC, Zen 4, 2 cores, avx512_bf16)"},
         "runs": [make_run((59, 0.5), (170, 0.7)), make_run((60, 0.6), (181, 0.9))],
         "baseline_runs": [make_run((200, 0.4), (700, 0.5))],
     }
     lines = build_minutes({"recipe-cifar10-cpu-machine": result}).splitlines()
     assert lines[2] == (
-        "| `cifar10/cpu.yaml` `train.epochs=2` | 55.0 | 65.0 | 80.0 (ended) | 80.0 (ended) | 80.0 (ended) |"
+        "| `cifar10/cpu.yaml` `train.epochs=2` | AMD EPYC, Zen 4 | 55.0 | 65.0 | 80.0 (ended) | 80.0 (ended) "
+        "| 80.0 (ended) |"
     )
-    assert lines[3] == "| timm's model, plain loop | – | – | 40.0 | 40.0 | 50.0 (ended) |"
+    assert lines[3] == "| timm's model, plain loop | AMD EPYC, Zen 4 | – | – | 40.0 | 40.0 | 50.0 (ended) |"
 
 
 @pytest.mark.parametrize(
