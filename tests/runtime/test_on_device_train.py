@@ -18,6 +18,7 @@ from tests.training.test_graphs import Recorder
 from vit.build import run as build
 from vit.build.run import Run
 from vit.config import load_config
+from vit.runtime.device import cpu_multiplies_bfloat16
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.state import collect_state
@@ -27,6 +28,8 @@ TINY = [
     *("data.image_size=8", "model.patch_size=4", "model.embed_dim=16", "model.depth=2", "model.num_heads=2"),
     *("train.batch_size=32", "train.epochs=1", "train.max_steps=4", "train.attention_maps=0"),
 ]
+# without instructions for bfloat16, torch's gradients of a convolution in it have other roundings on the pretended device
+HALF_STEM = "conv" if cpu_multiplies_bfloat16() else "patch"
 RECIPES = {
     "resident, muon, average, two micro-batches": [
         *("augment.crop_padding=1", "augment.flip=random", "augment.cutout=2", "augment.mixup=0.8"),
@@ -35,7 +38,7 @@ RECIPES = {
     ],
     "resident, muon in bfloat16": [
         *("augment.rand_augment=[2,9]", "augment.color_jitter=0.3", "augment.re_prob=0.3", "augment.cutmix=1.0"),
-        *("optimizer.name=muon", "train.precision=bfloat16", "model.stem=conv", "model.mlp=relu2"),
+        *("optimizer.name=muon", "train.precision=bfloat16", f"model.stem={HALF_STEM}", "model.mlp=relu2"),
     ],
     "resident, adamw, several sizes, unequal classes": [
         *("augment.resized_crop_scale=[0.5,1]", "augment.trivial_augment=true", "train.class_balance=weights"),
