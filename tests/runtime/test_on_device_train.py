@@ -28,7 +28,7 @@ TINY = [
     *("data.image_size=8", "model.patch_size=4", "model.embed_dim=16", "model.depth=2", "model.num_heads=2"),
     *("train.batch_size=32", "train.epochs=1", "train.max_steps=4", "train.attention_maps=0"),
 ]
-# without instructions for bfloat16, torch's gradients of a convolution in it have other roundings on the pretended device
+# without instructions for bfloat16, gradients of a convolution in it are rounded otherwise on the pretended device
 HALF_STEM = "conv" if cpu_multiplies_bfloat16() else "patch"
 RECIPES = {
     "resident, muon, average, two micro-batches": [
