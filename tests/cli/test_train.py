@@ -163,3 +163,13 @@ def test_a_read_only_place_is_one_line(empty_yaml: Path, tmp_path: Path, cli: La
 def test_importing_the_package_and_the_commands_loads_no_torch(cli: Launcher) -> None:
     code = "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     cli.finish(cli.start(program=("-c", code)))
+
+
+def test_training_starts_without_torch_s_compiler_and_sharding(photos: Path, tmp_path: Path, cli: Launcher) -> None:
+    """Each takes seconds to import. The model has a convolutional stem and Muon, as `vit train PHOTOS` chooses."""
+    arguments = ["data.image_size=32", "train.max_steps=2", "--output", str(tmp_path / "run")]
+    slow = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sympy"}
+    run = f"sys.argv = {['vit', 'train', str(photos), *arguments]}; vit.cli.main.main()"
+    check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
+    code = f"import sys, vit.cli.main\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
+    cli.finish(cli.start(program=("-c", code)))

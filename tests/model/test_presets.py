@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -79,6 +80,27 @@ def test_flops_equal_the_formula():
     tokens, width, depth = 197, 192, 12
     blocks = depth * (tokens * 24 * width**2 + 4 * tokens**2 * width)
     assert compute_flops(PRESETS["vit_tiny_patch16_224"]) == blocks + 2 * 196 * 768 * width + 2 * width * 1000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"img_size": (32, 48), "patch_size": (4, 8), "mlp": "swiglu", "mlp_ratio": 3.0, "global_pool": "attention"},
+        {"stem": "conv", "patch_size": (8, 4), "reg_tokens": 2, "qk_norm": True, "init_values": 0.1},
+        {"stem": "conv_pool", "patch_size": 8, "global_pool": "avg", "pos_embed": "sincos"},
+        {"stem": "conv_pool", "patch_size": (2, 4), "img_size": (24, 32), "global_pool": "max", "num_classes": 0},
+        {"stem": "conv_pool_residual", "global_pool": "avg", "class_token": True, "pos_embed": "none"},
+        {"distilled": True, "mlp": "relu2", "no_embed_class": True},
+    ],
+)
+@pytest.mark.parametrize("backend", ["explicit", "fused"])
+def test_flops_equal_what_torch_counts(changes, backend):
+    base = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 10}
+    model = VisionTransformer(**(base | changes), attention_backend=backend).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 3, *model.patch_embed.img_size))
+    assert compute_flops(model.architecture) == counter.get_total_flops() > 0
 
 
 def test_flops_of_a_swiglu_and_of_a_conv_stem_are_counted():

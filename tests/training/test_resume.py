@@ -7,7 +7,7 @@ import torch
 
 from tests.training.conftest import Killed, MakeRun, flatten, read_curves, read_metrics, run_until
 from vit.bundle import load_bundle
-from vit.training.state import collect_state, save_shards
+from vit.training.state import collect_state
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_shards_that_cannot_be_written_are_one_error(make_run: MakeRun, tmp_path
     (tmp_path / "a file").touch()
     step = make_run(tmp_path / "run", "optimizer.name=adamw").trainer.step
     with pytest.raises(OSError, match=r"process 0 could not write its part of the checkpoint: .*a file"):
-        save_shards(step, tmp_path / "a file")
+        collect_state(step, tmp_path / "a file")
 
 
 def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(make_run: MakeRun, tmp_path: Path) -> None:

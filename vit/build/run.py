@@ -28,7 +28,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.create import create_optimizer
 from vit.optim.schedule import create_schedule
 from vit.runtime.arguments import as_pair, resolve_image_sizes
-from vit.runtime.device import choose_device, choose_precision
+from vit.runtime.device import choose_device, choose_precision, copy_to_host, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
@@ -37,9 +37,8 @@ from vit.training.estimate import StepCost, choose_grad_accum_steps, choose_thre
 from vit.training.identity import RunIdentity
 from vit.training.loop import Trainer
 from vit.training.observers import Observer
-from vit.training.parallel import wrap_model
+from vit.training.parallel import is_sharded, wrap_model
 from vit.training.plan import TrainingPlan
-from vit.training.state import gather_weights
 from vit.training.step import TrainStep
 
 Pretrained = tuple[VisionTransformer, dict[str, Any] | None]  # what `load_pretrained` gives
@@ -109,10 +108,8 @@ def build_run(
 ) -> Run:
     """All the parts of a training run, ready to start or to resume."""
     train, device = config.train, choose_device(device_name)
-    precision, is_sharded = choose_precision(train.precision, device), train.parallel == "fsdp"
-    torch.use_deterministic_algorithms(train.deterministic and device.type == "cuda")
-    # else every new tensor is written twice, a debugging aid
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    precision, sharded = choose_precision(train.precision, device), train.parallel == "fsdp"
+    use_deterministic_algorithms(train.deterministic and device.type == "cuda")
     keep_freed_memory()
     dataset = build_dataset(config, given)
     num_classes = len(dataset.split("train").class_names)
@@ -120,7 +117,7 @@ def build_run(
     checkpoints = CheckpointStore(directory / "checkpoints", keep_limit=train.keep_limit)
     of_data: dict[str, Any] = {"process": process, "was_listed": _find_out_was_listed(checkpoints, process)}
     data = build_data(config, dataset, device=device, pretrained=pretrained, **of_data)
-    if not is_sharded:
+    if not sharded:
         model.to(device)
     train_loader = build_train_loader(config, data, device=device, process=process, transform=given.transform)
     sizes: dict[str, Any] = {"steps_per_epoch": len(train_loader), "batch_size": train_loader.batch_size}
@@ -131,7 +128,7 @@ def build_run(
     if grad_accum_steps == "auto":
         grad_accum_steps = choose_grad_accum_steps(model, device=device, **sizes)
     step_cost = None
-    if not is_sharded:
+    if not sharded:
         step_cost = measure_step_cost(model, grad_accum_steps=grad_accum_steps, precision=precision, **sizes)
     is_compiled = _choose_compile(config, model, plan, device)
     step_settings: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "compile": is_compiled}
@@ -154,7 +151,7 @@ def build_run(
         identity=identity,
         observers=observers or [],
         process=process,
-        sharded=is_sharded,
+        sharded=sharded,
         sample_name=lambda index: str(data.train.ids[index]),
     )
     return Run(trainer, data, model, train_loader, is_compiled, step_cost)
@@ -285,7 +282,12 @@ def _model_writer(
     }
 
     def write(model: nn.Module) -> None:
-        weights = gather_weights(model)
+        if is_sharded(model):
+            from vit.training.sharding import gather_weights  # takes seconds, which other runs don't need
+
+            weights = gather_weights(model)
+        else:
+            weights = copy_to_host(model.state_dict())
         if process.is_main:
             train = data.train.completed()  # of images that are listed more is known with every step
             hashes = (np.asarray(train.digests), np.asarray(train.perceptual))

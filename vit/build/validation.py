@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from vit.build.data import Data
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.evaluation.predictor import Predictor, choose_batch_size
 from vit.runtime.device import Precision
-from vit.training.parallel import ShardedLogits
+from vit.training.parallel import ShardedLogits, is_sharded
 from vit.training.plan import Validation
 
 
@@ -27,7 +26,7 @@ def build_evaluate(
         dataset = data.decode_validation()
         images, labels = dataset.images, dataset.labels
         assert images is not None, "validation images are always decoded"
-        model = ShardedLogits(model) if isinstance(model, FSDPModule) else model
+        model = ShardedLogits(model) if is_sharded(model) else model
         predictor = Predictor(model, preprocess, num_classes, choose_batch_size(device), device, precision)
         logits = predictor.predict(lambda start, stop: preprocess.crop(images[start:stop]), count=len(labels))
         last[:] = [scores := score_logits(logits, labels)]

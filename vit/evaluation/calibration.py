@@ -2,7 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
 from vit.evaluation.metrics import Ints, chunk_rows
@@ -13,6 +12,7 @@ def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
 
     The cross-entropy is convex in 1/T, so the minimum is the only one; it is found to six digits.
     """
+    from scipy.optimize import minimize_scalar  # takes half a second, which other commands don't need
 
     def cross_entropy(log_temperature: float) -> float:
         chunks = [

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
-from scipy.ndimage import gaussian_filter, zoom
 
 from vit.data.transforms import corrupt_with_library
 from vit.evaluation.predictor import Pixels
@@ -98,6 +97,8 @@ def _shot_noise(pictures: Pictures, level: Level, generators: Generators) -> Pic
 
 def _defocus_blur(pictures: Pictures, level: Level, _: Generators) -> Pictures:
     """A disc of a radius in pixels, its edge softened by a Gaussian (sigma)."""
+    from scipy.ndimage import gaussian_filter
+
     radius, softness = _scale(level[0], pictures), level[1]
     reach = int(np.ceil(radius + 3 * softness))
     across = np.arange(-reach, reach + 1)
@@ -113,6 +114,8 @@ def _motion_blur(pictures: Pictures, level: Level, generators: Generators) -> Pi
 
 def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
     """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is paler."""
+    from scipy.ndimage import zoom
+
     mean, deviation, enlargement, threshold, length, sigma, keep = level
     height, width = pictures.shape[1:3]
     size = (int(np.ceil(height / enlargement)) + 1, int(np.ceil(width / enlargement)) + 1)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, autocast
@@ -38,6 +37,8 @@ class Cost:
 @torch.inference_mode()
 def measure_cost(model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision) -> Cost:
     """Time and count forward passes of `images`, a batch on the model's device. Takes about five seconds."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, which other commands don't need
+
     device, on_cuda = images.device, images.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)

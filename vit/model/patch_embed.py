@@ -132,11 +132,12 @@ def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[
     10000^(-i / (D/4 - 1)), x the column and y the row (Beyer et al. 2022, "Better plain ViT baselines")."""
     if embed_dim % 4:
         raise ValueError(f"sincos positions need embed_dim in fours, not {embed_dim}; try {embed_dim // 4 * 4 + 4}")
-    quarter, sides = embed_dim // 4, (torch.arange(side, dtype=torch.float64) for side in grid_size)
+    # of a model on "meta" too: to compute there, torch imports its compiler, 3 s
+    quarter, sides = embed_dim // 4, (torch.arange(side, dtype=torch.float64, device="cpu") for side in grid_size)
     rows, columns = torch.meshgrid(*sides, indexing="ij")
-    frequencies = 10_000 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
+    frequencies = 10_000 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1))
     x, y = columns.flatten()[:, None] * frequencies, rows.flatten()[:, None] * frequencies  # [P, D/4]
-    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()[None]
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()[None].to(torch.get_default_device())
 
 
 def resample_positions(

@@ -1,11 +1,13 @@
 """Known architectures by name: timm's, and small ones for small images. `VisionTransformer(**PRESETS[name])`."""
 
+import math
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.arguments import as_pair
 
 # embed_dim, depth, num_heads
 _SIZES = {"nano": (128, 4, 2), "micro": (192, 6, 3), "mini": (256, 7, 4), "tiny": (192, 12, 3), "small": (384, 12, 6)}
@@ -54,10 +56,24 @@ PRESETS = _build_presets()
 
 def compute_flops(architecture: dict[str, Any]) -> int:
     """Floating-point operations of a forward pass of one image: twice the multiply-adds of its matrix products and
-    convolutions. Counted on tensors without memory, so that it takes no longer for large models."""
+    convolutions. From the sizes of the weights alone, which takes no longer for large models: torch's counter runs a
+    model, and imports torch's compiler, which takes 3 s."""
     with torch.device("meta"):
-        model = VisionTransformer(**(architecture | {"attention_backend": "explicit"})).eval()
-        images = torch.empty(1, model.patch_embed.in_chans, *model.patch_embed.img_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(images)
-    return int(counter.get_total_flops())
+        model = VisionTransformer(**architecture)
+    patches, embed_dim = math.prod(model.grid_size), model.embed_dim
+    tokens = patches + model.num_prefix_tokens
+    rows_of = {"head": 1, "head_dist": 1, "seq_pool": patches}  # each linear map is applied to, others to all tokens
+    multiply_adds = 2 * len(model.blocks) * tokens**2 * embed_dim  # weights from queries and keys, and weighted values
+    multiply_adds += patches * embed_dim if model.seq_pool is not None else 0  # the weighted mean
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            multiply_adds += rows_of.get(name, tokens) * layer.weight.numel()
+        elif isinstance(layer, nn.Conv2d) and name.startswith("patch_embed.proj"):
+            multiply_adds += patches * layer.weight.numel()
+    pixels = math.prod(model.patch_embed.img_size)
+    for layer in model.patch_embed.stem.children():
+        if isinstance(layer, nn.Conv2d | nn.MaxPool2d):
+            pixels //= math.prod(as_pair(layer.stride, name="stride"))
+        if isinstance(layer, nn.Conv2d):
+            multiply_adds += pixels * layer.weight.numel()
+    return 2 * multiply_adds

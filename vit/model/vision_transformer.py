@@ -232,6 +232,8 @@ def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
 def initialise(module: nn.Module) -> None:
     """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases zero, tokens near 0.
     Convolutions are normal with the variance that keeps the signal's: LeCun et al. 1998; before ReLU He et al. 2015."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return  # there are no values, and to draw them torch imports its compiler, 3 s
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
             nn.init.trunc_normal_(part.weight, std=0.02)

@@ -71,6 +71,13 @@ class Muon(torch.optim.Optimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    # torch keeps these out of what is compiled, and imports its compiler at their first call for that, which takes 3 s;
+    # what this project compiles doesn't call them
+    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
+    state_dict = torch.optim.Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]
+    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__  # type: ignore[attr-defined]
+
     def __init__(
         self,
         params: list[dict[str, Any]],

@@ -43,6 +43,14 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     return "bfloat16" if is_native else "float32"
 
 
+def use_deterministic_algorithms(deterministic: bool) -> None:
+    """Whether an operation is computed in the same order each time, by a slower kernel where that takes one."""
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # torch imports its compiler to set it, 3 s
+        torch.use_deterministic_algorithms(deterministic)
+    # else every new tensor is written twice, a debugging aid
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def describe_device(device: torch.device) -> str:
     """The device's product name, for reports and benchmarks."""
     if device.type == "cuda":

@@ -25,7 +25,7 @@ from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import Stopped, stop_on_signals
-from vit.training.state import collect_state, restore_state, save_shards
+from vit.training.state import collect_state, restore_state
 from vit.training.step import StepResult, TrainStep
 from vit.training.stragglers import Stragglers
 
@@ -270,7 +270,7 @@ class Trainer:
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         shards = self.checkpoints.open_shards() if self.sharded and self.process.is_main else None
         shards = self.process.broadcast(shards) if self.sharded else None
-        state = save_shards(self.step, shards) if shards else collect_state(self.step)
+        state = collect_state(self.step, shards)
         if self.process.is_main:
             identity = {} if self.identity is None else {"identity": self.identity.to_dict()}
             whole = {"progress": vars(progress), "state": state, "images": images, **identity}

@@ -1,18 +1,17 @@
 """One model in several processes: torch's DistributedDataParallel or FSDP2."""
 
-from itertools import pairwise
-from types import MethodType
-from typing import Any, Literal, cast
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.model.logits import compute_logits
 from vit.runtime.processes import Process
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _BUCKETS = 8  # of gradients, or more
 
@@ -32,13 +31,15 @@ def wrap_model(
         bucket_mb = max(num_bytes / 2**20 / _BUCKETS, 1)
         size: dict[str, Any] = {"bucket_cap_mb": bucket_mb} if bucket_mb < 25 else {}
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True, **size)
-    mesh = init_device_mesh(device.type, (process.world_size,))
-    blocks = [fully_shard(block, mesh=mesh) for block in model.get_submodule("blocks").children()]
-    for module, following in pairwise([fully_shard(model, mesh=mesh), *blocks]):
-        module.set_modules_to_forward_prefetch([following])
-    cast(Any, model).compute_logits = MethodType(compute_logits, model)
-    register_fsdp_forward_method(model, "compute_logits")
-    return model
+    from vit.training.sharding import shard_model  # takes seconds, which other runs don't need
+
+    return shard_model(model, world_size=process.world_size, device=device)
+
+
+def is_sharded(model: nn.Module) -> "TypeGuard[FSDPModule]":
+    """Whether FSDP2 shards the model. torch's part for it has been imported then, and is not imported to know."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 class ShardedLogits(nn.Module):

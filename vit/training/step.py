@@ -11,8 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import Precision, autocast
 from vit.runtime.threads import BatchThreads
+from vit.training.parallel import is_sharded
 from vit.training.stragglers import Timer
 
 Gradients = Sequence[Tensor | None]
@@ -85,7 +84,7 @@ class TrainStep:
         # from the third image size on torch would make sizes symbols, which a CUDA graph cannot have
         self._forward = torch.compile(self._compute_loss, dynamic=False) if compile else self._compute_loss
         self.timer = Timer()  # of what waits for no other process
-        if isinstance(self.model, FSDPModule):
+        if is_sharded(self.model):
             self.timer.watch(self.model.get_submodule("blocks"))
         elif isinstance(self.model, DistributedDataParallel):
             self._forward = self.timer.wrap(self._forward)
@@ -170,7 +169,7 @@ class TrainStep:
     @contextmanager
     def _synchronize_gradients(self, synchronize: bool) -> Iterator[None]:
         """Processes exchange gradients once, with the last micro-batch."""
-        if isinstance(self.model, FSDPModule):
+        if is_sharded(self.model):
             self.model.set_requires_gradient_sync(synchronize)
         wait = isinstance(self.model, DistributedDataParallel) and not synchronize
         with cast(DistributedDataParallel, self.model).no_sync() if wait else nullcontext():
@@ -178,14 +177,14 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, loss: Tensor, correct: Tensor) -> StepResult:
-        if isinstance(self.model, DistributedDataParallel | FSDPModule):
+        if isinstance(self.model, DistributedDataParallel) or is_sharded(self.model):
             totals = torch.stack([loss / dist.get_world_size(), correct.float()])
             dist.all_reduce(totals)
             loss, correct = totals[0], totals[1].long()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):  # of shards
-            norm = norm.full_tensor()
+        if is_sharded(self.model):
+            norm = cast(Any, norm).full_tensor()
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.halt_on_nonfinite:
             finite &= self.nonfinite_steps == 0
