@@ -1,7 +1,7 @@
 """One model in several processes: torch's DistributedDataParallel or FSDP2."""
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -9,9 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.runtime.processes import Process
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 _BUCKETS = 8  # of gradients, or more
 
@@ -36,7 +33,7 @@ def wrap_model(
     return shard_model(model, world_size=process.world_size, device=device)
 
 
-def is_sharded(model: nn.Module) -> "TypeGuard[FSDPModule]":
+def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 shards the model. torch's part for it has been imported then, and is not imported to know."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)

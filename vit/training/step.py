@@ -170,7 +170,7 @@ class TrainStep:
     def _synchronize_gradients(self, synchronize: bool) -> Iterator[None]:
         """Processes exchange gradients once, with the last micro-batch."""
         if is_sharded(self.model):
-            self.model.set_requires_gradient_sync(synchronize)
+            cast(Any, self.model).set_requires_gradient_sync(synchronize)
         wait = isinstance(self.model, DistributedDataParallel) and not synchronize
         with cast(DistributedDataParallel, self.model).no_sync() if wait else nullcontext():
             yield
