@@ -1,11 +1,11 @@
 # make demo   installs, trains on real images, evaluates, writes attention-rollout pictures
-# make test   installs, runs the whole test suite
+# make test   installs, runs the test suite; `make chaos` runs the tests in which things fail
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test lint docs notebooks results soak fuzz gpu clean
+.PHONY: demo test chaos extended lint docs notebooks results soak fuzz gpu clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -16,8 +16,17 @@ demo: $(VENV)/.installed
 	@echo "evaluation:     $(RUN)-evaluation/evaluation.json"
 	@echo "attention maps: $(RUN)-attention/*.png"
 
+# Tests of one file share their fixtures, so that one worker runs the whole file
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or chaos or extended or docs)"
+
+# Processes killed, power cut, disks full, jobs of several processes, a thousand cases of bad input
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "chaos and not slow"
+
+# What takes long for what it adds: every recipe compiled, the largest presets, exports with 200 photos
+extended: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "extended and not slow"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -25,8 +34,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The documentation as a site in site/; any warning is an error
+# The examples and notebooks executed, and the documentation as a site in site/; any warning is an error
 docs: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/zensical build --strict --clean
 
@@ -34,11 +44,10 @@ docs: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/python docs/execute_notebooks.py
 
-# Steps' cost on paper, optimizers, a step's profile and other processes' effect, measured here; the tables of the pages
+# The tables and pictures of the pages, from the result files
 results: $(VENV)/.installed
-	for each in step_cost optimizers step_profile contention; do \
-		$(BIN)/python benchmarks/$$each.py --output benchmarks/results || exit 1; done
 	$(BIN)/python benchmarks/tables.py --write
+	$(BIN)/python research/study_tables.py --write
 
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev

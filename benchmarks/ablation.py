@@ -1,4 +1,5 @@
-"""What each part of the CIFAR-10 CPU recipe is worth: the recipe with one thing changed, on its validation images.
+"""What each part of the CIFAR-10 CPU recipe is worth: the recipe with one thing changed, on its
+validation images.
 
     python benchmarks/ablation.py data.name=folder data.root=ROOT --seeds 3 --output benchmarks/results
 
@@ -24,7 +25,6 @@ from typing import Any
 from conditions import describe_conditions, find_result, write_result
 from scipy import stats
 from time_to_accuracy import describe_config
-from variants import VARIANTS
 
 from vit.config import load_config
 from vit.training.run_directory import METRICS_FILE, load_metrics
@@ -33,7 +33,7 @@ NAME = "ablation-cifar10-cpu"
 RECIPE = "configs/cifar10/cpu.yaml"
 SHORT = ["train.epochs=5", "train.evaluate_every_epochs=5"]
 WHOLE = "the recipe"
-# each with the settings that it replaces; after these the changes of code in `variants.py`
+# each with the settings that it replaces
 CHANGES: dict[str, list[str]] = {
     WHOLE: [],
     "a half of the patches dropped at 24 px, three quarters at 32 px": ["train.patch_drop_rates=[[0.65,0.5],[1,0.75]]"],
@@ -51,7 +51,8 @@ CHANGES: dict[str, list[str]] = {
     "class token for mean pooling": ["model.global_pool=token"],
     "learned positions for fixed sine ones": ["model.pos_embed=learned"],
     "no averaged weights": ["train.ema_decay=null"],
-    # above the recipe's 0.99 nothing would change: the decay rises with the steps, in five epochs to 0.9898
+    # above the recipe's 0.99 nothing would change: the decay rises with the steps, in five epochs
+    # to 0.9898
     "averaged weights with decay 0.95": ["train.ema_decay=0.95"],
     "no label smoothing": ["train.label_smoothing=0"],
     "random flips": ["augment.flip=random"],
@@ -66,12 +67,13 @@ CHANGES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def train(name: str, overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path) -> dict[str, Any]:
+def train(
+    name: str, overrides: list[str], *, seed: int, core: int, folder: Path, cache: Path
+) -> dict[str, Any]:
     """One run of `vit train` on one core, with the change `name`."""
     run = folder / f"run-{core}"
-    program = [str(Path(__file__).with_name("variants.py")), name] if name in VARIANTS else ["-m", "vit"]
-    changes = [*overrides, *CHANGES.get(name, [])]
-    command = [sys.executable, *program, "train", RECIPE, *SHORT, *changes, f"train.seed={seed}"]
+    changes = [*overrides, *CHANGES[name]]
+    command = [sys.executable, "-m", "vit", "train", RECIPE, *SHORT, *changes, f"train.seed={seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VIT_CACHE": str(cache)}
     with run.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
@@ -83,14 +85,21 @@ def train(name: str, overrides: list[str], *, seed: int, core: int, folder: Path
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}\n{run.with_suffix('.log').read_text()}")
     top1 = load_metrics(run / METRICS_FILE)[-1]["val_top1"]
-    return {"seed": seed, "validation_top1": top1, "processor_seconds": round(used.ru_utime + used.ru_stime, 1)}
+    return {
+        "seed": seed,
+        "validation_top1": top1,
+        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
+    }
 
 
 def summarise(runs: list[dict[str, Any]], recipe: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds; the difference to the recipe's runs with the same seeds, in fractions of 1."""
+    """Means over the seeds; the difference to the recipe's runs with the same seeds, in fractions
+    of 1."""
     of_recipe = {run["seed"]: run["validation_top1"] for run in recipe}
     values = [run["validation_top1"] for run in runs]
-    differences = [run["validation_top1"] - of_recipe[run["seed"]] for run in runs if run["seed"] in of_recipe]
+    differences = [
+        run["validation_top1"] - of_recipe[run["seed"]] for run in runs if run["seed"] in of_recipe
+    ]
     found: dict[str, Any] = {
         "seeds": len(runs),
         "validation_top1": {
@@ -107,7 +116,9 @@ def summarise(runs: list[dict[str, Any]], recipe: list[dict[str, Any]]) -> dict[
     return found
 
 
-def measure(result: dict[str, Any], output: Path, overrides: list[str], names: list[str], *, seeds: int) -> None:
+def measure(
+    result: dict[str, Any], output: Path, overrides: list[str], names: list[str], *, seeds: int
+) -> None:
     """Run what `result` lacks of the changes `names`, seed by seed, and write it after each run."""
     steps: dict[str, Any] = result["steps"]
     commit, writing, cores = result["machine"]["commit"], Lock(), SimpleQueue[int]()
@@ -117,7 +128,9 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], names: l
     def run(name: str, seed: int) -> None:
         core = cores.get()
         try:
-            found = train(name, overrides, seed=seed, core=core, folder=folder, cache=folder / "cache")
+            found = train(
+                name, overrides, seed=seed, core=core, folder=folder, cache=folder / "cache"
+            )
         finally:
             cores.put(core)
         with writing:
@@ -128,16 +141,22 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], names: l
             write_result(output, NAME, result)
             print(f"{name}: {found}", flush=True)
 
-    wanted = []  # all seeds of a change in turn, so that a measurement that is stopped has whole rows
+    # all seeds of a change in turn, so that a measurement that is stopped has whole rows
+    wanted = []
     for name in names:
-        step = {"overrides": CHANGES.get(name, []), "changes_code": name in VARIANTS, "runs": []}
+        step = {"overrides": CHANGES[name], "runs": []}
         done = {each["seed"] for each in steps.setdefault(name, step)["runs"]}
         wanted += [(name, seed) for seed in range(seeds) if seed not in done]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         environment = os.environ | {"VIT_CACHE": str(folder / "cache")}
         decode = ["train", RECIPE, *overrides, "--dry-run", "--output", str(folder / "decoded")]
-        subprocess.run([sys.executable, "-m", "vit", *decode], env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "vit", *decode],
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         with ThreadPoolExecutor(cores.qsize()) as pool:
             runs = [pool.submit(run, *each) for each in wanted]
             try:
@@ -149,16 +168,23 @@ def measure(result: dict[str, Any], output: Path, overrides: list[str], names: l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=3)
-    changes = [*CHANGES, *VARIANTS]
-    parser.add_argument("--changes", nargs="+", metavar="NAME", default=changes, choices=changes)
+    parser.add_argument("--changes", nargs="+", metavar="NAME", default=[*CHANGES], choices=CHANGES)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     options = parser.parse_intermixed_args()
     machine = describe_conditions("cpu")
     config = describe_config(load_config(Path(RECIPE), [*options.overrides, *SHORT]))
-    result = {"recipe": RECIPE, "settings": SHORT, "config": config, "machine": machine, "steps": {}}
+    result = {
+        "recipe": RECIPE,
+        "settings": SHORT,
+        "config": config,
+        "machine": machine,
+        "steps": {},
+    }
     path = find_result(options.output, NAME, machine)
     if path.exists():
         before = json.loads(path.read_text())

@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=2 python benchmarks/attention_maps.py --output benchmarks/results
 
-The reference implementation is what most pictures are made with: one image at a time, a hook on every unfused
-attention that copies the weights to the CPU, heads fused, products of whole N×N matrices. It is run with its
-customary 90 % discarding and without any. Ours takes the images in batches and reads the map through the class
-token, on this project's model and on timm's with fused attention left on, both with the same weights. "Rollout
-alone" starts in both from the stored attention; "attention and rollout" from stored queries and keys, as ours does
-end to end. The variants take turns round by round, in one process, on the same weights and images; a result is the
+The reference implementation is what most pictures are made with: one image at a time, a hook on
+every unfused attention that copies the weights to the CPU, heads fused, products of whole N×N
+matrices. It is run with its customary 90 % discarding and without any. Ours takes the images in
+batches and reads the map through the class token, on this project's model and on timm's with fused
+attention left on, both with the same weights. "Rollout alone" starts in both from the stored
+attention; "attention and rollout" from stored queries and keys, as ours does end to end. The
+variants take turns round by round, in one process, on the same weights and images; a result is the
 median over the rounds.
 """
 
@@ -24,19 +25,27 @@ import torch
 from conditions import describe_conditions, write_result
 from torch import Tensor, nn
 
-from vit.explanation.capture.readout import run_forward
-from vit.explanation.explain import choose_batch_size
+from vit.explanation.capture.forward import run_forward
+from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.explanation.methods.rollout import attention_rollout, rollout_row
-from vit.explanation.methods.table import compute_maps
+from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.rollout import attention_rollout, compute_rollout
 from vit.model.vision_transformer import VisionTransformer
+from vit.options import MapOptions
 from vit.runtime.device import choose_device
 from vit.runtime.memory import keep_freed_memory
 
 # name: (architecture, images of a batch, images of the reference implementation a round)
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
     "CIFAR ViT, d192 L9 H3, 65 tokens": (
-        {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 9, "num_heads": 3, "num_classes": 10},
+        {
+            "img_size": 32,
+            "patch_size": 4,
+            "embed_dim": 192,
+            "depth": 9,
+            "num_heads": 3,
+            "num_classes": 10,
+        },
         256,
         32,
     ),
@@ -56,7 +65,9 @@ class Reference:
         self.attentions: list[Tensor] = []
         for block in model.blocks:
             block.attn.fused_attn = False
-            block.attn.attn_drop.register_forward_hook(lambda module, args, out: self.attentions.append(out.cpu()))
+            block.attn.attn_drop.register_forward_hook(
+                lambda module, args, out: self.attentions.append(out.cpu())
+            )
 
     def explain(self, image: Tensor) -> Tensor:
         self.attentions.clear()
@@ -72,14 +83,18 @@ class Reference:
             fused = attention.mean(dim=1)
             if self.discard_ratio:
                 flat = fused.reshape(1, -1)
-                lowest = flat.topk(int(flat.shape[1] * self.discard_ratio), dim=-1, largest=False).indices
+                lowest = flat.topk(
+                    int(flat.shape[1] * self.discard_ratio), dim=-1, largest=False
+                ).indices
                 flat[0, lowest[lowest != 0]] = 0
             mixing = (fused + identity) / 2
             result = (mixing / mixing.sum(dim=-1, keepdim=True)) @ result
         return result[0, 0, 1:]
 
 
-def build_variants(ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_batch: int) -> dict[str, Variant]:
+def build_variants(
+    ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_batch: int
+) -> dict[str, Variant]:
     """What this project does, and the forward passes beside it."""
     device, batch = images.device, len(images)
     micro_batches = images.split(micro_batch)
@@ -87,7 +102,9 @@ def build_variants(ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_
     def bfloat16() -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16)
 
-    def each(work: Callable[[Tensor], object], context: Callable[[], Any] = nullcontext) -> Callable[[], object]:
+    def each(
+        work: Callable[[Tensor], object], context: Callable[[], Any] = nullcontext
+    ) -> Callable[[], object]:
         def run() -> None:
             with torch.no_grad(), context():
                 for micro_batch in micro_batches:
@@ -107,11 +124,11 @@ def build_variants(ours: nn.Module, theirs: nn.Module, images: Tensor, *, micro_
 
     def from_attention() -> None:
         for forward, attentions in zip(forwards, stored, strict=True):
-            attention_rollout(attentions, readout=forward.readout)
+            attention_rollout(attentions, pool_weights=forward.pool_weights)
 
     def from_queries() -> None:
         for forward in forwards:
-            rollout_row(forward.readout, forward.record.layers)
+            compute_rollout(forward, MapOptions())
 
     return {
         "forward pass": (each(ours), batch),
@@ -147,8 +164,11 @@ def build_references(build: Callable[[], nn.Module], images: Tensor) -> dict[str
     return variants
 
 
-def take_turns(variants: dict[str, Variant], *, rounds: int, device: torch.device) -> dict[str, float]:
-    """Images a second of each variant: the median of the rounds after a first that only warms up."""
+def take_turns(
+    variants: dict[str, Variant], *, rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Images a second of each variant: the median of the rounds after a first that only warms
+    up."""
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, (work, images) in variants.items():
@@ -167,7 +187,8 @@ def _wait(device: torch.device) -> None:
 
 
 def check_agreement(model: nn.Module, theirs: nn.Module, image: Tensor) -> float:
-    """The largest difference between our map and the reference's (without discarding) of one image."""
+    """The largest difference between our map and the reference's (without discarding) of one
+    image."""
     _, _, (maps,) = compute_maps(model, image[None])
     program = Reference(theirs, discard_ratio=0.0)
     return float((maps.values.flatten().cpu() - program.explain(image)).abs().max())
@@ -177,7 +198,12 @@ def compare(rates: dict[str, float]) -> dict[str, float]:
     """Ratios of the rates."""
     ratios = {}
     for reference in ("reference", "reference, 90 % discarded"):
-        for variant in ("ours", "ours on timm's model", "ours, bfloat16", "ours on timm's model, bfloat16"):
+        for variant in (
+            "ours",
+            "ours on timm's model",
+            "ours, bfloat16",
+            "ours on timm's model, bfloat16",
+        ):
             ratios[f"end to end: {variant} / {reference}"] = rates[variant] / rates[reference]
         alone = f"rollout alone, {reference}"
         ratios[f"rollout alone: ours / {reference}"] = rates["rollout alone, ours"] / rates[alone]
@@ -186,7 +212,9 @@ def compare(rates: dict[str, float]) -> dict[str, float]:
     return ratios
 
 
-def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: int | None) -> dict[str, Any]:
+def measure_model(
+    name: str, device: torch.device, *, rounds: int, micro_batch: int | None
+) -> dict[str, Any]:
     """Rates and ratios of one of MODELS, printed and returned."""
     architecture, batch, reference_images = MODELS[name]
 
@@ -198,12 +226,18 @@ def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: 
     ours = VisionTransformer(**architecture).eval().to(device)
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=device)
-    default = choose_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
+    default = (
+        choose_explain_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
+    )
     micro_batch = micro_batch or default
     variants = build_variants(ours, theirs, images, micro_batch=micro_batch)
-    rates = take_turns(variants | build_references(build, images[:reference_images]), rounds=rounds, device=device)
+    rates = take_turns(
+        variants | build_references(build, images[:reference_images]), rounds=rounds, device=device
+    )
     print(f"\n{name}")
-    print(to_markdown(["variant", "images/s"], [[key, f"{rate:.1f}"] for key, rate in rates.items()]))
+    print(
+        to_markdown(["variant", "images/s"], [[key, f"{rate:.1f}"] for key, rate in rates.items()])
+    )
     print(to_markdown(["", ""], [[what, f"{ratio:.2f}"] for what, ratio in compare(rates).items()]))
     return {
         "batch": batch,
@@ -216,11 +250,16 @@ def measure_model(name: str, device: torch.device, *, rounds: int, micro_batch: 
 
 def main() -> None:
     """Measure, print a table and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--micro-batch", type=int, default=None, help="default: what `vit attention` takes on a CPU, else the batch"
+        "--micro-batch",
+        type=int,
+        default=None,
+        help="default: what `vit attention` takes on a CPU, else the batch",
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--output", type=Path, help="folder for attention-maps-<machine>.json")

@@ -37,8 +37,7 @@ from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 import vit
 from vit.bundle import Bundle, load_model
-from vit.data.images import Preprocess
-from vit.data.inputs import list_images
+from vit.data.images import Preprocess, list_images
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.vision_transformer import VisionTransformer
 
@@ -56,7 +55,9 @@ FORMATS = (("npz",), ("png", "npz"))
 CHECKS = {"without checks": False, "with checks": True}
 MEAN = STD = (0.5, 0.5, 0.5)
 
-Program = Callable[[str, Path], None]  # reads the image of that path, writes a picture into the folder
+Program = Callable[
+    [str, Path], None
+]  # reads the image of that path, writes a picture into the folder
 
 
 def build_vit_explain(checkout: Path, model: Any, size: int) -> Program:
@@ -77,25 +78,37 @@ def build_vit_explain(checkout: Path, model: Any, size: int) -> Program:
         pixels = np.array(image)[:, :, ::-1]
         mask = cv2.resize(rollout(to_input(image).to(device)), (size, size))
         cv2.imwrite(str(folder / f"{Path(path).stem}.png"), pixels)
-        cv2.imwrite(str(folder / f"{Path(path).stem}.rollout.png"), program.show_mask_on_image(pixels, mask))
+        cv2.imwrite(
+            str(folder / f"{Path(path).stem}.rollout.png"), program.show_mask_on_image(pixels, mask)
+        )
 
     return explain
 
 
 def build_grad_cam(model: Any, size: int) -> Program:
-    """One image as pytorch-grad-cam's usage_examples/vit_example.py does it; ImportError where it isn't installed."""
-    library, images = (importlib.import_module(f"pytorch_grad_cam{name}") for name in ("", ".utils.image"))
+    """One image as pytorch-grad-cam's usage_examples/vit_example.py does it; ImportError where it
+    isn't installed."""
+    library, images = (
+        importlib.import_module(f"pytorch_grad_cam{name}") for name in ("", ".utils.image")
+    )
     cv2 = importlib.import_module("cv2")
 
     def to_grid(tokens: Tensor) -> Tensor:
-        return tokens[:, 1:].unflatten(1, model.patch_embed.grid_size).movedim(-1, 1)  # [B, D, rows, columns]
+        return (
+            tokens[:, 1:].unflatten(1, model.patch_embed.grid_size).movedim(-1, 1)
+        )  # [B, D, rows, columns]
 
     device = next(model.parameters()).device
-    cam = library.GradCAM(model=model, target_layers=[model.blocks[-1].norm1], reshape_transform=to_grid)
+    cam = library.GradCAM(
+        model=model, target_layers=[model.blocks[-1].norm1], reshape_transform=to_grid
+    )
 
     def explain(path: str, folder: Path) -> None:
         pixels = np.float32(cv2.resize(cv2.imread(path, 1)[:, :, ::-1], (size, size))) / 255
-        mask = cam(input_tensor=images.preprocess_image(pixels, mean=MEAN, std=STD).to(device), targets=None)[0]
+        mask = cam(
+            input_tensor=images.preprocess_image(pixels, mean=MEAN, std=STD).to(device),
+            targets=None,
+        )[0]
         cv2.imwrite(str(folder / f"{Path(path).stem}.jpg"), images.show_cam_on_image(pixels, mask))
 
     return explain
@@ -106,7 +119,9 @@ def to_input(image: Image.Image) -> Tensor:
     return normalize(pil_to_tensor(image)[None].float() / 255, MEAN, STD)
 
 
-def build_others(build: Callable[[], nn.Module], size: int, *, vit_explain: Path | None) -> dict[str, Program]:
+def build_others(
+    build: Callable[[], nn.Module], size: int, *, vit_explain: Path | None
+) -> dict[str, Program]:
     """The other programs that are there; says which are not."""
     wanted: dict[str, Callable[[], Program]] = {OTHERS[1]: lambda: build_grad_cam(build(), size)}
     if vit_explain is not None:
@@ -123,13 +138,25 @@ def build_others(build: Callable[[], nn.Module], size: int, *, vit_explain: Path
 
 
 def explain_all(
-    bundle: Bundle, images: Sequence[str] | None, count: int, *, max_side: int = 640, **settings: Any
+    bundle: Bundle,
+    images: Sequence[str] | None,
+    count: int,
+    *,
+    max_side: int = 640,
+    **settings: Any,
 ) -> Variant:
     """What `vit attention` does with `images`, or with `count` of the test split."""
 
     def run() -> None:
         with TemporaryDirectory() as folder:
-            vit.explain(bundle, images, count=count, output=Path(folder) / "maps", max_side=max_side, **settings)
+            vit.explain(
+                bundle,
+                images,
+                count=count,
+                output=Path(folder) / "maps",
+                max_side=max_side,
+                **settings,
+            )
 
     return run, count
 
@@ -146,7 +173,12 @@ def run_program(program: Program, images: Sequence[str]) -> Variant:
 
 
 def measure_programs(
-    architecture: dict[str, int], images: Sequence[str], *, vit_explain: Path | None, rounds: int, device: str = "cpu"
+    architecture: dict[str, int],
+    images: Sequence[str],
+    *,
+    vit_explain: Path | None,
+    rounds: int,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Images a second of every program, and ours divided by theirs."""
 
@@ -157,38 +189,69 @@ def measure_programs(
     ours = VisionTransformer(**architecture)
     ours.load_state_dict(build().state_dict())
     size, count = ours.patch_embed.img_size[0], len(images)
-    bundle = Bundle.from_model(ours, preprocess=Preprocess(image_size=(size, size), mean=MEAN, std=STD))
+    bundle = Bundle.from_model(
+        ours, preprocess=Preprocess(image_size=(size, size), mean=MEAN, std=STD)
+    )
     others = build_others(build, size, vit_explain=vit_explain)
     variants = {name: run_program(program, images) for name, program in others.items()}
     for method in METHODS:
         for title, checks in CHECKS.items():
             name = f"vit attention, {method}, {title}"
-            variants[name] = explain_all(bundle, images, count, methods=method, sanity_checks=checks, device=device)
-    small: dict[str, Any] = {"device": device, "methods": METHODS[0], "sanity_checks": False, "max_side": size}
+            variants[name] = explain_all(
+                bundle, images, count, methods=method, sanity_checks=checks, device=device
+            )
+    small: dict[str, Any] = {
+        "device": device,
+        "methods": METHODS[0],
+        "sanity_checks": False,
+        "max_side": size,
+    }
     variants[f"vit attention, {METHODS[0]}, without checks, pictures of {size} px"] = explain_all(
         bundle, images, count, **small
     )
-    half: dict[str, Any] = {"device": device, "methods": METHODS[0], "sanity_checks": False, "precision": "bfloat16"}
-    variants[f"vit attention, {METHODS[0]}, without checks, bfloat16"] = explain_all(bundle, images, count, **half)
+    half: dict[str, Any] = {
+        "device": device,
+        "methods": METHODS[0],
+        "sanity_checks": False,
+        "precision": "bfloat16",
+    }
+    variants[f"vit attention, {METHODS[0]}, without checks, bfloat16"] = explain_all(
+        bundle, images, count, **half
+    )
     rates = take_turns(variants, rounds=rounds, device=torch.device(device))
     exact, rounded = (
         vit.explain(bundle, images, **half | {"precision": precision}).maps[METHODS[0]].flatten(1)
         for precision in ("float32", "bfloat16")
     )
-    difference = ((exact - rounded).abs().amax(dim=1) / (exact.amax(dim=1) - exact.amin(dim=1))).max()
+    difference = (
+        (exact - rounded).abs().amax(dim=1) / (exact.amax(dim=1) - exact.amin(dim=1))
+    ).max()
     ours_alone = {name: rate for name, rate in rates.items() if name not in others}
-    ratios = {f"{name} / {other}": rate / rates[other] for name, rate in ours_alone.items() for other in others}
+    ratios = {
+        f"{name} / {other}": rate / rates[other]
+        for name, rate in ours_alone.items()
+        for other in others
+    }
     found = {"images": count, "images_per_second": rates, "ratios": ratios}
     return found | {"largest_difference_of_bfloat16": float(difference)}
 
 
-def measure_checks(run: str, *, count: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
-    """Of each choice of methods and formats: images a second without and with checks, and how much longer it takes."""
+def measure_checks(
+    run: str, *, count: int, rounds: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Of each choice of methods and formats: images a second without and with checks, and how much
+    longer it takes."""
     bundle = load_model(run)
     choices = list(itertools.product(COMBINATIONS, FORMATS))
     variants = {
         f"{methods} {formats} {title}": explain_all(
-            bundle, None, count, methods=methods, formats=formats, sanity_checks=checks, device=device
+            bundle,
+            None,
+            count,
+            methods=methods,
+            formats=formats,
+            sanity_checks=checks,
+            device=device,
         )
         for methods, formats in choices
         for title, checks in CHECKS.items()
@@ -197,7 +260,12 @@ def measure_checks(run: str, *, count: int, rounds: int, device: str = "cpu") ->
     results = []
     for methods, formats in choices:
         without, checked = (rates[f"{methods} {formats} {title}"] for title in CHECKS)
-        found = {"images": count, "without checks": without, "with checks": checked, "times": without / checked}
+        found = {
+            "images": count,
+            "without checks": without,
+            "with checks": checked,
+            "times": without / checked,
+        }
         results.append({"methods": methods, "formats": formats, **found})
     return results
 
@@ -210,7 +278,13 @@ def build_tables(result: dict[str, Any]) -> str:
         others = [other for other in OTHERS if other in rates]
         for name, rate in rates.items():
             ratios = [measured["ratios"].get(f"{name} / {other}") for other in others]
-            rows.append([name, f"{rate:.1f}", *("" if ratio is None else f"{ratio:.1f} ×" for ratio in ratios)])
+            rows.append(
+                [
+                    name,
+                    f"{rate:.1f}",
+                    *("" if ratio is None else f"{ratio:.1f} ×" for ratio in ratios),
+                ]
+            )
         tables.append(to_markdown([model, "images/s", *(f"/ {other}" for other in others)], rows))
     costs = [
         [
@@ -221,14 +295,22 @@ def build_tables(result: dict[str, Any]) -> str:
         for found in results
     ]  # fmt: skip
     if costs:
-        header = ["model", "methods", "formats", *(f"images/s {title}" for title in CHECKS), "times as long"]
+        header = [
+            "model",
+            "methods",
+            "formats",
+            *(f"images/s {title}" for title in CHECKS),
+            "times as long",
+        ]
         tables.append(to_markdown(header, costs))
     differences = [
         f"{100 * measured['largest_difference_of_bfloat16']:.1f} % of a map's range ({model})"
         for model, measured in result["programs"].items()
         if "largest_difference_of_bfloat16" in measured
     ]
-    rounded = f" Maps in bfloat16 differ by at most {', '.join(differences)}." if differences else ""
+    rounded = (
+        f" Maps in bfloat16 differ by at most {', '.join(differences)}." if differences else ""
+    )
     tables.append(f"{result['machine']['device']}, commit {result['machine']['commit']}.{rounded}")
     return "\n\n".join(tables)
 
@@ -241,27 +323,40 @@ def choose_images(folder: Path, count: int) -> list[str]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=Path, help="folder of image files")
     parser.add_argument("--vit-explain", type=Path, help="a checkout of it")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--runs", nargs="*", default=[], help="run directories or model files, for what checks cost")
+    parser.add_argument(
+        "--runs", nargs="*", default=[], help="run directories or model files, for what checks cost"
+    )
     parser.add_argument("--count", type=int, default=64, help="images of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": describe_conditions(options.device), "rounds": options.rounds}
+    result: dict[str, Any] = {
+        "machine": describe_conditions(options.device),
+        "rounds": options.rounds,
+    }
     result |= {"programs": {}, "checks": {}}
     if options.images:
         images = choose_images(options.images, options.count)
         for name in options.models:
             result["programs"][name] = measure_programs(
-                MODELS[name], images, vit_explain=options.vit_explain, rounds=options.rounds, device=options.device
+                MODELS[name],
+                images,
+                vit_explain=options.vit_explain,
+                rounds=options.rounds,
+                device=options.device,
             )
     for run in options.runs:
         name = Path(run).parent.name if Path(run).is_file() else Path(run).name
-        result["checks"][name] = measure_checks(run, count=options.count, rounds=options.rounds, device=options.device)
+        result["checks"][name] = measure_checks(
+            run, count=options.count, rounds=options.rounds, device=options.device
+        )
     print(build_tables(result))
     if options.output:
         print(f"\n{write_result(options.output, NAME, result)}")

@@ -28,16 +28,26 @@ _GENERATIONS = {
 
 
 def describe_conditions(device: torch.device | str) -> dict[str, Any]:
-    """Machine, command, commit and versions, as they are now. Of a CPU its rate of products of matrices in
-    `vit train`'s precision, of 16,384 tokens of width 192 with 768 × 192 weights, with all threads."""
-    git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    """Machine, command, commit and versions, as they are now. Of a CPU its rate of products of
+    matrices in `vit train`'s precision, of 16,384 tokens of width 192 with 768 × 192 weights, with
+    all threads."""
+    git = partial(
+        subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     commit = git(["git", "describe", "--always"]).stdout.strip()
     # results change while they are measured, seed by seed; they are no part of what is measured
-    changed = git(["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]).returncode == 1
+    changed = (
+        git(
+            ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]
+        ).returncode
+        == 1
+    )
     name, device = describe_device(torch.device(device)), torch.device(device)
     precision = choose_precision("auto", device)
     return {
-        "device": name.replace(", ", f", {_name_generation()}, ", 1) if device.type == "cpu" else name,
+        "device": name.replace(", ", f", {_name_generation()}, ", 1)
+        if device.type == "cpu"
+        else name,
         **({f"{precision}_tflops": _measure_products(precision)} if device.type == "cpu" else {}),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
@@ -53,16 +63,24 @@ def _name_generation() -> str:
     """The processor's generation by Linux's numbers for it, or the numbers."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
-    found = [re.search(rf"^{key}\s*: (\d+)$", text, re.MULTILINE) for key in ("cpu family", "model")]
+    found = [
+        re.search(rf"^{key}\s*: (\d+)$", text, re.MULTILINE) for key in ("cpu family", "model")
+    ]
     family, model = (int(number[1]) if number else 0 for number in found)
-    known = [name for name, (of_family, models) in _GENERATIONS.items() if family == of_family and model in models]
+    known = [
+        name
+        for name, (of_family, models) in _GENERATIONS.items()
+        if family == of_family and model in models
+    ]
     return known[0] if known else f"family {family} model {model}"
 
 
 @lru_cache
 def _measure_products(precision: Precision) -> float:
     """TFLOP/s."""
-    tokens, weight = (torch.zeros(rows, 192, dtype=getattr(torch, precision)) for rows in (16384, 768))
+    tokens, weight = (
+        torch.zeros(rows, 192, dtype=getattr(torch, precision)) for rows in (16384, 768)
+    )
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -72,7 +90,8 @@ def _measure_products(precision: Precision) -> float:
 
 
 def write_result(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
-    """`result`, which holds what `describe_conditions` said under "machine", as `<name>-<machine>.json`."""
+    """`result`, which holds what `describe_conditions` said under "machine", as
+    `<name>-<machine>.json`."""
     path = find_result(folder, name, result["machine"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """The one case where the correct explanation is known: a glyph that alone decides a class.
 
-Scanned digits, a sixth of them with a glyph on a patch drawn at random; those belong to an eleventh class.
-Where a model gives that class, the evidence is the glyph's patch, and a map is correct when its maximum is
-there.
+Scanned digits, a sixth of them with a glyph on a patch drawn at random; those belong to an eleventh
+class. Where a model gives that class, the evidence is the glyph's patch, and a map is correct when
+its maximum is there.
 
     python benchmarks/planted_evidence.py --seeds 3 --output benchmarks/results
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
-from vit.explanation.methods.table import METHODS, compute_maps
+from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
 GLYPH_CLASS, GRID, PATCH = 10, 4, 6
@@ -29,10 +29,12 @@ EPOCHS, BATCH = 20, 50
 
 
 def plant_glyphs(pixels: Tensor, labels: Tensor, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Images [n, 3, 24, 24] of digits [n, 8, 8], their classes, and the glyph's patch of 4×4 (-1 without
-    one)."""
+    """Images [n, 3, 24, 24] of digits [n, 8, 8], their classes, and the glyph's patch of 4×4 (-1
+    without one)."""
     generator = torch.Generator().manual_seed(seed)
-    images = pixels.repeat_interleave(3, 1).repeat_interleave(3, 2)[:, None].expand(-1, 3, -1, -1) - 0.3
+    images = (
+        pixels.repeat_interleave(3, 1).repeat_interleave(3, 2)[:, None].expand(-1, 3, -1, -1) - 0.3
+    )
     images, classes = images.clone(), labels.clone()
     places = torch.randint(GRID**2, (len(images),), generator=generator)
     places[torch.rand(len(images), generator=generator) > 1 / 6] = -1
@@ -55,7 +57,9 @@ def train(*, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     )
     last = len(pixels) - HELD_OUT
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=EPOCHS * (last // BATCH))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=EPOCHS * (last // BATCH)
+    )
     for epoch in range(EPOCHS):
         images, classes, _ = plant_glyphs(pixels[:last], labels[:last], seed=1000 * seed + epoch)
         for chosen in torch.randperm(last).split(BATCH):
@@ -71,8 +75,11 @@ def train(*, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     return model, images[right], classes[right], glyphs[right]
 
 
-def measure_pointing(model: nn.Module, images: Tensor, classes: Tensor, glyphs: Tensor) -> dict[str, float]:
-    """The fraction of glyphs on which the maximum of each method is, and of leave-one-out with either operator."""
+def measure_pointing(
+    model: nn.Module, images: Tensor, classes: Tensor, glyphs: Tensor
+) -> dict[str, float]:
+    """The fraction of glyphs on which the maximum of each method is, and of leave-one-out with
+    either operator."""
     images, classes, glyphs = (values[glyphs >= 0] for values in (images, classes, glyphs))
     accuracy = {}
     for method in METHODS:
@@ -100,7 +107,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for planted-evidence-<machine>.json")
     options = parser.parse_args()
     machine = describe_conditions("cpu")
-    result = {"machine": machine, "pointing": [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)]}
+    result = {
+        "machine": machine,
+        "pointing": [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)],
+    }
     print(build_table(result))
     if options.output:
         write_result(options.output, "planted-evidence", result)

@@ -1,4 +1,5 @@
-"""The training step of a packaged recipe, as `vit train` builds it: on a device, or on tensors without memory."""
+"""The training step of a packaged recipe, as `vit train` builds it: on a device, or on tensors
+without memory."""
 
 import math
 import warnings
@@ -11,16 +12,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vit.build.recipe import find_recipe
-from vit.build.run import build_model, build_plan, build_step
 from vit.config import Config, load_config
+from vit.factory.model import build_model
+from vit.factory.recipe import find_recipe
+from vit.factory.run import build_plan, build_train_step
 from vit.runtime.processes import Process
 from vit.training.plan import TrainingPlan
-from vit.training.step import TrainStep
+from vit.training.train_step import TrainStep
 
 # weights are downloaded, and the architecture is timm's
 NO_DOWNLOAD = {"folder/finetune": ["model.init=null", "model.preset=vit_small_patch16_224"]}
-IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_438, "imagenette": 9_469, "folder": 9_469}
+IMAGES = {
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "digits": 1_438,
+    "imagenette": 9_469,
+    "folder": 9_469,
+}
 
 
 def load_recipe(name: str, *overrides: str) -> Config:
@@ -34,22 +42,32 @@ def count_classes(config: Config) -> int:
 
 def build(config: Config, *, device: str | torch.device = "cpu", **more: Any) -> TrainStep:
     """The recipe's step; `more` for `TrainStep`."""
+    # the whole batch at once
+    train = config.train.model_copy(update={"grad_accum_steps": 1})
+    config = config.model_copy(update={"train": train})
     model, _ = build_model(config, num_classes=count_classes(config))
     model.to(device).train()
-    options: dict[str, Any] = {"plan": build_run_plan(config, model), "device": torch.device(device)}
-    return build_step(config, model, process=Process(), **options, **more)
+    options: dict[str, Any] = {
+        "plan": build_run_plan(config, model),
+        "device": torch.device(device),
+    }
+    return build_train_step(config, model, process=Process(), **options, **more)
 
 
 def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:
     """How long the recipe's run is, on the images that it is for."""
     model = model or build_model(config, num_classes=count_classes(config))[0]
     images = int(IMAGES[config.data.name] * (1 - config.data.validation_fraction))
-    sizes = {"steps_per_epoch": max(images // config.train.batch_size, 1), "batch_size": config.train.batch_size}
-    return build_plan(config, **sizes, patch_size=model.patch_embed.patch_size)
+    sizes = {
+        "steps_per_epoch": max(images // config.train.batch_size, 1),
+        "batch_size": config.train.batch_size,
+    }
+    return build_plan(config, model, **sizes)
 
 
 def list_sizes(config: Config) -> list[tuple[float, tuple[int, int]]]:
-    """The image sizes (height, width) of the recipe's run, each with the fraction of the epochs that it is for."""
+    """The image sizes (height, width) of the recipe's run, each with the fraction of the epochs
+    that it is for."""
     model, _ = build_model(config, num_classes=count_classes(config))
     sizes = build_run_plan(config, model).image_sizes or ((1.0, model.patch_embed.img_size),)
     starts = [0.0, *(until for until, _ in sizes)]
@@ -57,7 +75,8 @@ def list_sizes(config: Config) -> list[tuple[float, tuple[int, int]]]:
 
 
 def draw_batch(config: Config, size: tuple[int, int], *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random images [B, 3, height, width] and targets: classes, or probabilities where the recipe mixes images."""
+    """Random images [B, 3, height, width] and targets: classes, or probabilities where the recipe
+    mixes images."""
     generator = torch.Generator().manual_seed(seed)
     count, classes = config.train.batch_size, count_classes(config)
     images = torch.randn(count, 3, *size, generator=generator)
@@ -68,17 +87,21 @@ def draw_batch(config: Config, size: tuple[int, int], *, seed: int = 0) -> tuple
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors have shapes and no values. They are the CPU's: for CUDA's, torch's backward pass asks for a device. What
-    the code does on a CPU alone is left out; drawing a truncated normal distribution looks at values, and modules can't
-    be moved, nor need they."""
+    """Tensors have shapes and no values. They are the CPU's: for CUDA's, torch's backward pass asks
+    for a device. What the code does on a CPU alone is left out; drawing a truncated normal
+    distribution looks at values, and modules can't be moved, nor need they."""
     with (
         patch("vit.model.attention.choose_backend", lambda *_: "fused"),
-        patch("vit.model.patch_embed.cpu_multiplies_bfloat16", lambda: True),
+        patch("vit.model.cpu_kernels.cpu_multiplies_bfloat16", lambda: True),
         patch("vit.optim.muon._BATCHED_WIDTH", math.inf),
         patch("torch.nn.init.trunc_normal_", lambda tensor, **_: tensor),
         patch.object(torch.nn.Module, "to", lambda module, *_: module),
-        patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),  # of the weights' average
-        warnings.catch_warnings(action="ignore", category=UserWarning),  # of copies, that there is no memory
+        patch.object(
+            FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True
+        ),  # of the weights' average
+        warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ),  # of copies, that there is no memory
         FakeTensorMode(),
     ):
         yield

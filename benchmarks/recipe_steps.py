@@ -1,4 +1,5 @@
-"""Training steps of the packaged recipes on their own: images a second, share of the device's matmul rate, memory.
+"""Training steps of the packaged recipes on their own: images a second, share of the device's
+matmul rate, memory.
 
     python benchmarks/recipe_steps.py cifar10/speedrun cifar10/best --device cuda --output benchmarks/results
 
@@ -8,8 +9,9 @@ Batches are random and lie on the device, so that nothing but the step is timed.
     compiled   forward, loss and backward compiled, as train.compile=true does
     graph      the same, and the whole step, its update too, captured in one CUDA graph (CUDA only)
 
-The device's rates are measured beside them: a product of two large matrices, a copy, and the time the host takes to
-start a kernel. These are the three that `step_cost.py` takes from data sheets or assumes.
+The device's rates are measured beside them: a product of two large matrices, a copy, and the time
+the host takes to start a kernel. These are the three that `step_cost.py` takes from data sheets or
+assumes.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.runtime.device import choose_device, choose_precision
-from vit.training.step import TrainStep
+from vit.training.train_step import TrainStep
 
 NAME = "recipe-steps"
 SIDE = 8192  # of the large matrices
@@ -52,7 +54,8 @@ def time_repeated(work: Callable[[], Any], device: torch.device, *, repeats: int
 
 
 def measure_device(device: torch.device, *, side: int = SIDE) -> dict[str, float]:
-    """TFLOP/s of a large bfloat16 product, GB/s of a copy (read and written), microseconds to start a kernel."""
+    """TFLOP/s of a large bfloat16 product, GB/s of a copy (read and written), microseconds to start
+    a kernel."""
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = time_repeated(lambda: left @ right, device, repeats=10)
     source = torch.randn(4 * side * side, device=device)
@@ -76,31 +79,35 @@ def measure_device(device: torch.device, *, side: int = SIDE) -> dict[str, float
 def capture(step: TrainStep, images: Tensor, targets: Tensor) -> Callable[[Tensor, Tensor], Any]:
     """A step that replays one CUDA graph: batches are copied to where the captured one was."""
     places = images.clone(), targets.clone()
-    step.set_numbers()
+    step.set_schedule_values()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = step.run(*places)
+        result = step.run_on_device(*places)
 
     def replay(images: Tensor, targets: Tensor) -> Any:
         places[0].copy_(images)
         places[1].copy_(targets)
-        step.set_numbers()
+        step.set_schedule_values()
         graph.replay()
         step.schedule.step()
-        step.step += 1
+        step.num_steps += 1
         return result
 
     return replay
 
 
-def measure_variant(name: str, variant: str, device: torch.device, *, seconds: float, overrides: list[str]) -> Any:
+def measure_variant(
+    name: str, variant: str, device: torch.device, *, seconds: float, overrides: list[str]
+) -> Any:
     """Images a second over about `seconds` of steps, waiting only at the end."""
     if variant == "graph" and device.type != "cuda":
         raise RuntimeError("a CUDA graph needs CUDA")
     config = load_recipe(name, f"train.precision={choose_precision('auto', device)}", *overrides)
     torch.manual_seed(0)
     step = build(config, device=device, compile=variant != "plain")
-    images, targets = (values.to(device) for values in draw_batch(config, step.module.patch_embed.img_size))
+    images, targets = (
+        values.to(device) for values in draw_batch(config, step.module.patch_embed.img_size)
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
@@ -145,7 +152,16 @@ def build_tables(result: dict[str, Any]) -> str:
             share = found["tflops"] / rates["matmul_tflops"]
             cells = [f"{found[key]:,.1f}" for key in ("images_per_second", "step_milliseconds")]
             memory = f"{found['peak_memory_gib']:.1f}" if "peak_memory_gib" in found else "–"
-            rows.append([f"`{name}`", variant, *cells, f"{share:.0%}", memory, f"{found['start_seconds']:.1f}"])
+            rows.append(
+                [
+                    f"`{name}`",
+                    variant,
+                    *cells,
+                    f"{share:.0%}",
+                    memory,
+                    f"{found['start_seconds']:.1f}",
+                ]
+            )
     header = ["recipe", "step", "images/s", "ms", "of the matmul rate", "GiB", "first 4 steps, s"]
     measured = (
         f"{result['machine']['device']}: {rates['matmul_tflops']:.1f} TFLOP/s in bfloat16, "
@@ -155,12 +171,16 @@ def build_tables(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps for each variant")
     parser.add_argument("--variants", nargs="+", default=["plain", "compiled", "graph"])
-    parser.add_argument("--small", action="store_true", help="tiny models and matrices: a rehearsal")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models and matrices: a rehearsal"
+    )
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
     device = choose_device(options.device)
@@ -174,7 +194,9 @@ def main() -> None:
         for variant in options.variants:
             overrides = SMALL if options.small else []
             try:
-                variants[variant] = measure_variant(name, variant, device, seconds=options.seconds, overrides=overrides)
+                variants[variant] = measure_variant(
+                    name, variant, device, seconds=options.seconds, overrides=overrides
+                )
             except RuntimeError as error:  # one that fails doesn't take the others with it
                 variants[variant] = {"error": str(error).splitlines()[0]}
             print(f"{name}, {variant}: {variants[variant]}", flush=True)

@@ -2,12 +2,13 @@
 
     python benchmarks/sanity_checks.py --models runs/digits runs/cifar10 planted --output benchmarks/results
 
-Each map is checked where it belongs, on other images and mirrored; smooth noise and a centred Gaussian are
-checked too. Whatever is supported there is a false alarm. Beside each verdict stands how good such maps are:
-their rank correlation with leave-one-out; their gain, the symmetric relevance gain (insertion minus deletion
-area, tokens left out) minus that of another image's map of the same method; and for the model `planted`, whose
-evidence is a glyph, how often their maximum is on it. Checks that are not made, since they don't tell good maps
-from bad ones, are measured in the same way.
+Each map is checked where it belongs, on other images and mirrored; smooth noise and a centred
+Gaussian are checked too. Whatever is supported there is a false alarm. Beside each verdict stands
+how good such maps are: their rank correlation with leave-one-out; their gain, the symmetric
+relevance gain (insertion minus deletion area, tokens left out) minus that of another image's map of
+the same method; and for the model `planted`, whose evidence is a glyph, how often their maximum is
+on it. Checks that are not made, since they don't tell good maps from bad ones, are measured in the
+same way.
 """
 
 import argparse
@@ -22,27 +23,34 @@ from torch import Tensor, nn
 
 from vit.bundle import load_model
 from vit.data.open import open_for_model
-from vit.evaluation.evaluated_images import map_labels
-from vit.explanation.capture.readout import Grid, run_forward
+from vit.evaluation.images import select_correct_images
+from vit.explanation.capture.forward import Grid, run_forward
 from vit.explanation.faithfulness.baselines import centre_maps
 from vit.explanation.faithfulness.map_metrics import find_order, to_markdown
 from vit.explanation.faithfulness.sanity_checks import (
     VERDICTS,
     Evidence,
-    compare,
-    find_evidence,
+    check_map,
+    occlusion_reference,
     randomise_weights,
     rank_correlation,
 )
-from vit.explanation.faithfulness.selection import select_correct_images
-from vit.explanation.faithfulness.token_ablation import area_under, build_predictor, deletion_curve, leave_one_out
-from vit.explanation.methods.table import METHODS, Maps, compute_maps
+from vit.explanation.faithfulness.token_ablation import (
+    area_under,
+    build_predictor,
+    deletion_curve,
+    leave_one_out,
+)
+from vit.explanation.methods.registry import METHODS, Maps, compute_maps
 
 NAMES = [name for name in METHODS if name != "raw"]
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SEEDS, OTHERS = 5, 8  # of randomised weights; images that each map is checked on beside its own
 BATCH, FEWEST = 32, 5  # images at a time; maps whose mean quality is compared
-ALARMS, BASELINES = ("other images", "images of other classes", "mirrored"), ("smooth noise", "centred Gaussian")
+ALARMS, BASELINES = (
+    ("other images", "images of other classes", "mirrored"),
+    ("smooth noise", "centred Gaussian"),
+)
 
 
 class Measured:
@@ -53,16 +61,22 @@ class Measured:
         if name == "planted":
             self.model, self.images, self.classes, glyphs = planted_evidence.train()
             chosen = torch.where(glyphs >= 0)[0][:count]
-            self.images, self.classes, self.glyphs = self.images[chosen], self.classes[chosen], glyphs[chosen]
+            self.images, self.classes, self.glyphs = (
+                self.images[chosen],
+                self.classes[chosen],
+                glyphs[chosen],
+            )
         else:
             bundle = load_model(name)
             self.model = bundle.model
             source = open_for_model(None, trained_on=bundle.config["data"]).split("test")
-            labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
-            self.images, self.classes, _ = select_correct_images(bundle, source, labels, count=count)
+            self.images, self.classes, _ = select_correct_images(bundle, source, count=count)
         forward = run_forward(self.model, self.images[:1])
         self.grid: Grid = forward.grid
-        self.readout, self.layers = forward.readout[0, forward.num_prefix_tokens :], len(forward.record.layers)
+        self.pool_weights, self.layers = (
+            forward.pool_weights[0, forward.num_prefix_tokens :],
+            len(forward.record.layers),
+        )
         self.maps, self.prefix_mass = self.explain(self.model)
         self.leave_one_out = self.in_batches(self._leave_one_out, self.images, self.classes)
         self.maps["leave-one-out"] = self.leave_one_out
@@ -70,23 +84,38 @@ class Measured:
         self.evidence = {circular: self._find_evidence(circular) for circular in (False, True)}
 
     def in_batches(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return torch.cat([compute(*batch) for batch in zip(*(t.split(BATCH) for t in tensors), strict=True)])
+        return torch.cat(
+            [compute(*batch) for batch in zip(*(t.split(BATCH) for t in tensors), strict=True)]
+        )
 
     def explain(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Maps [n, rows, columns] and prefix mass [n] by method."""
         parts: list[list[Maps]] = []
-        for images, classes in zip(self.images.split(BATCH), self.classes.split(BATCH), strict=True):
+        for images, classes in zip(
+            self.images.split(BATCH), self.classes.split(BATCH), strict=True
+        ):
             targets = classes[:, None]
-            parts.append(compute_maps(model, images, methods=NAMES, choose_targets=lambda _, t=targets: t)[2])
-        values = [torch.cat([maps.values[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
-        mass = [torch.cat([maps.prefix_mass[:, 0] for maps in of_method]) for of_method in zip(*parts, strict=True)]
+            parts.append(
+                compute_maps(model, images, methods=NAMES, choose_targets=lambda _, t=targets: t)[2]
+            )
+        values = [
+            torch.cat([maps.values[:, 0] for maps in of_method])
+            for of_method in zip(*parts, strict=True)
+        ]
+        mass = [
+            torch.cat([maps.prefix_mass[:, 0] for maps in of_method])
+            for of_method in zip(*parts, strict=True)
+        ]
         return dict(zip(NAMES, values, strict=True)), dict(zip(NAMES, mass, strict=True))
 
     def measure_gain(self, maps: Tensor) -> Tensor:
         """Symmetric relevance gain of each map on its image."""
 
         def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
-            predict, order = build_predictor(self.model, images, classes, grid=self.grid), find_order(maps)
+            predict, order = (
+                build_predictor(self.model, images, classes, grid=self.grid),
+                find_order(maps),
+            )
             areas = [
                 area_under(deletion_curve(predict, each, fractions=FRACTIONS), fractions=FRACTIONS)
                 for each in (order.flip(1), order)
@@ -103,18 +132,23 @@ class Measured:
 
     def _find_evidence(self, circular: bool) -> Evidence:
         parts = []
-        for images, classes in zip(self.images.split(BATCH), self.classes.split(BATCH), strict=True):
+        for images, classes in zip(
+            self.images.split(BATCH), self.classes.split(BATCH), strict=True
+        ):
             forward = run_forward(self.model, images, gradients=True)
-            parts.append(find_evidence(forward, classes, circular=circular))
+            parts.append(occlusion_reference(forward, classes, circular=circular))
         return Evidence(parts[0].name, torch.cat([part.drops for part in parts]), parts[0].patches)
 
 
 def check_method(measured: Measured, name: str) -> dict[str, Any]:
-    """Verdicts of a method's maps where they belong and elsewhere, and how good the maps of each verdict are."""
+    """Verdicts of a method's maps where they belong and elsewhere, and how good the maps of each
+    verdict are."""
     maps, evidence = measured.maps[name], measured.evidence["removal" in name]
-    checks = compare(maps, evidence)
+    checks = check_map(maps, evidence).to_list()
     elsewhere = [maps.roll(shift, 0) for shift in range(1, OTHERS + 1)]
-    other_class = [measured.classes.roll(shift) != measured.classes for shift in range(1, OTHERS + 1)]
+    other_class = [
+        measured.classes.roll(shift) != measured.classes for shift in range(1, OTHERS + 1)
+    ]
     mirrored = [maps.flip(sides) for sides in ((1,), (2,), (1, 2))]
     quality = {
         "leave_one_out_correlation": rank_correlation(maps, measured.leave_one_out),
@@ -132,7 +166,9 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
             )
         },
         "verdicts": {
-            verdict: summarise(torch.tensor([check.verdict == verdict for check in checks]), quality)
+            verdict: summarise(
+                torch.tensor([check.verdict == verdict for check in checks]), quality
+            )
             for verdict in VERDICTS
         },
         "checks not made": {
@@ -146,30 +182,40 @@ def count_supported(
     several: Sequence[Tensor], evidence: Evidence, chosen: Sequence[Tensor] | None = None
 ) -> float | None:
     """The fraction of maps that are supported, of those `chosen`; None where there are none."""
-    supported = torch.tensor([[check.verdict == "supported" for check in compare(maps, evidence)] for maps in several])
+    supported = torch.tensor(
+        [
+            [check.verdict == "supported" for check in check_map(maps, evidence).to_list()]
+            for maps in several
+        ]
+    )
     supported = supported if chosen is None else supported[torch.stack(list(chosen))]
     return float(supported.float().mean()) if supported.numel() else None
 
 
 def summarise(chosen: Tensor, quality: dict[str, Tensor]) -> dict[str, float | None]:
     """The fraction of the maps that are `chosen`, and their mean quality."""
-    means = {what: float(values[chosen].mean()) if chosen.any() else None for what, values in quality.items()}
+    means = {
+        what: float(values[chosen].mean()) if chosen.any() else None
+        for what, values in quality.items()
+    }
     return {"fraction": float(chosen.float().mean()), **means}
 
 
 def find_warnings(measured: Measured, name: str) -> dict[str, Tensor]:
-    """What three other checks would warn of: relevance in prefix tokens (more than half); a nearly uniform map (98 %),
-    without what the method's identity adds; a map nearer to those of randomised weights for its own image than to
-    theirs for 95 % of the others."""
+    """What three other checks would warn of: relevance in prefix tokens (more than half); a nearly
+    uniform map (98 %), without what the method's identity adds; a map nearer to those of randomised
+    weights for its own image than to theirs for 95 % of the others."""
     if name not in measured.prefix_mass:
         return {}
     maps = measured.maps[name].flatten(1)
-    identity = {"gae": 1.0, "gae-scale-free": 1.0, "libra-gae": 1.0}.get(name, 0.0)
+    identity = {"gae": 1.0, "libra-gae": 1.0}.get(name, 0.0)
     identity = 0.5**measured.layers if "rollout" in name else identity
-    added = (maps - identity * measured.readout).abs()
+    added = (maps - identity * measured.pool_weights).abs()
     added = added / added.sum(dim=1, keepdim=True).clamp_min(1e-30)
     entropy = torch.special.entr(added).sum(dim=1)
-    similar = torch.stack([correlate_pairs(maps, each[name].flatten(1)) for each in measured.randomised]).mean(dim=0)
+    similar = torch.stack(
+        [correlate_pairs(maps, each[name].flatten(1)) for each in measured.randomised]
+    ).mean(dim=0)
     own = similar.diagonal()[:, None]
     return {
         "prefix mass": measured.prefix_mass[name] > 0.5,
@@ -181,7 +227,8 @@ def find_warnings(measured: Measured, name: str) -> dict[str, Tensor]:
 def correlate_pairs(first: Tensor, second: Tensor) -> Tensor:
     """Rank correlation [n, n] of every map with every other."""
     columns = [
-        rank_correlation(first[:, None], second[index].expand_as(first)[:, None]) for index in range(len(second))
+        rank_correlation(first[:, None], second[index].expand_as(first)[:, None])
+        for index in range(len(second))
     ]
     return torch.stack(columns, dim=1)
 
@@ -189,7 +236,9 @@ def correlate_pairs(first: Tensor, second: Tensor) -> Tensor:
 def measure_model(name: str, count: int) -> dict[str, Any]:
     """All methods and baselines on one model."""
     measured = Measured(name, count)
-    measured.randomised = [measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(SEEDS)]
+    measured.randomised = [
+        measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(SEEDS)
+    ]
     rows, columns = measured.grid
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(len(measured.images), rows + 2, columns + 2, generator=generator)
@@ -203,14 +252,17 @@ def measure_model(name: str, count: int) -> dict[str, Any]:
         "evidence_correlation": float(rank_correlation(drops, measured.leave_one_out).mean()),
         "false_alarms": {
             kind: count_supported([maps], evidence)
-            for kind, maps in zip(BASELINES, (noise, centre_maps(len(noise), measured.grid)), strict=True)
+            for kind, maps in zip(
+                BASELINES, (noise, centre_maps(len(noise), measured.grid)), strict=True
+            )
         },
         "methods": {method: check_method(measured, method) for method in measured.maps},
     }
 
 
 def show_false_alarms(models: dict[str, Any]) -> str:
-    """How often each model's maps are supported where they don't belong: the mean and the highest of its methods."""
+    """How often each model's maps are supported where they don't belong: the mean and the highest
+    of its methods."""
 
     def describe(rates: list[float | None]) -> str:
         known = [rate for rate in rates if rate is not None]
@@ -218,11 +270,25 @@ def show_false_alarms(models: dict[str, Any]) -> str:
 
     rows = []
     for name, model in models.items():
-        kinds = [[method["false_alarms"][kind] for method in model["methods"].values()] for kind in ALARMS]
+        kinds = [
+            [method["false_alarms"][kind] for method in model["methods"].values()]
+            for kind in ALARMS
+        ]
         baselines = [f"{100 * model['false_alarms'][kind]:.1f} %" for kind in BASELINES]
         correlation = f"{model['evidence_correlation']:.2f}"
-        rows.append([name, str(model["images"]), model["evidence"], correlation, *map(describe, kinds), *baselines])
-    return to_markdown(["model", "images", "evidence", "ρ leave-one-out", *ALARMS, *BASELINES], rows)
+        rows.append(
+            [
+                name,
+                str(model["images"]),
+                model["evidence"],
+                correlation,
+                *map(describe, kinds),
+                *baselines,
+            ]
+        )
+    return to_markdown(
+        ["model", "images", "evidence", "ρ leave-one-out", *ALARMS, *BASELINES], rows
+    )
 
 
 def show_verdicts(models: dict[str, Any]) -> str:
@@ -235,15 +301,20 @@ def show_verdicts(models: dict[str, Any]) -> str:
         return f"{fractions} %: {gains}"
 
     methods = next(iter(models.values()))["methods"]
-    rows = [[name, *(describe(model["methods"][name]) for model in models.values())] for name in methods]
+    rows = [
+        [name, *(describe(model["methods"][name]) for model in models.values())] for name in methods
+    ]
     return to_markdown(["method", *models], rows)
 
 
 def show_predictions(models: dict[str, Any]) -> str:
-    """What a check says of quality: the mean over methods of the difference between maps that fail and the others."""
+    """What a check says of quality: the mean over methods of the difference between maps that fail
+    and the others."""
     rows = []
     for name, model in models.items():
-        groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {"unsupported, or else supported": []}
+        groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+            "unsupported, or else supported": []
+        }
         for method in model["methods"].values():
             groups["unsupported, or else supported"].append(
                 (method["verdicts"]["unsupported"], method["verdicts"]["supported"])
@@ -251,26 +322,38 @@ def show_predictions(models: dict[str, Any]) -> str:
             for check, found in method["checks not made"].items():
                 groups.setdefault(check, []).append((found["warned"], found["not warned"]))
         for check, pairs in groups.items():
-            both = [pair for pair in pairs if all(each["fraction"] * model["images"] >= FEWEST for each in pair)]
+            both = [
+                pair
+                for pair in pairs
+                if all(each["fraction"] * model["images"] >= FEWEST for each in pair)
+            ]
             cells = []
             for what in ("leave_one_out_correlation", "gain", "on_glyph"):
-                differences = [failed[what] - passed[what] for failed, passed in both if what in failed]
+                differences = [
+                    failed[what] - passed[what] for failed, passed in both if what in failed
+                ]
                 cells.append(f"{sum(differences) / len(differences):+.2f}" if differences else "–")
             fails = f"{100 * sum(failed['fraction'] for failed, _ in pairs) / len(pairs):.0f} %"
             rows.append([name, check, fails, f"{len(both)} of {len(pairs)}", *cells])
-    return to_markdown(["model", "check", "fails", "methods", "ρ leave-one-out", "gain", "on the glyph"], rows)
+    return to_markdown(
+        ["model", "check", "fails", "methods", "ρ leave-one-out", "gain", "on the glyph"], rows
+    )
 
 
 def show(models: dict[str, Any]) -> str:
-    """The tables of docs/benchmarks.md."""
+    """The tables of docs/benchmark-record.md."""
     return "\n\n".join([show_false_alarms(models), show_verdicts(models), show_predictions(models)])
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["planted"], help="run directories; planted")
-    parser.add_argument("--images", type=int, default=128, help="of each model, classified correctly")
+    parser.add_argument(
+        "--images", type=int, default=128, help="of each model, classified correctly"
+    )
     parser.add_argument("--output", type=Path, help="folder for sanity-checks-<machine>.json")
     options = parser.parse_args()
     machine, results = describe_conditions("cpu"), {}
@@ -278,7 +361,9 @@ def main() -> None:
         results[Path(model).name] = measure_model(model, options.images)
     print(show(results))
     if options.output:
-        path = write_result(options.output, "sanity-checks", {"machine": machine, "models": results})
+        path = write_result(
+            options.output, "sanity-checks", {"machine": machine, "models": results}
+        )
         path.with_suffix(".md").write_text(show(results) + "\n")
 
 

@@ -2,16 +2,17 @@
 
     python benchmarks/step_cost.py --output benchmarks/results
 
-No GPU is used: the recipe's own step runs at its own batch size on tensors without memory (torch's FakeTensorMode), as
-it would on a GPU, and every operation is counted as it goes by:
+No GPU is used: the recipe's own step runs at its own batch size on tensors without memory (torch's
+FakeTensorMode), as it would on a GPU, and every operation is counted as it goes by:
 
     FLOPs      torch's formulas of matrix products, convolutions and attention; a multiply-add counts as two
     bytes      what an operation reads and writes. Compiled, operations between two of the former are taken as one
                kernel, which reads what was computed before it and writes what is used after it
     launches   kernels that the host starts; an operation on lists of tensors takes one for as many as torch packs
 
-An operation takes at least FLOPs / rate or bytes / bandwidth, whichever is longer; the device's time is their sum, the
-host's is 5 µs a launch (an assumption: measured values lie between 3 and 10). The longer one bounds the step.
+An operation takes at least FLOPs / rate or bytes / bandwidth, whichever is longer; the device's
+time is their sum, the host's is 5 µs a launch (an assumption: measured values lie between 3 and
+10). The longer one bounds the step.
 """
 
 import argparse
@@ -30,14 +31,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from vit.build.recipe import list_recipes
 from vit.config import Config
 from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.training.step import TrainStep
+from vit.factory.recipe import list_recipes
+from vit.training.train_step import TrainStep
 
 NAME = "step-cost"
 LAUNCH_SECONDS = 5e-6
-PACKED = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists of an operation → tensors that one of its kernels takes
+PACKED = {
+    1: 110,
+    2: 64,
+    3: 48,
+    4: 36,
+    5: 30,
+}  # lists of an operation → tensors that one of its kernels takes
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,9 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._alive: list[Any] = []  # so that no two storages share an address
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         named = named or {}
         result = function(*arguments, **named)
         given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
@@ -89,14 +98,22 @@ class Recorder(TorchDispatchMode):
         writes = self._measure([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         if function._schema.is_mutable:
             changed = zip(function._schema.arguments, arguments, strict=False)
-            of_schema = [value for kind, value in changed if kind.alias_info is not None and kind.alias_info.is_write]
-            writes |= self._measure([leaf for leaf in tree_leaves(of_schema) if isinstance(leaf, Tensor)])
+            of_schema = [
+                value
+                for kind, value in changed
+                if kind.alias_info is not None and kind.alias_info.is_write
+            ]
+            writes |= self._measure(
+                [leaf for leaf in tree_leaves(of_schema) if isinstance(leaf, Tensor)]
+            )
         elif all(storage in reads for storage in writes):  # a view
             return result
         if not function.name().startswith("aten::empty"):
             formula = flop_registry.get(function._overloadpacket)
             flops = int(formula(*arguments, **named, out_val=result)) if formula else 0
-            self.operations.append(Operation(flops, count_launches(function, arguments), reads, writes))
+            self.operations.append(
+                Operation(flops, count_launches(function, arguments), reads, writes)
+            )
         return result
 
     def _measure(self, tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -111,7 +128,8 @@ class Recorder(TorchDispatchMode):
 
 @dataclass
 class Recorded:
-    """The operations of one step: forward, loss and backward, which are compiled, and the update, which is not."""
+    """The operations of one step: forward, loss and backward, which are compiled, and the update,
+    which is not."""
 
     compiled: list[Operation]
     update: list[Operation]
@@ -139,25 +157,34 @@ def record(step: TrainStep, images: Tensor, targets: Tensor) -> Recorded:
         return tensor
 
     forward_and_backward: list[Operation] = []
-    update = step._update
+    update = step.update
 
     def mark(*results: Tensor) -> Any:
         forward_and_backward.extend(recorder.operations)
         return update(*results)
 
-    step._update = mark  # type: ignore[method-assign]
-    step.set_numbers()
-    with Recorder() as recorder, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        step.run(images, targets)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in step.module.parameters())
+    step.update = mark  # type: ignore[method-assign]
+    step.set_schedule_values()
+    with (
+        Recorder() as recorder,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        step.run_on_device(images, targets)
+    weights = sum(
+        parameter.numel() * parameter.element_size() for parameter in step.module.parameters()
+    )
     rest = recorder.operations[len(forward_and_backward) :]
-    return Recorded(forward_and_backward, rest, sum(kept.nbytes() for kept in saved.values()), weights)
+    return Recorded(
+        forward_and_backward, rest, sum(kept.nbytes() for kept in saved.values()), weights
+    )
 
 
 def fuse(operations: Sequence[Operation]) -> list[Operation]:
-    """Each run of operations without a formula for FLOPs as one kernel: it reads what is older than the run, and writes
-    what an operation after it reads or what nothing here does (results)."""
-    last_read = {storage: place for place, operation in enumerate(operations) for storage in operation.reads}
+    """Each run of operations without a formula for FLOPs as one kernel: it reads what is older than
+    the run, and writes what an operation after it reads or what nothing here does (results)."""
+    last_read = {
+        storage: place for place, operation in enumerate(operations) for storage in operation.reads
+    }
     fused: list[Operation] = []
     place = 0
     while place < len(operations):
@@ -168,9 +195,13 @@ def fuse(operations: Sequence[Operation]) -> list[Operation]:
         reads: dict[int, int] = {}
         writes: dict[int, int] = {}
         for operation in operations[place:end]:
-            reads |= {storage: size for storage, size in operation.reads.items() if storage not in writes}
+            reads |= {
+                storage: size for storage, size in operation.reads.items() if storage not in writes
+            }
             writes |= operation.writes
-        writes = {storage: size for storage, size in writes.items() if last_read.get(storage, end) >= end}
+        writes = {
+            storage: size for storage, size in writes.items() if last_read.get(storage, end) >= end
+        }
         fused.append(Operation(sum(o.flops for o in operations[place:end]), 1, reads, writes))
         place = end
     return fused
@@ -183,9 +214,17 @@ def estimate(operations: Sequence[Operation], card: Card) -> dict[str, Any]:
         computing, moving = operation.flops / card.flops, operation.bytes / card.bandwidth
         by_flops += computing if computing > moving else 0
         by_bytes += moving if moving >= computing else 0
-    device, host = by_flops + by_bytes, LAUNCH_SECONDS * sum(operation.launches for operation in operations)
+    device, host = (
+        by_flops + by_bytes,
+        LAUNCH_SECONDS * sum(operation.launches for operation in operations),
+    )
     bound = "launches" if host > device else "FLOPs" if by_flops > by_bytes else "bytes"
-    return {"device_seconds": device, "host_seconds": host, "seconds": max(device, host), "bound": bound}
+    return {
+        "device_seconds": device,
+        "host_seconds": host,
+        "seconds": max(device, host),
+        "bound": bound,
+    }
 
 
 def describe_size(config: Config, size: tuple[int, int]) -> dict[str, Any]:
@@ -198,7 +237,11 @@ def describe_size(config: Config, size: tuple[int, int]) -> dict[str, Any]:
         # weights, gradients, average, two values of the optimizer
         "memory_bytes": 5 * recorded.weight_bytes + recorded.saved_bytes,
     }
-    for name, operations in {"eager": eager, "compiled": compiled, "update": recorded.update}.items():
+    for name, operations in {
+        "eager": eager,
+        "compiled": compiled,
+        "update": recorded.update,
+    }.items():
         counted = {
             "bytes": sum(operation.bytes for operation in operations),
             "launches": sum(operation.launches for operation in operations),
@@ -212,8 +255,15 @@ def describe_recipe(name: str, *overrides: str) -> dict[str, Any]:
     config = load_recipe(name, "train.precision=bfloat16", *overrides)
     steps = build_run_plan(config).total_steps
     sizes = [(fraction, describe_size(config, size)) for fraction, size in list_sizes(config)]
-    seconds = {card: steps * sum(part * of["compiled"][card]["seconds"] for part, of in sizes) for card in CARDS}
-    described = {"batch_size": config.train.batch_size, "total_steps": steps, "run_seconds": seconds}
+    seconds = {
+        card: steps * sum(part * of["compiled"][card]["seconds"] for part, of in sizes)
+        for card in CARDS
+    }
+    described = {
+        "batch_size": config.train.batch_size,
+        "total_steps": steps,
+        "run_seconds": seconds,
+    }
     return described | {"sizes": [of for _, of in sizes]}
 
 
@@ -235,10 +285,27 @@ def build_tables(result: dict[str, Any]) -> str:
             for card in result["cards"]:
                 eager, compiled = of["eager"][card], of["compiled"][card]
                 share = of["flops"] / result["cards"][card]["flops"] / compiled["seconds"]
-                cells += [*(f"{1e3 * it['seconds']:.1f}, {it['bound']}" for it in (eager, compiled)), f"{share:.0%}"]
+                cells += [
+                    *(f"{1e3 * it['seconds']:.1f}, {it['bound']}" for it in (eager, compiled)),
+                    f"{share:.0%}",
+                ]
             bounds.append([label, *cells])
-    header = ["recipe", "batch", "TFLOP", "GB", "GB compiled", "launches", "compiled", "of which update", "GiB"]
-    of_cards = [title for card in result["cards"] for title in (f"{card}, ms", "compiled, ms", "of its rate")]
+    header = [
+        "recipe",
+        "batch",
+        "TFLOP",
+        "GB",
+        "GB compiled",
+        "launches",
+        "compiled",
+        "of which update",
+        "GiB",
+    ]
+    of_cards = [
+        title
+        for card in result["cards"]
+        for title in (f"{card}, ms", "compiled, ms", "of its rate")
+    ]
     runs = [
         [
             f"`{name}`",
@@ -250,13 +317,17 @@ def build_tables(result: dict[str, Any]) -> str:
     tables = [
         to_markdown(header, costs),
         to_markdown(["recipe", *of_cards], bounds),
-        to_markdown(["recipe", "steps", *(f"{card}, minutes at least" for card in result["cards"])], runs),
+        to_markdown(
+            ["recipe", "steps", *(f"{card}, minutes at least" for card in result["cards"])], runs
+        ),
     ]
     return "\n\n".join(tables)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", nargs="+", default=list(list_recipes()))
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-on-paper.json")
     options = parser.parse_args()

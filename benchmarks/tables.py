@@ -1,9 +1,11 @@
-"""Write the tables of README.md, SECURITY.md and two pages of docs/ from the result files; draw two pictures.
+"""Write the tables of README.md, SECURITY.md and three pages of docs/ from the result files; draw
+the learning curves.
 
     python benchmarks/tables.py            # print them
-    python benchmarks/tables.py --write    # into these pages, between their marks; and the pictures
+    python benchmarks/tables.py --write    # into these pages, between their marks; and the picture
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is listed as not measured.
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is
+listed as not measured.
 """
 
 import argparse
@@ -15,26 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import attention_programs
-import class_balance
-import contention
 import evaluation
 import faithfulness
 import gpu
-import growth
-import own_photos
 import planted_evidence
-import processes
-import start
 import step_cost
-import step_profile
 import train_throughput
-import transfers
 from conditions import name_processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "gpu.md")
-CURVES, GROWTH = (ROOT / "docs" / "images" / name for name in ("learning-curves.png", "growth.png"))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "benchmark-record.md",
+    ROOT / "docs" / "gpu.md",
+)
+CURVES = ROOT / "docs" / "images" / "learning-curves.png"
 RECIPE = "cifar10-cpu"  # how the names of those begin whose curves are drawn
 MINUTES = (1, 3, 5, 10, 20)
 STEMS = {
@@ -49,7 +49,9 @@ Results = dict[str, dict[str, Any]]
 
 def load_results(kind: str) -> Results:
     """File name → result, of `recipe-*` or `ablation-*`."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))}
+    return {
+        path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))
+    }
 
 
 def join_tables(build: Callable[[dict[str, Any]], str], kind: str) -> str:
@@ -58,8 +60,13 @@ def join_tables(build: Callable[[dict[str, Any]], str], kind: str) -> str:
 
 
 def choose_unchanged(found: Results, start: str = "") -> Results:
-    """Those named `start`…, of recipes as packaged: `name_recipe` puts changes into further backquotes."""
-    return {key: of for key, of in found.items() if key.startswith(f"recipe-{start}") and "` `" not in name_recipe(of)}
+    """Those named `start`…, of recipes as packaged: `name_recipe` puts changes into further
+    backquotes."""
+    return {
+        key: of
+        for key, of in found.items()
+        if key.startswith(f"recipe-{start}") and "` `" not in name_recipe(of)
+    }
 
 
 def format_accuracy(metric: dict[str, Any] | None) -> str:
@@ -67,14 +74,18 @@ def format_accuracy(metric: dict[str, Any] | None) -> str:
     if metric is None:
         return "–"
     spread = metric["standard_deviation"]
-    text = f"{100 * metric['mean']:.1f}" + (f" ± {100 * spread:.1f} %" if spread is not None else " %")
+    text = f"{100 * metric['mean']:.1f}" + (
+        f" ± {100 * spread:.1f} %" if spread is not None else " %"
+    )
     low, high = metric.get("interval", (0, 0))
     return text + (f" ({100 * low:.1f}–{100 * high:.1f})" if high else "")
 
 
 def name_recipe(result: dict[str, Any]) -> str:
     """The recipe's file and what was changed in it."""
-    changes = " ".join(item for item in result["overrides"] if not item.startswith(("data.name=", "data.root=")))
+    changes = " ".join(
+        item for item in result["overrides"] if not item.startswith(("data.name=", "data.root="))
+    )
     return f"`{result['recipe'].removeprefix('configs/')}`" + (f" `{changes}`" if changes else "")
 
 
@@ -110,7 +121,9 @@ def build_recipes(results: Results) -> str:
     for name, result in results.items():
         ours = result["ours"]
         times = " / ".join(mean_seconds(result["runs"], cold=cold) for cold in (True, False))
-        mirrors = result["config"]["augment"]["flip"] != "none"  # else a mirrored image has another class
+        mirrors = (
+            result["config"]["augment"]["flip"] != "none"
+        )  # else a mirrored image has another class
         lines.append(
             f"| {name_recipe(result)} | {describe_stem(result['config'])} | "
             f"{format_accuracy(ours['test_top1'])} | "
@@ -144,14 +157,20 @@ def build_baseline_lines(results: Results) -> list[str]:
 
 
 def build_minutes(results: Results) -> str:
-    """Validation accuracy some minutes after process start: the mean over seeds of the last one so far."""
+    """Validation accuracy some minutes after process start: the mean over seeds of the last one so
+    far."""
 
     def at(curves: list[list[dict[str, float]]], minutes: int) -> str:
-        reached = [[point["top1"] for point in curve if point["seconds"] <= 60 * minutes] for curve in curves]
+        reached = [
+            [point["top1"] for point in curve if point["seconds"] <= 60 * minutes]
+            for curve in curves
+        ]
         if not all(reached):
             return "–"
         ended = all(curve[-1]["seconds"] <= 60 * minutes for curve in curves)
-        return f"{100 * sum(of[-1] for of in reached) / len(reached):.1f}{' (ended)' if ended else ''}"
+        return (
+            f"{100 * sum(of[-1] for of in reached) / len(reached):.1f}{' (ended)' if ended else ''}"
+        )
 
     if not results:
         return ""
@@ -160,11 +179,18 @@ def build_minutes(results: Results) -> str:
         f"|---|---|{'---|' * len(MINUTES)}",
     ]
     for result in results.values():
-        variants = {name_recipe(result): result["runs"], "timm's model, plain loop": result["baseline_runs"]}
+        variants = {
+            name_recipe(result): result["runs"],
+            "timm's model, plain loop": result["baseline_runs"],
+        }
         for variant, runs in variants.items():
             if runs:
-                cells = " | ".join(at([run["curve"] for run in runs], minutes) for minutes in MINUTES)
-                lines.append(f"| {variant} | {name_processor(result['machine']['device'])} | {cells} |")
+                cells = " | ".join(
+                    at([run["curve"] for run in runs], minutes) for minutes in MINUTES
+                )
+                lines.append(
+                    f"| {variant} | {name_processor(result['machine']['device'])} | {cells} |"
+                )
     return "\n".join(lines)
 
 
@@ -181,14 +207,91 @@ def build_ablation(ablations: Results) -> str:
         for name, step in ablation["steps"].items():
             if not (found := step.get("summary")):
                 continue
-            half = "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
-            unchanged = not (step["overrides"] or step.get("changes_code")) or found["difference"] is None
-            difference = "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
-            seconds = "" if found["processor_seconds"] is None else round(found["processor_seconds"])
+            half = (
+                "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
+            )
+            unchanged = (
+                not (step["overrides"] or step.get("changes_code")) or found["difference"] is None
+            )
+            difference = (
+                "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
+            )
+            seconds = (
+                "" if found["processor_seconds"] is None else round(found["processor_seconds"])
+            )
             top1 = format_accuracy(found["validation_top1"])
             lines.append(f"| {name} | {top1} | {difference} | {seconds} | {found['seeds']} |")
         lines += ["", f"{ablation['machine']['device']}: `{file}.json`."]
     return "\n".join(lines)
+
+
+def build_training_speed(results: Results) -> str:
+    """`vit train` beside timm's model in a plain loop, a row for each machine."""
+    lines = [
+        "| machine | `vit train`, images/s | timm, plain loop, images/s | ratio |",
+        "|---|---|---|---|",
+    ]
+    for result in results.values():
+        ours, theirs = (
+            result["variants"][name]["images_per_second"] for name in ("engine", "plain")
+        )
+        lines.append(
+            f"| {result['machine']['device']} | {ours:,.0f} | {theirs:,.0f} "
+            f"| {result['ratios']['engine / plain']:.1f} × |"
+        )
+    return "\n".join(lines)
+
+
+def build_explanation_speed(results: Results) -> str:
+    """Images a second of `vit attention` and of other programs, a column for each model."""
+    blocks = []
+    for result in results.values():
+        models = result["programs"]
+        # the same variants for all models: pictures of the model's own size are left out
+        names = [
+            name
+            for name in next(iter(models.values()))["images_per_second"]
+            if "pictures of" not in name
+        ]
+        lines = [f"| images/s | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"]
+        for name in names:
+            rates = [model["images_per_second"][name] for model in models.values()]
+            lines.append(f"| {name} | {' | '.join(f'{rate:.1f}' for rate in rates)} |")
+        blocks.append("\n".join([*lines, "", f"{result['machine']['device']}."]))
+    return "\n\n".join(blocks)
+
+
+# those of the table in docs/attention-maps.md that a user chooses among, and a reference
+SUMMARISED_METHODS = (
+    "libra-removal",
+    "libra-fullgrad",
+    "removal-gradient",
+    "gae",
+    "rollout",
+    "leave-one-out",
+)
+
+
+def build_faithfulness_summary(results: Results) -> str:
+    """The symmetric relevance gain of a few methods, of both ways to remove a patch."""
+    blocks = []
+    for result in results.values():
+        models = result["models"]
+        lines = [
+            f"| dropped / mean-filled | {' | '.join(models)} |",
+            f"|---|{'---|' * len(models)}",
+        ]
+        for method in SUMMARISED_METHODS:
+            cells = []
+            for model in models.values():
+                dropped, filled = (
+                    model["metrics"][metric]["methods"][method]["mean"]
+                    for metric in ("srg", "srg_mean")
+                )
+                cells.append(f"{dropped:.2f} / {filled:.2f}")
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def draw_curves(results: Results, path: Path) -> None:
@@ -199,12 +302,19 @@ def draw_curves(results: Results, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150, layout="constrained")
-    colours = cycle(["#0072b2", "#56b4e9", "#009e73", "#cc79a7"])  # Okabe and Ito's, told apart by the colour-blind
+    colours = cycle(
+        ["#0072b2", "#56b4e9", "#009e73", "#cc79a7"]
+    )  # Okabe and Ito's, told apart by the colour-blind
     shown: set[str] = set()
     for result in results.values():
         of, colour = f" ({name_processor(result['machine']['device'])})", next(colours)
-        variants = [(f"vit train {result['recipe']}{of}", colour, run["curve"]) for run in result["runs"]]
-        variants += [(f"timm's model, plain loop{of}", "#d55e00", run["curve"]) for run in result["baseline_runs"]]
+        variants = [
+            (f"vit train {result['recipe']}{of}", colour, run["curve"]) for run in result["runs"]
+        ]
+        variants += [
+            (f"timm's model, plain loop{of}", "#d55e00", run["curve"])
+            for run in result["baseline_runs"]
+        ]
         for label, line_colour, curve in variants:
             axes.plot(
                 [point["seconds"] / 60 for point in curve],
@@ -229,14 +339,23 @@ def build_fuzz(results: Results) -> str:
     blocks = []
     for name, result in results.items():
         total, machine = result["total"], result["machine"]["device"]
-        lines = ["| kind | cases | slowest, s | most memory, MiB | failures |", "|---|---|---|---|---|"]
+        lines = [
+            "| kind | cases | slowest, s | most memory, MiB | failures |",
+            "|---|---|---|---|---|",
+        ]
         for kind, of in result["kinds"].items():
             figures = f"{of['slowest_seconds']:.1f} | {of['largest_mib']:,} | {len(of['failures'])}"
             lines.append(f"| {kind.replace('_', ' ')} | {of['cases']:,} | {figures} |")
         failures = f"failures: {len(total['failures'])}"
         where = f"{machine}, commit {result['machine']['commit']}: `{name}.json`"
         blocks.append(
-            "\n".join([*lines, "", f"{total['cases']:,} cases in {result['seconds']:,} s, {failures} ({where})."])
+            "\n".join(
+                [
+                    *lines,
+                    "",
+                    f"{total['cases']:,} cases in {result['seconds']:,} s, {failures} ({where}).",
+                ]
+            )
         )
     return "\n\n".join(blocks)
 
@@ -244,28 +363,31 @@ def build_fuzz(results: Results) -> str:
 def build_tables() -> dict[str, str]:
     """Name of the mark → what stands below it."""
     recipes = load_results("recipe")
-    blocks = [build_recipes(recipes), *build_baseline_lines(recipes), build_minutes(choose_unchanged(recipes, RECIPE))]
+    blocks = [
+        build_recipes(recipes),
+        *build_baseline_lines(recipes),
+        build_minutes(choose_unchanged(recipes, RECIPE)),
+    ]
     return {
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
         "attention-programs": join_tables(attention_programs.build_tables, attention_programs.NAME),
-        "class-balance": join_tables(class_balance.build_table, "class-balance"),
-        "contention": join_tables(contention.build_table, contention.NAME),
         "evaluation": join_tables(evaluation.build_table, evaluation.NAME),
-        "faithfulness": join_tables(lambda result: faithfulness.build_tables(result["models"]), faithfulness.NAME),
+        "faithfulness": join_tables(
+            lambda result: faithfulness.build_tables(result["models"]), faithfulness.NAME
+        ),
+        "faithfulness-summary": build_faithfulness_summary(load_results(faithfulness.NAME)),
+        "explanation-speed": build_explanation_speed(load_results(attention_programs.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
-        "growth": join_tables(growth.build_table, growth.NAME),
-        "own-photos": join_tables(own_photos.build_table, own_photos.NAME),
         "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
-        "processes": join_tables(processes.build_table, processes.NAME),
-        "start": join_tables(start.build_table, start.NAME),
         "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
-        "step-profile": join_tables(step_profile.build_table, step_profile.NAME),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
-        "transfers": join_tables(transfers.build_table, transfers.NAME),
-        "sanity-checks": "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))),
+        "training-speed": build_training_speed(load_results("train-throughput")),
+        "sanity-checks": "\n\n".join(
+            path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))
+        ),
     }
 
 
@@ -281,18 +403,22 @@ def fill_page(page: str, tables: dict[str, str]) -> str:
     return page
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def write_or_print(tables: dict[str, str], *, description: str | None) -> bool:
+    """What the command line asks for; whether the pages were written."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into the pages")
     options = parser.parse_args()
-    tables = build_tables()
-    print("\n\n".join(tables.values()))
     if options.write:
         for page in PAGES:
             page.write_text(fill_page(page.read_text(), tables))
+    else:
+        print("\n\n".join(tables.values()))
+    return bool(options.write)
+
+
+def main() -> None:
+    if write_or_print(build_tables(), description=__doc__):
         draw_curves(choose_unchanged(load_results("recipe"), RECIPE), CURVES)
-        for result in load_results(growth.NAME).values():
-            growth.draw(result, GROWTH)
 
 
 if __name__ == "__main__":

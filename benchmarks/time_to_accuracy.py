@@ -29,7 +29,9 @@ from vit.config import Config, load_config
 from vit.runtime.device import choose_device
 
 
-def time_ours(recipe: str, overrides: list[str], *, seed: int, directory: Path, cache: Path) -> dict[str, Any]:
+def time_ours(
+    recipe: str, overrides: list[str], *, seed: int, directory: Path, cache: Path
+) -> dict[str, Any]:
     """One run of `vit train` and two of `vit evaluate`."""
     run, cold = directory / f"seed-{seed}", not cache.exists()
     directory.mkdir(exist_ok=True)
@@ -45,18 +47,37 @@ def time_ours(recipe: str, overrides: list[str], *, seed: int, directory: Path, 
     if process.returncode:
         raise SystemExit(f"vit train failed: {output.read_text()}")
     accuracy: dict[str, Any] = {}
-    for name, options in (("test_top1", []), ("test_top1_mirrored", ["--mirrored"])):
+    for name, options in (("test_top1", []), ("test_top1_mirrored", ["--tta", "hflip"])):
         evaluation = directory / f"seed-{seed}-{name}"
-        command = [*vit, "evaluate", str(run), *options, "--pictures", "0", "--output", str(evaluation)]
+        command = [
+            *vit,
+            "evaluate",
+            str(run),
+            *options,
+            "--pictures",
+            "0",
+            "--output",
+            str(evaluation),
+        ]
         subprocess.run(command, env=environment, check=True, capture_output=True)
         found = json.loads((evaluation / "evaluation.json").read_text())
         accuracy |= {name: found["top1"], f"{name}_interval": found["intervals"]["top1"]}
     commit = describe_conditions("cpu")["commit"]
-    return {"seed": seed, "commit": commit, "cold": cold, "seconds": round(seconds, 1), **accuracy, "curve": curve}
+    return {
+        "seed": seed,
+        "commit": commit,
+        "cold": cold,
+        "seconds": round(seconds, 1),
+        **accuracy,
+        "curve": curve,
+    }
 
 
-def watch_validation(process: subprocess.Popen[Any], metrics: Path, start: float) -> list[dict[str, float]]:
-    """Validation accuracies with the seconds since `start` at which they were written, until the process ends."""
+def watch_validation(
+    process: subprocess.Popen[Any], metrics: Path, start: float
+) -> list[dict[str, float]]:
+    """Validation accuracies with the seconds since `start` at which they were written, until the
+    process ends."""
     curve: list[dict[str, float]] = []
     seen = 0
     while process.poll() is None:
@@ -72,8 +93,8 @@ def watch_validation(process: subprocess.Popen[Any], metrics: Path, start: float
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation over the seeds; of accuracies the test images' own 95 % interval, whose ends are
-    means over the seeds."""
+    """Mean and standard deviation over the seeds; of accuracies the test images' own 95 % interval,
+    whose ends are means over the seeds."""
     summary: dict[str, Any] = {"seeds": len(runs)}
     for name in ("test_top1", "test_top1_mirrored", "seconds"):
         values = [run[name] for run in runs if name in run]
@@ -82,7 +103,9 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
             summary[name] = {"mean": statistics.mean(values), "standard_deviation": spread}
         intervals = [run[f"{name}_interval"] for run in runs if f"{name}_interval" in run]
         if intervals:
-            summary[name]["interval"] = [statistics.mean(ends) for ends in zip(*intervals, strict=True)]
+            summary[name]["interval"] = [
+                statistics.mean(ends) for ends in zip(*intervals, strict=True)
+            ]
     return summary
 
 
@@ -91,8 +114,11 @@ def time_to(curve: list[dict[str, float]], top1: float) -> float | None:
     return next((point["seconds"] for point in curve if point["top1"] >= top1), None)
 
 
-def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]], top1: float) -> dict[str, float | bool | None]:
-    """Median times to `top1`. A baseline that never reached it has the ratio of the time it was given, a bound."""
+def compare(
+    ours: list[dict[str, Any]], baseline: list[dict[str, Any]], top1: float
+) -> dict[str, float | bool | None]:
+    """Median times to `top1`. A baseline that never reached it has the ratio of the time it was
+    given, a bound."""
     reached = [time_to(run["curve"], top1) for run in ours]
     theirs = [time_to(run["curve"], top1) for run in baseline]
     if any(seconds is None for seconds in reached) or not baseline:
@@ -112,18 +138,26 @@ def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]], top1: fl
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seeds", type=int, default=3)
     baselines = parser.add_mutually_exclusive_group()
     baselines.add_argument("--baseline", choices=["timm"])
-    baselines.add_argument("--baseline-from", type=Path, metavar="RESULT", help="take its runs from this result")
+    baselines.add_argument(
+        "--baseline-from", type=Path, metavar="RESULT", help="take its runs from this result"
+    )
     parser.add_argument("--baseline-seeds", type=int, default=1)
     parser.add_argument("--baseline-epochs", type=int, default=10)
-    parser.add_argument("--baseline-seconds", type=float, default=float("inf"), help="stop it after an epoch")
+    parser.add_argument(
+        "--baseline-seconds", type=float, default=float("inf"), help="stop it after an epoch"
+    )
     parser.add_argument("--target", type=float, default=0.75, help="validation top-1 to time")
-    parser.add_argument("--continue", action="store_true", dest="goes_on", help="run only what the result lacks")
+    parser.add_argument(
+        "--continue", action="store_true", dest="goes_on", help="run only what the result lacks"
+    )
     parser.add_argument("--name", help="of the result; default: the recipe's path")
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_intermixed_args()
@@ -142,7 +176,11 @@ def load_earlier(path: Path | None, device: str) -> dict[str, Any]:
 
 def run_baseline(options: argparse.Namespace, *, seed: int) -> dict[str, Any]:
     """timm's model in a plain loop, in a process of its own."""
-    limits = [f"--epochs={options.baseline_epochs}", f"--seconds={options.baseline_seconds}", f"--seed={seed}"]
+    limits = [
+        f"--epochs={options.baseline_epochs}",
+        f"--seconds={options.baseline_seconds}",
+        f"--seed={seed}",
+    ]
     script = Path(__file__).with_name("timm_baseline.py")
     command = [sys.executable, str(script), options.recipe, *options.overrides, *limits]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -172,9 +210,14 @@ def main() -> None:
     config = load_config(Path(options.recipe), options.overrides)
     machine = describe_conditions(choose_device(config.train.device))
     earlier = load_earlier(options.baseline_from, machine["device"])
-    name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace("/", "-")
+    name = options.name or options.recipe.removeprefix("configs/").removesuffix(".yaml").replace(
+        "/", "-"
+    )
     before: dict[str, Any] = {}  # what an earlier call found
-    if options.goes_on and (path := find_result(options.output, f"recipe-{name}", machine)).exists():
+    if (
+        options.goes_on
+        and (path := find_result(options.output, f"recipe-{name}", machine)).exists()
+    ):
         before = json.loads(path.read_text())
         if before["config"] != describe_config(config):
             raise SystemExit(f"{path} is of another configuration; leave out --continue")
@@ -188,9 +231,20 @@ def main() -> None:
         for seed in range(options.seeds):
             is_new = all(run["seed"] != seed for run in ours)
             if is_new:
-                ours.append(time_ours(options.recipe, options.overrides, seed=seed, directory=folder, cache=cache))
-                result = result | describe_recipe(options, config, folder / f"seed-{seed}") | {"machine": machine}
-                print(f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }", flush=True)
+                ours.append(
+                    time_ours(
+                        options.recipe, options.overrides, seed=seed, directory=folder, cache=cache
+                    )
+                )
+                result = (
+                    result
+                    | describe_recipe(options, config, folder / f"seed-{seed}")
+                    | {"machine": machine}
+                )
+                print(
+                    f"seed {seed}: { {k: v for k, v in ours[-1].items() if k != 'curve'} }",
+                    flush=True,
+                )
             if options.baseline and len(baseline) < options.baseline_seeds:
                 baseline.append(run_baseline(options, seed=seed))
                 result = result | {"baseline_machine": machine}

@@ -2,11 +2,12 @@
 
     python benchmarks/timm_baseline.py configs/cifar10/cpu.yaml data.name=folder data.root=ROOT --epochs 10
 
-The model has the recipe's width, depth, heads and patch size. It is trained as timm's users do: a DataLoader with
-2 workers over the same training files, random crop with padding and flip by torchvision, AdamW (learning rate 1e-3,
-weight decay 0.05) with a warm-up of an epoch, at most half of the run, and cosine decay, label smoothing of 0.1,
-in the precision of `vit train` (bfloat16 autocast where the processor has it). It is validated on the same images after
-every epoch, and tested once at the end. The last line of output is the result.
+The model has the recipe's width, depth, heads and patch size. It is trained as timm's users do: a
+DataLoader with 2 workers over the same training files, random crop with padding and flip by
+torchvision, AdamW (learning rate 1e-3, weight decay 0.05) with a warm-up of an epoch, at most half
+of the run, and cosine decay, label smoothing of 0.1, in the precision of `vit train` (bfloat16
+autocast where the processor has it). It is validated on the same images after every epoch, and
+tested once at the end. The last line of output is the result.
 """
 
 # ruff: noqa: E402 - imports are timed too
@@ -26,9 +27,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from vit.build.data import build_dataset
 from vit.config import Config, load_config
-from vit.data.sets.source import ImageSource
+from vit.data.dataset import ImageDataset
+from vit.factory.data import build_dataset
 from vit.runtime.device import autocast, choose_device, choose_precision
 
 WORKERS = 2
@@ -38,19 +39,19 @@ NORMALIZE = transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.26
 class Files(Dataset[tuple[Any, int]]):
     """The files of a source as torchvision's ImageFolder would give them."""
 
-    def __init__(self, source: ImageSource, transform: Any) -> None:
+    def __init__(self, source: ImageDataset, transform: Any) -> None:
         self.source, self.transform = source, transform
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        image: Image.Image = self.source.read(index)
+        image: Image.Image = self.source.image(index)
         return self.transform(image), int(self.source.labels[index])
 
 
 def build_loader(
-    config: Config, source: ImageSource, device: torch.device, *, training: bool = False
+    config: Config, source: ImageDataset, device: torch.device, *, training: bool = False
 ) -> DataLoader[tuple[Any, int]]:
     size = config.data.image_size
     assert isinstance(size, int)
@@ -70,10 +71,14 @@ def build_loader(
 def build_model(config: Config, num_classes: int) -> nn.Module:
     names = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
     shape = {name: getattr(config.model, name) for name in names}
-    return timm.models.VisionTransformer(img_size=config.data.image_size, num_classes=num_classes, **shape)
+    return timm.models.VisionTransformer(
+        img_size=config.data.image_size, num_classes=num_classes, **shape
+    )
 
 
-def train(config: Config, device: torch.device, *, seed: int, epochs: int, seconds: float) -> dict[str, Any]:
+def train(
+    config: Config, device: torch.device, *, seed: int, epochs: int, seconds: float
+) -> dict[str, Any]:
     """Train for `epochs` or until `seconds` are over, and test."""
     torch.manual_seed(seed)
     dataset = build_dataset(config)
@@ -89,7 +94,10 @@ def train(config: Config, device: torch.device, *, seed: int, epochs: int, secon
     for epoch in range(1, epochs + 1):
         model.train()
         for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = (
+                images.to(device, non_blocking=True),
+                labels.to(device, non_blocking=True),
+            )
             with autocast(device, choose_precision("auto", device)):
                 loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
             optimizer.zero_grad()
@@ -97,7 +105,9 @@ def train(config: Config, device: torch.device, *, seed: int, epochs: int, secon
             optimizer.step()
             schedule.step()
         top1 = compute_top1(model, validation, device)
-        curve.append({"seconds": round(time.perf_counter() - STARTED, 1), "epoch": epoch, "top1": top1})
+        curve.append(
+            {"seconds": round(time.perf_counter() - STARTED, 1), "epoch": epoch, "top1": top1}
+        )
         print(f"baseline: {curve[-1]}", file=sys.stderr, flush=True)
         if curve[-1]["seconds"] > seconds:
             break
@@ -107,7 +117,9 @@ def train(config: Config, device: torch.device, *, seed: int, epochs: int, secon
         "seconds": elapsed,
         "epochs": len(curve),
         "planned_epochs": epochs,
-        "test_top1": compute_top1(model, build_loader(config, dataset.split("test"), device), device),
+        "test_top1": compute_top1(
+            model, build_loader(config, dataset.split("test"), device), device
+        ),
         "curve": curve,
     }
 
@@ -125,16 +137,22 @@ def compute_top1(model: nn.Module, loader: Any, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop it after an epoch")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop it after an epoch"
+    )
     options = parser.parse_intermixed_args()
     config = load_config(options.recipe, options.overrides)
     limits = {"epochs": options.epochs, "seconds": options.seconds}
-    print(json.dumps(train(config, choose_device(config.train.device), seed=options.seed, **limits)))
+    print(
+        json.dumps(train(config, choose_device(config.train.device), seed=options.seed, **limits))
+    )
 
 
 if __name__ == "__main__":

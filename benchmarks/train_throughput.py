@@ -1,8 +1,10 @@
-"""Images a second in training, beside timm's model in a plain loop, on the same images and architecture.
+"""Images a second in training, beside timm's model in a plain loop, on the same images and
+architecture.
 
     python benchmarks/train_throughput.py ROOT --output benchmarks/results
 
-ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The variants are
+ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The
+variants are
 
     plain      timm's model, AdamW fused, a DataLoader with 2 workers and torchvision's transforms (random crop with
                padding, flip, normalise)
@@ -12,11 +14,12 @@ ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 
     engine-compiled  the engine with train.compile=true (on request; by default short runs are not compiled)
     matmul     the model's own matrix products alone, forward and both of the backward pass
 
-All compute in the precision that `vit train` chooses: bfloat16 (plain and compiled by autocast), or float32 where the
-processor has no instructions for bfloat16. Every variant runs in a process of its own, they take turns round by round,
-and a result is the median over the rounds. The first round starts from empty caches: there the time to the first step
-includes decoding the images once (engine) and compiling. A last process trains timm's model and the engine from equal
-weights on equal batches and compares their losses with those of float32.
+All compute in the precision that `vit train` chooses: bfloat16 (plain and compiled by autocast), or
+float32 where the processor has no instructions for bfloat16. Every variant runs in a process of its
+own, they take turns round by round, and a result is the median over the rounds. The first round
+starts from empty caches: there the time to the first step includes decoding the images once
+(engine) and compiling. A last process trains timm's model and the engine from equal weights on
+equal batches and compares their losses with those of float32.
 """
 
 import argparse
@@ -83,7 +86,9 @@ def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Of every variant, and the ratios of their rates."""
     variants = {
-        name: summarise_variant([of_round[name] for of_round in rounds]) for name in rounds[0] if name != "matmul"
+        name: summarise_variant([of_round[name] for of_round in rounds])
+        for name in rounds[0]
+        if name != "matmul"
     }
     rates = {name: summary["images_per_second"] for name, summary in variants.items()}
     summary: dict[str, Any] = {"variants": variants}
@@ -110,7 +115,9 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
         "steps": len(reference),
         "last_loss": {name: round(values[-1], 4) for name, values in losses.items()},
         "largest_difference_from_float32": {
-            name: max(abs(value / other - 1) for value, other in zip(values, reference, strict=True))
+            name: max(
+                abs(value / other - 1) for value, other in zip(values, reference, strict=True)
+            )
             for name, values in losses.items()
             if name != "float32"
         },
@@ -118,9 +125,12 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def build_table(result: dict[str, Any]) -> str:
-    """The table of docs/benchmarks.md."""
+    """The table of docs/benchmark-record.md."""
     names = {"plain": "timm, plain loop", "compiled": "timm, compiled", "engine": "`vit train`"}
-    names |= {"engine-2": "`vit train`, 2 processes × 1 thread", "engine-compiled": "`vit train`, compiled"}
+    names |= {
+        "engine-2": "`vit train`, 2 processes × 1 thread",
+        "engine-compiled": "`vit train`, compiled",
+    }
     rows = []
     for variant, found in result["variants"].items():
         ratios = [result["ratios"].get(f"{variant} / {base}") for base in ("plain", "compiled")]
@@ -128,7 +138,9 @@ def build_table(result: dict[str, Any]) -> str:
         seconds = f"{found['cold_first_step_seconds']:.0f} / {found['warm_first_step_seconds']:.0f}"
         cells = ["–" if ratio is None else f"{ratio:.1f} ×" for ratio in ratios]
         rate = f"{found['images_per_second']:,.0f}"
-        rows.append([names[variant], rate, *cells, "–" if share is None else f"{share:.0%}", seconds])
+        rows.append(
+            [names[variant], rate, *cells, "–" if share is None else f"{share:.0%}", seconds]
+        )
     titles = [
         "",
         "images/s",
@@ -149,11 +161,17 @@ def build_table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", type=Path)
-    parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, *ON_REQUEST])
+    parser.add_argument(
+        "--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, *ON_REQUEST]
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="folder for train-throughput-<machine>.json")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""What each variant of `train_throughput.py` runs, in a process of its own; prints its report as one line of JSON."""
+"""What each variant of `train_throughput.py` runs, in a process of its own; prints its report as
+one line of JSON."""
 
 import argparse
 import json
@@ -12,7 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-STARTED = time.perf_counter()  # of this process, but for the interpreter; what follows is imported where it is used
+STARTED = (
+    time.perf_counter()
+)  # of this process, but for the interpreter; what follows is imported where it is used
 
 ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
 IMAGE_SIZE, BATCH_SIZE, WORKERS, WARM_STEPS, AGREEMENT_STEPS = 32, 256, 2, 4, 30
@@ -67,7 +70,11 @@ def build_timm(num_classes: int, device: Any) -> Any:
 
 
 def make_timm_step(
-    model: Any, device: Any, *, weight_decay: float = ADAMW["weight_decay"], precision: str | None = None
+    model: Any,
+    device: Any,
+    *,
+    weight_decay: float = ADAMW["weight_decay"],
+    precision: str | None = None,
 ) -> Callable[[Any, Any], Any]:
     """The step of a plain loop, in `vit train`'s precision unless told; it returns the loss."""
     import torch
@@ -76,7 +83,9 @@ def make_timm_step(
 
     precision = precision or choose_precision("auto", device)
     # for a compiled model too: its parameters are the model's own
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ADAMW["lr"], weight_decay=weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=ADAMW["lr"], weight_decay=weight_decay, fused=True
+    )
 
     def step(images: Any, labels: Any) -> Any:
         with autocast(device, precision):
@@ -89,7 +98,9 @@ def make_timm_step(
     return step
 
 
-def run_plain(root: Path, device: Any, *, seconds: float, compiled: bool = False) -> dict[str, float]:
+def run_plain(
+    root: Path, device: Any, *, seconds: float, compiled: bool = False
+) -> dict[str, float]:
     import torch
     from torch.utils.data import DataLoader
     from torchvision import transforms
@@ -134,40 +145,51 @@ class TimedBatches:
         return getattr(self.batches, name)
 
     def epoch(self, epoch: int, **arguments: Any) -> Iterator[Any]:
-        from vit.training.signals import Stopped
+        from vit.training.signals import TrainingInterrupted
 
         for batch in self.batches.epoch(epoch, **arguments):
             yield batch  # and come back here after the step
-            if self.process.any(self.clock.tick()):
-                raise Stopped
+            if self.process.any_rank(self.clock.tick()):
+                raise TrainingInterrupted
 
 
-def run_engine(root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False) -> dict[str, float]:
+def run_engine(
+    root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False
+) -> dict[str, float]:
     """The whole training loop, but for what it shows and saves between epochs."""
-    from vit.build.run import build_run
     from vit.config import load_config
+    from vit.factory.run import build_run
     from vit.runtime.processes import join_processes
-    from vit.training.signals import Stopped
+    from vit.training.signals import TrainingInterrupted
 
     overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
     overrides += [f"optimizer.{name}={value}" for name, value in ADAMW.items()]
     overrides += ["data.name=folder", f"data.root={root}", f"data.cache_dir={cache}"]
     overrides += ["augment.crop_padding=4", "augment.flip=random"]
-    overrides += [f"data.image_size={IMAGE_SIZE}", f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
+    overrides += [
+        f"data.image_size={IMAGE_SIZE}",
+        f"train.batch_size={BATCH_SIZE}",
+        "train.epochs=100",
+    ]
     overrides += ["train.compile=true"] if compiled else []
     with tempfile.TemporaryDirectory() as directory, join_processes(str(device)) as (process, name):
         run = build_run(
-            load_config(None, overrides), directory=Path(directory), process=process, device_name=name, observers=[]
+            load_config(None, overrides),
+            directory=Path(directory),
+            process=process,
+            device_name=name,
+            observers=[],
         )
         clock = Clock(device, seconds=seconds)
         run.trainer.train_batches = TimedBatches(run.trainer.train_batches, clock, process)
-        with suppress(Stopped):
-            run.trainer.run()
+        with suppress(TrainingInterrupted):
+            run.trainer.train()
         return clock.report() | {"compiled": run.is_compiled} if process.is_main else {}
 
 
 def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:
-    """TFLOP/s over one block's four linear layers, each with the two products of its backward pass."""
+    """TFLOP/s over one block's four linear layers, each with the two products of its backward
+    pass."""
     import torch
 
     from vit.runtime.device import choose_precision
@@ -202,41 +224,53 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:
 
 def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
     """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
-    from vit.data.augment import Augment
+    from vit.config import AugmentConfig
     from vit.data.cache import decode_dataset
     from vit.data.images import Preprocess
-    from vit.data.loaders import ResidentLoader
+    from vit.data.loader import TrainLoader
     from vit.data.open import open_dataset
     from vit.model.vision_transformer import VisionTransformer
-    from vit.optim import create_optimizer, create_schedule
+    from vit.optim.optimizer import create_optimizer
+    from vit.optim.schedule import create_schedule
     from vit.runtime.device import choose_precision
-    from vit.training.step import TrainStep
+    from vit.training.train_step import TrainStep
 
     precision = choose_precision("auto", device)
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = open_dataset("folder", root=str(root)).split("train")
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
-    loader = ResidentLoader(
+    loader = TrainLoader(
         dataset,
         batch_size=min(BATCH_SIZE, len(source)),
         seed=0,
         device=device,
         preprocess=preprocess,
-        augment=Augment(crop_padding=4, flip="random"),
+        augment=AugmentConfig(crop_padding=4, flip="random"),
         num_classes=len(dataset.class_names),
     )
 
     def train(step: Callable[[Any, Any], Any]) -> list[float]:
-        return [float(step(batch.images, batch.labels)) for batch in islice(loader.epoch(0), AGREEMENT_STEPS)]
+        return [
+            float(step(batch.images, batch.labels))
+            for batch in islice(loader.epoch(0), AGREEMENT_STEPS)
+        ]
 
     losses = {
-        name: train(make_timm_step(build_timm(loader.num_classes, device), device, weight_decay=0.0, precision=of))
+        name: train(
+            make_timm_step(
+                build_timm(loader.num_classes, device), device, weight_decay=0.0, precision=of
+            )
+        )
         for name, of in (("float32", "float32"), ("plain", precision))
     }
-    model = VisionTransformer(img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE).to(device)
+    model = VisionTransformer(
+        img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE
+    ).to(device)
     model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
     optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
-    schedule = create_schedule(optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000)
+    schedule = create_schedule(
+        optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000
+    )
     step = TrainStep(model, optimizer, schedule, precision=precision, grad_accum_steps=4)
     return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
 
@@ -244,7 +278,16 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "variant", choices=["plain", "compiled", "engine", "engine-2", "engine-compiled", "matmul", "agreement"]
+        "variant",
+        choices=[
+            "plain",
+            "compiled",
+            "engine",
+            "engine-2",
+            "engine-compiled",
+            "matmul",
+            "agreement",
+        ],
     )
     parser.add_argument("root", type=Path)
     parser.add_argument("--cache", type=Path, required=True)
@@ -260,10 +303,16 @@ def main() -> None:
         report = run_agreement(options.root, device, cache=options.cache)
     elif options.variant.startswith("engine"):
         report = run_engine(
-            options.root, device, seconds=seconds, cache=options.cache, compiled=options.variant == "engine-compiled"
+            options.root,
+            device,
+            seconds=seconds,
+            cache=options.cache,
+            compiled=options.variant == "engine-compiled",
         )
     else:
-        report = run_plain(options.root, device, seconds=seconds, compiled=options.variant == "compiled")
+        report = run_plain(
+            options.root, device, seconds=seconds, compiled=options.variant == "compiled"
+        )
     if report:  # of several processes, one has it
         print(json.dumps(report), flush=True)
 

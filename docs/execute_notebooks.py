@@ -18,7 +18,9 @@ def execute(path: Path, *, folder: Path) -> NotebookNode:
     """The notebook with the outputs of a run from top to bottom, in `folder`."""
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=300, resources=resources, record_timing=False, coalesce_streams=True)
+    client = NotebookClient(
+        notebook, timeout=300, resources=resources, record_timing=False, coalesce_streams=True
+    )
     client.execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":

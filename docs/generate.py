@@ -1,15 +1,13 @@
-"""Write what is generated from the code, beside this file: configuration.md, commands.md and the table of supported
-models in attention-maps.md.
+"""Write what is generated from the code, beside this file: configuration.md, commands.md and the
+table of supported models in attention-maps.md.
 
 python docs/generate.py
 """
 
 import ast
 import inspect
-import io
 import json
 import sys
-import tokenize
 import types
 from collections.abc import Iterable
 from enum import Enum
@@ -56,29 +54,31 @@ def render_configuration() -> str:
             description = field.description or comments.get((model.__name__, name), "")
             description = description.replace("None:", "null:")  # YAML's word
             kind = _describe_type(field)
-            if (section, name) == ("data", "name"):  # checked when the data is opened, against this table
+            if (section, name) == (
+                "data",
+                "name",
+            ):  # checked when the data is opened, against this table
                 kind = ", ".join(map(_code, FINDERS))
             text += _row((f"`{section}.{name}`<br>{kind}", _code(field.default), description))
     return text
 
 
 def _read_comments() -> dict[tuple[str, str], str]:
-    """(class, field) → the comment beside the field."""
+    """(class, field) → the comment above the field."""
     source = inspect.getsource(config)
-    comments = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    return {
-        (of_class.name, node.target.id): " ".join(
-            comments[line] for line in range(node.lineno, (node.end_lineno or 0) + 1) if line in comments
-        )
-        for of_class in ast.parse(source).body
-        if isinstance(of_class, ast.ClassDef)
-        for node in of_class.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    lines = [line.strip() for line in source.splitlines()]
+    comments = {}
+    for class_node in ast.parse(source).body:
+        if not isinstance(class_node, ast.ClassDef):
+            continue
+        for node in class_node.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                start = end = node.lineno - 1
+                while lines[start - 1].startswith("#"):
+                    start -= 1
+                text = " ".join(line.removeprefix("#").strip() for line in lines[start:end])
+                comments[class_node.name, node.target.id] = text
+    return comments
 
 
 def _describe_type(field: FieldInfo) -> str:
@@ -106,7 +106,9 @@ def _name_type(kind: Any) -> str:
         return _name_type(arguments[0])
     if issubclass(kind, Enum):
         return ", ".join(_code(choice.value) for choice in kind)
-    return {"str": "text", "int": "int", "float": "float", "bool": "true or false", "Path": "path"}[kind.__name__]
+    return {"str": "text", "int": "int", "float": "float", "bool": "true or false", "Path": "path"}[
+        kind.__name__
+    ]
 
 
 def _code(value: Any) -> str:
@@ -127,15 +129,23 @@ def render_commands() -> str:
         "is shown.\n"
     )
     group: Any = typer.main.get_command(app)
-    for (name, command), registered in zip(group.commands.items(), app.registered_commands, strict=True):
+    for (name, command), registered in zip(
+        group.commands.items(), app.registered_commands, strict=True
+    ):
+        if registered.hidden:  # another name of a command
+            continue
         function: Any = registered.callback
         hints = get_type_hints(function, include_extras=True)
-        parameters = [p for p in command.params if p.name in hints and not getattr(p, "hidden", False)]
+        parameters = [
+            p for p in command.params if p.name in hints and not getattr(p, "hidden", False)
+        ]
         arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
         needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
         usage = " ".join(["vit", name, *arguments, *needed, "[options]"])
         text += f"\n## vit {name}\n\n```text\n{usage}\n```\n\n"
-        text += "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
+        text += "\n\n".join(
+            " ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n")
+        )
         text += "\n\n| argument or option | default | description |\n|---|---|---|\n"
         for parameter in parameters:
             kind, info = get_args(hints[parameter.name])
@@ -173,10 +183,20 @@ def render_attention_maps() -> str:
     """The page on attention maps with its table of supported models anew."""
     from tests.explanation.model_zoo import MODELS
 
-    rows = _row(("library", "model", "its classifier reads", "tokens can be left out")) + "|---|---|---|---|\n"
+    rows = (
+        _row(("library", "model", "its classifier reads", "tokens can be left out"))
+        + "|---|---|---|---|\n"
+    )
     with torch.random.fork_rng():  # building a model draws random weights
         for model in MODELS.values():
-            rows += _row((model.library, model.title, model.reads, "yes" if can_drop_tokens(model.build()) else "no"))
+            rows += _row(
+                (
+                    model.library,
+                    model.title,
+                    model.reads,
+                    "yes" if can_drop_tokens(model.build()) else "no",
+                )
+            )
     page = (FOLDER / "attention-maps.md").read_text(encoding="utf-8")
     before, marker, rest = page.partition(_MODELS)
     assert marker, f"attention-maps.md has no line {_MODELS}"

@@ -1,7 +1,7 @@
-"""`python scripts/export_attention.py …` is `vit attention …`."""
+"""`python scripts/export_attention.py …` is `vit explain …`."""
 
 import sys
 
 from vit.cli.main import main
 
-main(["attention", *sys.argv[1:]])
+main(["explain", *sys.argv[1:]])

@@ -1,8 +1,11 @@
-"""Shared by all tests: array shapes are checked while they run, one cache, one launcher of commands, one tiny model."""
+"""Shared by all tests: array shapes are checked while they run, one cache, one launcher of
+commands, one tiny model."""
 
 import contextlib
+import fcntl
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,16 +20,25 @@ from jaxtyping import install_import_hook
 
 import vit.runtime.memory
 
-# a command that runs inside a test would set it for all that follow, whose process then stays at its largest size
+# a command that runs inside a test would set it for all that follow, whose process then stays at
+# its largest size
 vit.runtime.memory.keep_freed_memory = lambda: False
 
-# before any module below is imported: each annotated call then checks its array shapes
+# before any module below is imported: each annotated call then checks its array shapes, which takes
+# a seventh of the time of their tests
 install_import_hook(
-    ["vit.model", "vit.explanation", "vit.data.random", "vit.data.kernels", "vit.data.loaders", "vit.data.policies"],
+    [
+        "vit.model",
+        "vit.explanation",
+        "vit.data.random",
+        "vit.data.augment",
+        "vit.data.loader",
+    ],
     "beartype.beartype",
 )
 
-# where transformers, once imported, copies the code of model folders to: one place for a process, never the user's
+# where transformers, once imported, copies the code of model folders to: one place for a process,
+# never the user's
 _REMOTE_CODE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_MODULES_CACHE"] = _REMOTE_CODE.name
 
@@ -52,7 +64,8 @@ TINY_RUN = [
 
 @pytest.fixture(scope="session", autouse=True)
 def vit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache folder of downloads and decoded images, for the whole session: never the user's own."""
+    """The cache folder of downloads and decoded images, for the whole session: never the user's
+    own."""
     folder = tmp_path_factory.mktemp("vit_cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VIT_CACHE", str(folder))
@@ -65,6 +78,32 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "empty_cache"
     monkeypatch.setenv("VIT_CACHE", str(folder))
     return folder
+
+
+BuildOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
+    """build_once(NAME, build): the folder that `build(folder)` filled, for all workers. Whichever
+    asks first builds it while the others wait. Not to be written to."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def build_once(name: str, build: Callable[[Path], object]) -> Path:
+        folder = shared / name
+        is_built = shared / f"{name}.built"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not is_built.exists():
+                # what a build that failed left
+                shutil.rmtree(folder, ignore_errors=True)
+                build(folder)
+                is_built.touch()
+        return folder
+
+    return build_once
 
 
 class Outcome(NamedTuple):
@@ -97,7 +136,9 @@ class Launcher:
                     main([str(argument) for argument in arguments])
                 except SystemExit as end:
                     code = int(end.code or 0)
-            texts = [stream.buffer.getvalue().decode(errors="surrogateescape") for stream in (out, err)]  # type: ignore[attr-defined]
+            texts = [
+                stream.buffer.getvalue().decode(errors="surrogateescape") for stream in (out, err)
+            ]  # type: ignore[attr-defined]
         return Outcome(code, *texts)
 
     def succeed(self, *arguments: object) -> Outcome:
@@ -115,16 +156,25 @@ class Launcher:
         return line
 
     def start(
-        self, *arguments: object, processes: int = 1, program: Sequence[str] = ("-m", "vit"), **popen: Any
+        self,
+        *arguments: object,
+        processes: int = 1,
+        program: Sequence[str] = ("-m", "vit"),
+        **popen: Any,
     ) -> subprocess.Popen[Any]:
-        """`vit ARGUMENTS`, or another Python program, by itself or as so many processes under torchrun."""
+        """`vit ARGUMENTS`, or another Python program, by itself or as so many processes under
+        torchrun."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, *(torchrun if processes > 1 else []), *program]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | popen.pop("env", {})
-        return subprocess.Popen([*command, *map(str, arguments)], env=environment, **streams | popen)
+        return subprocess.Popen(
+            [*command, *map(str, arguments)], env=environment, **streams | popen
+        )
 
-    def finish(self, process: subprocess.Popen[Any], *, timeout: float = 300, **communicate: Any) -> Outcome:
+    def finish(
+        self, process: subprocess.Popen[Any], *, timeout: float = 300, **communicate: Any
+    ) -> Outcome:
         """Wait for a program that must succeed; `input=` is what it reads from standard input."""
         out, err = process.communicate(timeout=timeout, **communicate)
         assert process.returncode == 0, err
@@ -145,11 +195,12 @@ def empty_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Launcher, empty_yaml: Path) -> Path:
-    """A run directory of a few steps on the digits: better than chance, far from perfect. Not to be written to."""
-    directory = tmp_path_factory.mktemp("tiny") / "run"
-    cli.succeed("train", empty_yaml, *TINY_RUN, "--output", directory)
-    return directory
+def tiny_run(build_once: BuildOnce, cli: Launcher, empty_yaml: Path) -> Path:
+    """A run directory of a few steps on the digits: better than chance, far from perfect. Not to be
+    written to."""
+    return build_once(
+        "tiny_run", lambda folder: cli.succeed("train", empty_yaml, *TINY_RUN, "--output", folder)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -170,7 +221,8 @@ SaveModel = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def save_model() -> SaveModel:
-    """save_model(path, class_names=…, …) writes the file of an untrained model in which every weight matters."""
+    """save_model(path, class_names=…, …) writes the file of an untrained model in which every
+    weight matters."""
     return _save_model
 
 
@@ -184,17 +236,26 @@ def _save_model(
     training_hashes: Any = None,
     **architecture: Any,
 ) -> Path:
-    """`architecture`: VisionTransformer's arguments that differ from a 16×16 image of 4×4 patches, two blocks."""
+    """`architecture`: VisionTransformer's arguments that differ from a 16×16 image of 4×4 patches,
+    two blocks."""
     import torch
 
     from vit.bundle import save_bundle
     from vit.data.images import Preprocess
     from vit.model.vision_transformer import VisionTransformer
 
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3} | architecture
+    sizes = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 3,
+    } | architecture
     torch.manual_seed(0)
     model = VisionTransformer(num_classes=len(class_names), **sizes).eval()
-    for parameter in model.parameters():  # fresh biases and tokens are zero, and would hide what is computed from them
+    for parameter in (
+        model.parameters()
+    ):  # fresh biases and tokens are zero, and would hide what is computed from them
         parameter.data += 0.2 * torch.randn_like(parameter)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_bundle(

@@ -1,4 +1,5 @@
-"""Object storage on this machine: S3 by moto, and an HTTP server that can be slow, fail, and count what is read."""
+"""Object storage on this machine: S3 by moto, and an HTTP server that can be slow, fail, and count
+what is read."""
 
 import re
 import threading
@@ -15,8 +16,8 @@ import pytest
 class ObjectServer(ThreadingHTTPServer):
     """Serves the files of a folder by range.
 
-    `failing` requests from now on are answered with 503, and each waits `delay` seconds for its answer. With
-    `ranges=False` a file comes as a whole. While `gone` says so there are no files.
+    `failing` requests from now on are answered with 503, and each waits `delay` seconds for its
+    answer. With `ranges=False` a file comes as a whole. While `gone` says so there are no files.
     """
 
     daemon_threads, request_queue_size = True, 64

@@ -1,20 +1,23 @@
 """A pretend accelerator: the device "npu", whose tensors each hold a CPU tensor.
 
-It runs real values through the code that a GPU would run, on a machine without one, and is as strict as a GPU: an
-operation that mixes a host tensor (of more than zero dimensions) with a device tensor raises, and so does `.numpy()` of
-a device tensor. Every transfer and every wait is counted with the line of ours that caused it (`TRANSFERS`).
+It runs real values through the code that a GPU would run, on a machine without one, and is as
+strict as a GPU: an operation that mixes a host tensor (of more than zero dimensions) with a device
+tensor raises, and so does `.numpy()` of a device tensor. Every transfer and every wait is counted
+with the line of ours that caused it (`TRANSFERS`).
 
     with pretend_device():
         model.to("npu")
         ...
 
-A copy to the device from memory that is not pinned is a wait too: the host goes on when the copy is done.
+A copy to the device from memory that is not pinned is a wait too: the host goes on when the copy is
+done.
 
-It can't show kernels that exist on one kind of device only, CUDA's own numerics, streams and overlap, or memory.
-`torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes its place meanwhile. Autocast casts
-what the matrix products, convolutions and the fused attention take, as it does on a CPU. torch's experimental
-`torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes the device known to
-autograd; a TorchDispatchMode does the rest.
+It can't show kernels that exist on one kind of device only, CUDA's own numerics, streams and
+overlap, or memory. `torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes
+its place meanwhile. Autocast casts what the matrix products, convolutions and the fused attention
+take, as it does on a CPU. torch's experimental
+`torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes
+the device known to autograd; a TorchDispatchMode does the rest.
 """
 
 import collections
@@ -35,14 +38,31 @@ import vit
 
 _OURS = os.path.join(os.path.dirname(vit.__file__), "")
 TRANSFERS: collections.Counter[str] = collections.Counter()
-_WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
-_WAITS |= {"unique_consecutive", "bincount", "repeat_interleave", "_linalg_svd", "linalg_inv_ex", "_linalg_solve_ex"}
+_WAITS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+}
+_WAITS |= {
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+    "_linalg_svd",
+    "linalg_inv_ex",
+    "_linalg_solve_ex",
+}
 
 
 class _Backend:
     """What torch asks of a device's module."""
 
-    in_use = False  # outside `pretend_device`, torch must not take it for this machine's accelerator
+    in_use = (
+        False  # outside `pretend_device`, torch must not take it for this machine's accelerator
+    )
     is_available = is_initialized = staticmethod(lambda: _Backend.in_use)
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
@@ -55,8 +75,21 @@ class _Backend:
 _setup_privateuseone_for_python_backend("npu", backend_module=_Backend())
 _AUTOCAST = torch.library.Library("_", "IMPL")
 _AUTOCAST.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # `_Functions` casts
-_IN_HALF_PRECISION = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul}
-_IN_HALF_PRECISION |= {torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm, torch.addmm, torch.baddbmm}
+_IN_HALF_PRECISION = {
+    F.linear,
+    F.conv2d,
+    F.scaled_dot_product_attention,
+    torch.matmul,
+    torch.Tensor.matmul,
+}
+_IN_HALF_PRECISION |= {
+    torch.bmm,
+    torch.Tensor.bmm,
+    torch.mm,
+    torch.Tensor.mm,
+    torch.addmm,
+    torch.baddbmm,
+}
 _IN_HALF_PRECISION |= {torch.Tensor.__matmul__, torch.einsum}
 
 
@@ -80,7 +113,9 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"npu{list(self.shape)}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # torch.save copies what lies on a device, and reads it anywhere
+    def __reduce_ex__(
+        self, protocol: Any
+    ) -> Any:  # torch.save copies what lies on a device, and reads it anywhere
         _count("device→host")
         return self.host.__reduce_ex__(protocol)
 
@@ -100,10 +135,15 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """torch's `tree_map`, for lists, tuples and dictionaries alone: a quicker one, of which a step needs thousands."""
+    """torch's `tree_map`, for lists, tuples and dictionaries alone: a quicker one, of which a step
+    needs thousands."""
     if isinstance(value, dict):
         return {key: _map(change, child) for key, child in value.items()}
-    return type(value)(_map(change, child) for child in value) if type(value) in (list, tuple) else change(value)
+    return (
+        type(value)(_map(change, child) for child in value)
+        if type(value) in (list, tuple)
+        else change(value)
+    )
 
 
 def _on_device(value: Any) -> bool:
@@ -138,11 +178,28 @@ def _count_copy(source: Any, to_device: bool, non_blocking: Any) -> None:
             _count("wait (copy of unpinned memory)")
 
 
+def _find_host_scalars(kind: str, args: Any) -> list[torch.Tensor]:
+    """Host tensors without dimensions, which CUDA takes as numbers, where it does not: in the lists
+    of operations on many tensors, and as what is changed in place."""
+    many = [value for value in args if isinstance(value, list | tuple)]
+    candidates = [leaf for value in many for leaf in value]
+    if kind.endswith("_") and not many:
+        candidates = [args[0]]
+    return [
+        tensor
+        for tensor in candidates
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and not _on_device(tensor)
+    ]
+
+
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     name = str(op).removeprefix("aten.")
     tensors = [value for value in _leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     uses_device = any(map(_on_device, tensors))
-    host_kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else _map(_host, v) for k, v in kwargs.items()}
+    host_kwargs = {
+        k: torch.device("cpu") if isinstance(v, torch.device) else _map(_host, v)
+        for k, v in kwargs.items()
+    }
     if name.startswith("_to_copy"):
         source, to_device = args[0], _is_npu(kwargs.get("device") or args[0].device)
         _count_copy(source, to_device, kwargs.get("non_blocking"))
@@ -159,18 +216,29 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     by_mask = kind == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
     if uses_device and (kind in _WAITS or by_mask):
         _count(f"wait ({kind})")
+    if uses_device and (strays := _find_host_scalars(kind, args)):
+        raise RuntimeError(f"{name}: {len(strays)} host scalars where CUDA takes none")
     for tensor in tensors:
         if uses_device and not _on_device(tensor) and tensor.dim() > 0:
-            if "index" in name and tensor.dtype in (torch.int64, torch.bool):  # CUDA takes these, by a copy
+            if "index" in name and tensor.dtype in (
+                torch.int64,
+                torch.bool,
+            ):  # CUDA takes these, by a copy
                 _count("host→device")
                 _count("wait (copy of unpinned memory)")
             else:
-                raise RuntimeError(f"{name}: a host tensor {list(tensor.shape)} among device tensors")
+                raise RuntimeError(
+                    f"{name}: a host tensor {list(tensor.shape)} among device tensors"
+                )
     result = op(*_map(_host, args), **host_kwargs)
     if name == "_local_scalar_dense.default" or not (uses_device or _is_npu(kwargs.get("device"))):
         return result
-    wrapped = _map(lambda value: DeviceTensor(value) if isinstance(value, torch.Tensor) else value, result)
-    if any(r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns):  # in place, out=
+    wrapped = _map(
+        lambda value: DeviceTensor(value) if isinstance(value, torch.Tensor) else value, result
+    )
+    if any(
+        r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns
+    ):  # in place, out=
         return return_and_correct_aliasing(op, args, kwargs, wrapped)
     return wrapped
 
@@ -188,7 +256,9 @@ class _Dispatch(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """What never reaches the dispatcher."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if function in _IN_HALF_PRECISION and torch.is_autocast_enabled("npu"):
             dtype = torch.get_autocast_dtype("npu")
@@ -218,7 +288,9 @@ _data_ptr = torch.UntypedStorage.data_ptr
 def _address(storage: torch.UntypedStorage) -> int:
     try:
         return _data_ptr(storage)
-    except RuntimeError:  # a wrapper tensor's storage holds no memory; any name that is its own will do
+    except (
+        RuntimeError
+    ):  # a wrapper tensor's storage holds no memory; any name that is its own will do
         return int(storage._cdata)
 
 

@@ -1,5 +1,8 @@
-"""The Python interface: each function on tiny data, and what its result saves is what the command writes."""
+"""The Python interface: each function on tiny data, and what its result saves is what the command
+writes."""
 
+import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -14,9 +17,16 @@ from PIL import Image
 
 import vit
 from tests.conftest import TINY_RUN, Launcher
-from vit.build.recipe import find_recipe
 from vit.bundle import Bundle
 from vit.config import load_config
+from vit.factory.recipe import find_recipe
+from vit.options import (
+    EvaluateOptions,
+    ExplainOptions,
+    FaithfulnessOptions,
+    PredictOptions,
+    TrainOptions,
+)
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train")
@@ -38,11 +48,14 @@ def photos(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
     }
 
 
-# --- names -------------------------------------------------------------------------------------------------
+# --- names
+# -------------------------------------------------------------------------------------------------
 
 
 def test_importing_vit_loads_nothing_heavy_and_modules_hide_no_function() -> None:
@@ -64,7 +77,9 @@ import vit.model.attention
 
 
 def test_an_unknown_name_comes_with_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'fit'; it has Bundle, .*VisionTransformer, .*train"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'fit'; it has Bundle, .*VisionTransformer, .*train"
+    ):
         _ = vit.fit  # type: ignore[attr-defined]
     assert set(FUNCTIONS) <= set(dir(vit)) == set(vit.__all__)
 
@@ -73,20 +88,56 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
     assert find_recipe("cifar10/cpu") == ROOT / "configs" / "cifar10" / "cpu.yaml"
     for path in (ROOT / "configs").rglob("*.yaml"):
         assert load_config(find_recipe(path.relative_to(ROOT / "configs").with_suffix("")))
-    with pytest.raises(FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"):
+    with pytest.raises(
+        FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"
+    ):
         find_recipe("cifar10/gpu")
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
     assert wheel["force-include"]["configs"] == "vit/configs"
 
 
-# --- train -------------------------------------------------------------------------------------------------
+RECORDS = {
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "predict": PredictOptions,
+    "explain": ExplainOptions,
+    "measure_faithfulness": FaithfulnessOptions,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_function_has_the_options_and_defaults_of_its_record(name: str) -> None:
+    parameters = inspect.signature(getattr(vit, name)).parameters
+    for item in dataclasses.fields(RECORDS[name]):
+        if item.name == "map_options":  # shorter for users: options
+            continue
+        default = parameters[item.name].default
+        assert item.default in (default, (default,)), item.name
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "explain_images", "export_model"])
+def test_a_public_function_documents_its_arguments(name: str) -> None:
+    function = getattr(vit, name)
+    text = inspect.getdoc(function) or ""
+    assert "Returns:" in text
+    assert "Raises:" in text
+    for parameter in inspect.signature(function).parameters:
+        assert f"    {parameter}: " in text, parameter
+
+
+# --- train
+# -------------------------------------------------------------------------------------------------
 
 
 def nested(overrides: list[str]) -> dict[str, Any]:
     return load_config(None, overrides).model_dump(mode="json")
 
 
-def test_a_path_a_dictionary_and_a_config_train_the_same_model(tmp_path: Path, empty_yaml: Path) -> None:
+def test_a_path_a_dictionary_and_a_config_train_the_same_model(
+    tmp_path: Path, empty_yaml: Path
+) -> None:
     overrides = [*TINY_RUN, "train.epochs=1"]
     given: dict[str, Any] = {
         "path": empty_yaml,
@@ -94,7 +145,9 @@ def test_a_path_a_dictionary_and_a_config_train_the_same_model(tmp_path: Path, e
         "config": load_config(None, overrides),
     }
     results = {
-        name: vit.train(config, output=tmp_path / name, overrides=overrides if config is empty_yaml else ())
+        name: vit.train(
+            config, output=tmp_path / name, overrides=overrides if config is empty_yaml else ()
+        )
         for name, config in given.items()
     }
     weights = [result.bundle.model.state_dict() for result in results.values()]
@@ -111,13 +164,13 @@ def test_a_path_a_dictionary_and_a_config_train_the_same_model(tmp_path: Path, e
     assert copied == original
 
 
-def test_a_run_is_resumed_and_replaced_as_by_the_command(tmp_path: Path, empty_yaml: Path, cli: Launcher) -> None:
+def test_a_run_is_resumed_and_replaced_as_by_the_command(
+    tmp_path: Path, empty_yaml: Path, cli: Launcher
+) -> None:
     output = tmp_path / "run"
     cli.succeed("train", empty_yaml, *TINY_RUN, "train.epochs=1", "--output", output)
     before = vit.load_bundle(output).sha256
-    seen: list[bool] = []
-    result = vit.train(output=output, resume=True, on_start=lambda run, resumed: seen.append(resumed))
-    assert seen == [True]
+    result = vit.train(output=output, resume=True)
     assert result.bundle.sha256 == before
     with pytest.raises(ValueError, match=r"train\.epochs differ"):
         vit.train(output=output, overrides=["train.epochs=2"], resume=True)
@@ -127,19 +180,24 @@ def test_a_run_is_resumed_and_replaced_as_by_the_command(tmp_path: Path, empty_y
         vit.train(output=tmp_path / "new")
 
 
-# --- evaluate and compare ----------------------------------------------------------------------------------
+# --- evaluate and compare
+# ----------------------------------------------------------------------------------
 
 
 def plain(directory: Path) -> dict[str, Any]:
     """An evaluation without what depends on the moment."""
     found = json.loads((directory / "evaluation.json").read_text())
-    found["conditions"] = {key: value for key, value in found["conditions"].items() if key not in ("time", "command")}
+    found["conditions"] = {
+        key: value for key, value in found["conditions"].items() if key not in ("time", "command")
+    }
     return {key: value for key, value in found.items() if key not in ("cost", "model")}
 
 
-def test_an_evaluation_saves_what_the_command_writes(tiny_run: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed("evaluate", tiny_run, "--shift", "--output", tmp_path / "command")
-    result = vit.evaluate(vit.load_bundle(tiny_run), shift=True)
+def test_an_evaluation_saves_what_the_command_writes(
+    tiny_run: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    cli.succeed("evaluate", tiny_run, "--robustness", "shift", "--output", tmp_path / "command")
+    result = vit.evaluate(vit.load_bundle(tiny_run), robustness="shift")
     result.save(tmp_path / "saved")
     saved, written = contents(tmp_path / "saved"), contents(tmp_path / "command")
     assert saved.keys() == written.keys()
@@ -151,7 +209,9 @@ def test_an_evaluation_saves_what_the_command_writes(tiny_run: Path, tmp_path: P
     result.save(tmp_path / "saved", overwrite=True)
 
 
-def test_evaluations_are_compared_in_memory_and_from_disk(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_evaluations_are_compared_in_memory_and_from_disk(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
     worse = Bundle.from_model(
         type(tiny_bundle.model)(**tiny_bundle.model.architecture).eval(),  # type: ignore[operator]
         class_names=tiny_bundle.class_names,
@@ -164,12 +224,17 @@ def test_evaluations_are_compared_in_memory_and_from_disk(tiny_bundle: Bundle, t
     for number, result in enumerate(results):
         result.save(tmp_path / str(number))
     (from_disk,) = vit.compare([tmp_path / "0", tmp_path / "1"]).pairs
-    assert (from_disk.interval, from_disk.p_value, from_disk.only_a) == (pair.interval, pair.p_value, pair.only_a)
+    assert (from_disk.interval, from_disk.p_value, from_disk.only_a) == (
+        pair.interval,
+        pair.p_value,
+        pair.only_a,
+    )
     comparison.save(tmp_path / "comparison")
     assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["pairs"]
 
 
-# --- predict and explain -----------------------------------------------------------------------------------
+# --- predict and explain
+# -----------------------------------------------------------------------------------
 
 
 def test_predictions_are_the_same_for_paths_pictures_and_arrays(
@@ -179,13 +244,21 @@ def test_predictions_are_the_same_for_paths_pictures_and_arrays(
     assert [Path(each.path).name for each in from_folder.predictions] == ["0.png", "1.png", "2.png"]
     expected = [each.classes for each in from_folder.predictions]
     assert all(len(classes) == 2 for classes in expected)
-    for images in (sorted(photos.iterdir()), pictures, np.stack([np.asarray(each) for each in pictures])):
-        assert [each.classes for each in vit.predict(tiny_bundle, images, top_k=2).predictions] == expected
+    for images in (
+        sorted(photos.iterdir()),
+        pictures,
+        np.stack([np.asarray(each) for each in pictures]),
+    ):
+        assert [
+            each.classes for each in vit.predict(tiny_bundle, images, top_k=2).predictions
+        ] == expected
     (one,) = vit.predict(tiny_bundle, pictures[1], top_k=2).predictions
     # alone in its batch, the sums of a matrix product may be cut differently
     assert [name for _, name, _ in one.classes] == [name for _, name, _ in expected[1]]
     lines = cli.succeed("predict", tiny_run, photos, "--top-k", 2).out
-    assert [json.loads(line)["path"] for line in lines.splitlines()] == [each.path for each in from_folder.predictions]
+    assert [json.loads(line)["path"] for line in lines.splitlines()] == [
+        each.path for each in from_folder.predictions
+    ]
 
 
 def test_predictions_save_the_lines_that_the_command_prints(
@@ -198,22 +271,26 @@ def test_predictions_save_the_lines_that_the_command_prints(
     assert "error" in json.loads(printed.splitlines()[-1])
 
 
-def test_an_explanation_saves_what_the_command_writes(
+def test_an_explanation_writes_what_the_command_writes(
     tiny_run: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     methods = ("rollout", "gae")
     arguments = ["--method", ",".join(methods), "--format", "png,npz,html"]
     cli.succeed("attention", tiny_run, photos, *arguments, "--output", tmp_path / "command")
-    found = vit.explain(tiny_run, photos, methods=methods)
+    formats = ("png", "npz", "html")
+    found = vit.explain(
+        tiny_run, photos, methods=methods, output=tmp_path / "function", formats=formats
+    )
     with np.load(tmp_path / "command" / "maps.npz") as arrays:
         for method in methods:
             expected = np.stack([arrays[f"{number}.{method}"] for number in range(3)])
             assert np.array_equal(found.maps[method].numpy(), expected)
-    found.save(tmp_path / "saved", formats=("png", "npz", "html"))
-    assert contents(tmp_path / "saved") == contents(tmp_path / "command")
+    assert contents(tmp_path / "function") == contents(tmp_path / "command")
 
 
-def test_images_of_any_kind_have_the_same_maps(tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]) -> None:
+def test_images_of_any_kind_have_the_same_maps(
+    tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]
+) -> None:
     expected = vit.explain(tiny_bundle, photos, sanity_checks=False).maps["rollout"]
     arrays = np.stack([np.asarray(picture) for picture in pictures])
     for images in (sorted(photos.iterdir()), pictures, arrays, torch.from_numpy(arrays)):
@@ -258,27 +335,55 @@ def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
     )  # fmt: skip
     models = {
         "timm": timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=3, pretrained=False
+            "vit_tiny_patch16_224",
+            img_size=32,
+            patch_size=8,
+            depth=2,
+            num_classes=3,
+            pretrained=False,
         ),
         "torchvision": torchvision.models.VisionTransformer(
-            image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48, num_classes=3
+            image_size=32,
+            patch_size=8,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=24,
+            mlp_dim=48,
+            num_classes=3,
         ),
         "transformers": transformers.ViTForImageClassification(config),
     }
     for name, model in models.items():
-        found = vit.explain(model, pictures, methods=("rollout", "gae"), sanity_checks=False)
+        found = vit.explain(
+            model,
+            pictures,
+            methods=("rollout", "gae"),
+            sanity_checks=False,
+            output=tmp_path / name,
+        )
         assert found.maps["gae"].shape == (3, 4, 4), name
-        found.save(tmp_path / name)
         (first, *_) = vit.predict(model, pictures).predictions
         assert len(first.classes) == 3
     assert {name for _, name, _ in first.classes} == {"ant", "bee", "cow"}
 
 
-# --- faithfulness ------------------------------------------------------------------------------------------
+# --- faithfulness
+# ------------------------------------------------------------------------------------------
 
 
-def test_faithfulness_saves_what_the_command_writes(tiny_run: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed("faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / "command")
+def test_faithfulness_saves_what_the_command_writes(
+    tiny_run: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    cli.succeed(
+        "faithfulness",
+        tiny_run,
+        "--methods",
+        "rollout",
+        "--images",
+        8,
+        "--output",
+        tmp_path / "command",
+    )
     result = vit.measure_faithfulness(tiny_run, methods=("rollout",), count=8)
     result.save(tmp_path / "saved")
     assert contents(tmp_path / "saved").keys() == contents(tmp_path / "command").keys()

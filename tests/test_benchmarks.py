@@ -7,23 +7,24 @@ from typing import Any
 
 import attention_programs
 import faithfulness
-import growth
-import growth_models
 import numpy as np
 import pytest
+import study_tables
 import time_to_accuracy
-import torch
-import variants
 from ablation import CHANGES, RECIPE, SHORT, summarise
 from PIL import Image
-from tables import PAGES, ROOT, build_ablation, build_minutes, build_tables, fill_page, format_accuracy
+from tables import (
+    PAGES,
+    ROOT,
+    build_ablation,
+    build_minutes,
+    build_tables,
+    fill_page,
+    format_accuracy,
+)
 from time_to_accuracy import compare
 
-import vit.build.run
-import vit.optim.create
 from vit.config import flatten_config, load_config
-from vit.model.vision_transformer import VisionTransformer
-from vit.training.step import TrainStep
 
 
 def make_run(*points: tuple[float, float]) -> dict[str, Any]:
@@ -48,11 +49,23 @@ def test_a_result_that_is_continued_names_the_commit_of_each_part(
         machine = {"device": "cpu", "commit": commit}
         run = {"test_top1": 0.8, "seconds": 9.0, **make_run((5, 0.8))}
         monkeypatch.setattr(time_to_accuracy, "describe_conditions", lambda device: machine)
-        monkeypatch.setattr(time_to_accuracy, "time_ours", lambda *_, seed, **__: {"seed": seed, **run})
-        monkeypatch.setattr(time_to_accuracy, "run_baseline", lambda *_, seed: {"seed": seed, **run})
+        monkeypatch.setattr(
+            time_to_accuracy, "time_ours", lambda *_, seed, **__: {"seed": seed, **run}
+        )
+        monkeypatch.setattr(
+            time_to_accuracy, "run_baseline", lambda *_, seed: {"seed": seed, **run}
+        )
         described = {"config": time_to_accuracy.describe_config(load_config(ROOT / RECIPE))}
         monkeypatch.setattr(time_to_accuracy, "describe_recipe", lambda *_: described)
-        command = ["time_to_accuracy.py", str(ROOT / RECIPE), "--name", "x", "--output", str(tmp_path), *arguments]
+        command = [
+            "time_to_accuracy.py",
+            str(ROOT / RECIPE),
+            "--name",
+            "x",
+            "--output",
+            str(tmp_path),
+            *arguments,
+        ]
         monkeypatch.setattr(sys, "argv", command)
         time_to_accuracy.main()
         (path,) = tmp_path.iterdir()
@@ -61,7 +74,10 @@ def test_a_result_that_is_continued_names_the_commit_of_each_part(
         return result["machine"]["commit"], (result["baseline_machine"] or {}).get("commit")
 
     assert measure("first", "--seeds", "1") == ("first", None)
-    assert measure("second", "--seeds", "1", "--continue", "--baseline", "timm") == ("first", "second")
+    assert measure("second", "--seeds", "1", "--continue", "--baseline", "timm") == (
+        "first",
+        "second",
+    )
     assert measure("third", "--seeds", "2", "--continue") == ("third", "second")
 
 
@@ -78,7 +94,10 @@ def test_accuracy_at_minutes_is_the_mean_of_the_last_ones_so_far() -> None:
         "| `cifar10/cpu.yaml` `train.epochs=2` | AMD EPYC, Zen 4 | 55.0 | 65.0 | 80.0 (ended) | 80.0 (ended) "
         "| 80.0 (ended) |"
     )
-    assert lines[3] == "| timm's model, plain loop | AMD EPYC, Zen 4 | – | – | 40.0 | 40.0 | 50.0 (ended) |"
+    assert (
+        lines[3]
+        == "| timm's model, plain loop | AMD EPYC, Zen 4 | – | – | 40.0 | 40.0 | 50.0 (ended) |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,18 +114,24 @@ def test_an_accuracy_comes_with_its_spread(metric: dict[str, Any] | None, text: 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_of_the_ablation_changes_the_recipe(name: str) -> None:
-    recipe, changed = (flatten_config(load_config(ROOT / RECIPE, [*SHORT, *more])) for more in ([], CHANGES[name]))
+    recipe, changed = (
+        flatten_config(load_config(ROOT / RECIPE, [*SHORT, *more])) for more in ([], CHANGES[name])
+    )
     found = {key for key in changed if recipe[key] != changed[key]}
     assert found == {item.split("=")[0] for item in CHANGES[name]}
 
 
 def test_the_ablation_compares_runs_of_the_same_seed() -> None:
     def make_runs(*top1: float) -> list[dict[str, Any]]:
-        return [{"seed": seed, "validation_top1": of, "processor_seconds": 60.0} for seed, of in enumerate(top1)]
+        return [
+            {"seed": seed, "validation_top1": of, "processor_seconds": 60.0}
+            for seed, of in enumerate(top1)
+        ]
 
     recipe = make_runs(0.80, 0.81, 0.82)
     summary = summarise(make_runs(0.79, 0.81, 0.80), recipe)
-    # differences of −1, 0 and −2 points: a standard error of 1/√3, and Student's factor of 4.303 for two degrees
+    # differences of −1, 0 and −2 points: a standard error of 1/√3, and Student's factor of 4.303
+    # for two degrees
     assert summary["difference"] == pytest.approx(-0.01)
     assert summary["half_interval"] == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
     steps = {
@@ -114,7 +139,12 @@ def test_the_ablation_compares_runs_of_the_same_seed() -> None:
         "x": {"overrides": ["a.b=1"], "runs": make_runs(0.79, 0.81, 0.80), "summary": summary},
         "y": {"overrides": ["a.b=2"], "runs": []},
     }
-    ablation = {"recipe": "configs/a.yaml", "settings": [], "machine": {"device": "cpu"}, "steps": steps}
+    ablation = {
+        "recipe": "configs/a.yaml",
+        "settings": [],
+        "machine": {"device": "cpu"},
+        "steps": steps,
+    }
     table = build_ablation({"ablation-a": ablation})
     assert table.splitlines()[2:] == [
         "| the recipe | 81.0 ± 1.0 % |  | 60 | 3 |",
@@ -126,11 +156,23 @@ def test_the_ablation_compares_runs_of_the_same_seed() -> None:
 
 def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
     def make_model(*names: str, best: str) -> dict[str, Any]:
-        gain = {"mean": 0.5, "low": 0.25, "high": 0.75, "of_leave_one_out": {"mean": 0.8, "low": 0.5, "high": 1.0}}
+        gain = {
+            "mean": 0.5,
+            "low": 0.25,
+            "high": 0.75,
+            "of_leave_one_out": {"mean": 0.8, "low": 0.5, "high": 1.0},
+        }
         methods = dict.fromkeys(names, gain) | {"random": {**gain, "of_leave_one_out": None}}
-        return {"metrics": {metric: {"methods": methods, "best": [best]} for metric in faithfulness.GAINS}}
+        return {
+            "metrics": {
+                metric: {"methods": methods, "best": [best]} for metric in faithfulness.GAINS
+            }
+        }
 
-    models = {"digits": make_model("gae", "cdam", best="gae"), "cifar10": make_model("gae", best="gae")}
+    models = {
+        "digits": make_model("gae", "cdam", best="gae"),
+        "cifar10": make_model("gae", best="gae"),
+    }
     tables = faithfulness.build_tables(models).split("\n\n")
     assert len(tables) == 4
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables[1].splitlines()]
@@ -138,6 +180,10 @@ def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
     assert rows[2] == ["gae", *["**0.500 (0.250–0.750), 80 %**"] * 2]
     assert rows[3] == ["cdam", "0.500 (0.250–0.750), 80 %", "–"]
     assert rows[4] == ["random", *["0.500 (0.250–0.750)"] * 2]
+    for model in models.values():
+        for metric in ("srg_logit", "srg_logit_mean"):  # in results of earlier versions
+            del model["metrics"][metric]
+    assert faithfulness.build_tables(models).split("\n\n") == tables[:2]
 
 
 VIT_EXPLAIN = """
@@ -165,15 +211,26 @@ def test_programs_that_are_there_are_compared_and_the_others_named(
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     images = attention_programs.choose_images(tmp_path, 2)
     assert [Path(path).name for path in images] == ["0.png", "2.png"]
-    tiny = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    tiny = {
+        "img_size": 16,
+        "patch_size": 8,
+        "embed_dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
     measured = attention_programs.measure_programs(tiny, images, vit_explain=tmp_path, rounds=1)
     sys.modules.pop("vit_explain")
     assert "pytorch-grad-cam, Grad-CAM is left out: " in capsys.readouterr().out
     rates, other = measured["images_per_second"], "vit-explain, rollout"
     ours = {name: rate for name, rate in rates.items() if name.startswith("vit attention, ")}
     assert (len(ours), set(rates) - set(ours)) == (6, {other})
-    assert 0 < measured["largest_difference_of_bfloat16"] < 0.1  # of four patches that hardly differ
-    assert measured["ratios"] == {f"{name} / {other}": rate / rates[other] for name, rate in ours.items()}
+    assert (
+        0 < measured["largest_difference_of_bfloat16"] < 0.1
+    )  # of four patches that hardly differ
+    assert measured["ratios"] == {
+        f"{name} / {other}": rate / rates[other] for name, rate in ours.items()
+    }
 
 
 def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
@@ -181,11 +238,23 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
         "images_per_second": {"vit-explain, rollout": 4.0, "x": 10.0},
         "ratios": {"x / vit-explain, rollout": 2.5},
     }
-    cost = {"methods": ["a", "b"], "formats": ["npz"], "without checks": 9.0, "with checks": 3.0, "times": 3.0}
+    cost = {
+        "methods": ["a", "b"],
+        "formats": ["npz"],
+        "without checks": 9.0,
+        "with checks": 3.0,
+        "times": 3.0,
+    }
     tables = attention_programs.build_tables(
-        {"machine": {"device": "cpu", "commit": "a"}, "programs": {"ViT": programs}, "checks": {"digits": [cost]}}
+        {
+            "machine": {"device": "cpu", "commit": "a"},
+            "programs": {"ViT": programs},
+            "checks": {"digits": [cost]},
+        }
     )
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if line
+    ]
     assert rows[0] == ["ViT", "images/s", "/ vit-explain, rollout"]
     assert rows[2:4] == [["vit-explain, rollout", "4.0", ""], ["x", "10.0", "2.5 ×"]]
     assert rows[6] == ["digits", "a, b", "npz", "9.0", "3.0", "3.0"]
@@ -193,74 +262,7 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_what_the_result_files_say(page: Path) -> None:
-    assert fill_page(page.read_text(), build_tables()) == page.read_text(), "run python benchmarks/tables.py --write"
-
-
-def test_an_exponent_is_the_slope_of_the_upper_half_beside_that_of_theory() -> None:
-    row = growth.Row(
-        "pairs", growth.COUNT, (1, 10, 100, 1000), lambda n, f: list, growth_models.linear, lambda n: n**3, ""
+    tables = build_tables() | study_tables.build_tables()
+    assert fill_page(page.read_text(), tables) == page.read_text(), (
+        "run python benchmarks/tables.py --write; python research/study_tables.py --write"
     )
-    points = [{"size": n, "seconds": 5 + 0.1 * n**2, "bytes": 2**20 * n} for n in (1, 10, 1000, 10_000)]
-    exponents = growth.fit(row, points)
-    assert exponents["seconds"] == {"measured": 2.0, "theory": 1.0}
-    assert exponents["bytes"] == {"measured": 1.0, "theory": 3.0}
-    small = [point | {"bytes": 1000 * point["size"] / 10_000} for point in points]
-    assert growth.fit(row, small)["bytes"]["measured"] is None  # less than a process takes anyway
-    described = {"by": row.by, "words": "n; n³", "at_most": True, "exponents": exponents, "points": points}
-    line = growth.build_table({"rows": {"pairs": described}}).splitlines()[-1]
-    assert "| 1 to 10,000 images |" in line
-    assert "| 2.00 (≤ 1.00) " in line
-
-
-def test_a_point_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
-    def prepare(size: int, folder: Path) -> growth_models.Run:
-        return lambda: len(b"x" * (size << 20))
-
-    row = growth.Row("bytes", growth.COUNT, (8, 64), prepare, growth_models.linear, growth_models.linear, "n")
-    points = growth.measure_row(row, tmp_path)
-    assert [point["file"] for point in points] == [8 << 20, 64 << 20]
-    assert 56 << 20 < points[1]["bytes"] < 80 << 20
-    assert all(point["seconds"] > 0 for point in points)
-
-
-def train_a_little(*, lr: float = 1e-2) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"img_size": 16, "patch_size": 4, "num_classes": 4, "embed_dim": 32}
-    model = VisionTransformer(**sizes, depth=2, num_heads=2, global_pool="avg")
-    optimizer = vit.optim.create.create_optimizer(
-        "muon", model, lr=lr, muon_lr=lr, weight_decay=0, betas=(0.9, 0.99), muon_dtype=torch.float32
-    )
-    schedule = vit.build.run.create_schedule(optimizer, name="linear", warmup_steps=1, total_steps=6)
-    step = TrainStep(model, optimizer, schedule, precision="float32", label_smoothing=0.1, ema_decay=0.9)
-    images, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 4
-    for _ in range(6):
-        result = step(images, labels)
-        assert result.finite
-        assert result.correct <= len(labels)
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("name", variants.VARIANTS)
-def test_each_variant_trains_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = train_a_little()
-
-    def replace(owner: Any, attribute: str, make: Any) -> None:
-        monkeypatch.setattr(owner, attribute, make(getattr(owner, attribute)))
-
-    monkeypatch.setattr(variants, "replace", replace)
-    variants.VARIANTS[name]()
-    changed = train_a_little()
-    assert any(
-        one.shape != other.shape or not torch.allclose(one, other) for one, other in zip(plain, changed, strict=False)
-    )
-    monkeypatch.undo()
-    assert all(one.equal(other) for one, other in zip(plain, train_a_little(), strict=True))
-
-
-def test_sam_takes_its_step_from_where_the_weights_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("run", "_update"):
-        monkeypatch.setattr(TrainStep, name, getattr(TrainStep, name))  # undone with the test
-    monkeypatch.setattr(vit.build.run, "create_schedule", vit.build.run.create_schedule)
-    before = train_a_little(lr=0)
-    variants.sharpen_last_steps()
-    assert all(one.equal(other) for one, other in zip(before, train_a_little(lr=0), strict=True))

@@ -1,4 +1,5 @@
-"""The batch script for Slurm and the job for Kubernetes in docs/cluster, as far as they go without a cluster."""
+"""The batch script for Slurm and the job for Kubernetes in docs/cluster, as far as they go without
+a cluster."""
 
 import os
 import subprocess
@@ -11,9 +12,9 @@ import pytest
 import typer
 import yaml
 
-from vit.build.recipe import find_recipe
 from vit.cli.main import app
 from vit.config import load_config
+from vit.factory.recipe import find_recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "cluster"
 SLURM = FOLDER / "slurm.sh"
@@ -30,7 +31,8 @@ ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODEL
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with Slurm's commands, in which their calls are noted; they come first in PATH."""
+    """A directory with Slurm's commands, in which their calls are noted; they come first in
+    PATH."""
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -50,16 +52,21 @@ def make_settings(arguments: list[str]) -> dict[str, Any]:
 
 def test_the_slurm_script_has_no_syntax_error_and_asks_for_nodes() -> None:
     subprocess.run(["bash", "-n", SLURM], check=True)
-    lines = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")]
+    lines = [
+        line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")
+    ]
     asked = dict(line.removeprefix("--").partition("=")[::2] for line in lines)
     assert asked["ntasks-per-node"] == "1"
     assert asked["signal"] == "B:USR1@300"
     assert {"nodes", "gpus-per-node", "cpus-per-task", "time", "no-kill", "requeue"} <= set(asked)
 
 
+@pytest.mark.chaos
 def test_the_slurm_script_starts_the_run_on_all_nodes(cluster: Path) -> None:
     arguments = ["digits", "--output", "run", "train.device=cpu", "--dry-run"]
-    done = subprocess.run(["bash", SLURM, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        ["bash", SLURM, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (cluster / "run" / "dry_run.png").exists()
     first, second = (cluster / "calls").read_text().splitlines()
@@ -72,8 +79,11 @@ def test_the_slurm_script_starts_the_run_on_all_nodes(cluster: Path) -> None:
     assert make_settings(train.split())["resume"]
 
 
+@pytest.mark.chaos
 def test_before_its_time_ends_the_slurm_job_saves_and_is_queued_again(cluster: Path) -> None:
-    (cluster / "torchrun").write_text("#!/bin/bash\ntrap 'echo saved >> calls; exit 1' TERM\nsleep 30 &\nwait\n")
+    (cluster / "torchrun").write_text(
+        "#!/bin/bash\ntrap 'echo saved >> calls; exit 1' TERM\nsleep 30 &\nwait\n"
+    )
     job = subprocess.Popen(["bash", SLURM, "digits", "--output", "run"])
     deadline = time.monotonic() + 30
     while not (cluster / "step").exists() and time.monotonic() < deadline:
@@ -85,6 +95,7 @@ def test_before_its_time_ends_the_slurm_job_saves_and_is_queued_again(cluster: P
     assert calls[2:] == ["scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
 
 
+@pytest.mark.chaos
 def test_a_run_that_fails_is_not_queued_again(cluster: Path) -> None:
     (cluster / "torchrun").write_text("#!/bin/bash\nexit 2\n")
     assert subprocess.run(["bash", SLURM, "digits"], check=False).returncode == 2
@@ -104,7 +115,9 @@ def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
     (container,) = pod["containers"]
     assert container["name"] == "pytorch"
     assert spec["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     command = container["command"]
@@ -112,5 +125,7 @@ def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
     settings = make_settings(command[4:])
     assert settings["resume"]
     load_config(find_recipe(settings["config"]), settings["overrides"] or [])
-    shared = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared")
+    shared = next(
+        mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"
+    )
     assert str(settings["output"]).startswith(shared)

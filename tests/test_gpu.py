@@ -16,7 +16,7 @@ import recipe_steps
 import step_cost
 from recipe_step import load_recipe
 
-from vit.build.recipe import list_recipes
+from vit.factory.recipe import list_recipes
 from vit.model.presets import compute_flops
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,13 @@ def count_rows(table: str) -> int:
 
 
 def make_options(**changes: Any) -> argparse.Namespace:
-    options = {"small": False, "device": "cpu", "output": Path("out"), "vit_explain": Path("x"), "parts": None}
+    options = {
+        "small": False,
+        "device": "cpu",
+        "output": Path("out"),
+        "vit_explain": Path("x"),
+        "parts": None,
+    }
     return argparse.Namespace(**options | changes)
 
 
@@ -52,7 +58,9 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_every_part_is_a_script_that_takes_its_options(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_a_script_that_takes_its_options(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(*_: object) -> None:
         raise Parsed
 
@@ -73,11 +81,24 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> N
         "hangs": "import time; time.sleep(60)",
         "works": "import os; assert os.environ['VIT_CACHE']",
     }
-    parts = [gpu.Part(name, 1 if name == "hangs" else 20, [sys.executable, "-c", of]) for name, of in programs.items()]
+    parts = [
+        gpu.Part(name, 1 if name == "hangs" else 20, [sys.executable, "-c", of])
+        for name, of in programs.items()
+    ]
     written: list[dict[str, Any]] = []
-    gpu.run_parts(parts, minutes=1, device="cpu", folder=tmp_path, write=lambda found: written.append(dict(found)))
+    gpu.run_parts(
+        parts,
+        minutes=1,
+        device="cpu",
+        folder=tmp_path,
+        write=lambda found: written.append(dict(found)),
+    )
     assert [len(found) for found in written] == [1, 2, 3]
-    assert [part["ended"] for part in written[-1].values()] == ["exit code 3", "out of time", "passed"]
+    assert [part["ended"] for part in written[-1].values()] == [
+        "exit code 3",
+        "out of time",
+        "passed",
+    ]
     assert written[-1]["fails"]["said"] == ["why"]
     gpu.run_parts(parts[:1], minutes=0.01, device="cpu", folder=tmp_path, write=written.append)
     assert written[-1] == {"fails": {"ended": "no time left", "seconds": 0.0, "limit": 20}}
@@ -97,12 +118,25 @@ def test_images_come_from_a_folder_an_archive_or_noise(tmp_path: Path) -> None:
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.list_missing() == []
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.10.1" if name == "torch" else "999")
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: "2.10.1" if name == "torch" else "999"
+    )
     assert gpu.list_missing() == ["torch>=2.11 (2.10.1 is installed)"]
 
 
 def test_steps_of_a_recipe_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--device", "cpu", "--small", "--seconds", 0.1, "--variants", "plain", "graph", "--output", tmp_path]
+    options = [
+        "--device",
+        "cpu",
+        "--small",
+        "--seconds",
+        0.1,
+        "--variants",
+        "plain",
+        "graph",
+        "--output",
+        tmp_path,
+    ]
     run_script(recipe_steps, monkeypatch, "cifar10/speedrun", *options)
     result = read_result(tmp_path, recipe_steps.NAME)
     assert all(rate > 0 for rate in result["device_rates"].values())
@@ -127,10 +161,18 @@ def test_the_cost_on_paper_has_the_models_flops_and_fuses_the_rest() -> None:
     small, large = recipe["sizes"]
     assert (small["image_size"], large["image_size"]) == ([24, 24], [32, 32])
     config = load_recipe("cifar10/speedrun", "model.depth=2")
-    architecture = config.model.model_dump(exclude={"init", "preset", "freeze"}) | {"img_size": 32, "num_classes": 10}
+    architecture = config.model.model_dump(exclude={"init", "preset", "freeze"}) | {
+        "img_size": 32,
+        "num_classes": 10,
+    }
     forward = 8 * compute_flops(architecture)
-    assert large["flops"] == pytest.approx(3 * forward, rel=0.03)  # the first layer needs no gradient of the pixels
-    assert step_cost.describe_recipe("cifar10/speedrun", *short)["sizes"][1]["flops"] > 2 * large["flops"]  # Muon's
+    assert large["flops"] == pytest.approx(
+        3 * forward, rel=0.03
+    )  # the first layer needs no gradient of the pixels
+    assert (
+        step_cost.describe_recipe("cifar10/speedrun", *short)["sizes"][1]["flops"]
+        > 2 * large["flops"]
+    )  # Muon's
     for of in recipe["sizes"]:
         assert of["compiled"]["bytes"] < of["eager"]["bytes"]
         assert of["update"]["launches"] < of["compiled"]["launches"] < of["eager"]["launches"]
@@ -142,7 +184,9 @@ def test_the_result_on_paper_is_of_the_recipes_as_they_are() -> None:
     assert set(result["recipes"]) == set(list_recipes())
     for name, recipe in result["recipes"].items():
         config = load_recipe(name)
-        assert recipe["batch_size"] == config.train.batch_size, f"{name}: run benchmarks/step_cost.py"
+        assert recipe["batch_size"] == config.train.batch_size, (
+            f"{name}: run benchmarks/step_cost.py"
+        )
         assert recipe["total_steps"] == recipe_step.build_run_plan(config).total_steps
         assert [of["image_size"] for of in recipe["sizes"]] == [
             list(size) for _, size in recipe_step.list_sizes(config)
@@ -156,10 +200,17 @@ def test_the_tables_show_the_results_of_every_part() -> None:
     results = {
         "gpu": {"machine": machine, "parts": {"tests": {"ended": "passed", "seconds": 9.0}}},
         "recipe-cifar10-speedrun": {"machine": machine, "runs": [run]},
-        "train-throughput": {"machine": machine, "images": "32 px", "variants": {"engine": of_variant}},
+        "train-throughput": {
+            "machine": machine,
+            "images": "32 px",
+            "variants": {"engine": of_variant},
+        },
     }
     page = gpu.build_tables(lambda kind: {kind: results[kind]} if kind in results else {})
-    for text in ("| tests | passed | 9 |", "90% after 20.5 s, 94% after – s from process start; test 94.1%"):
+    for text in (
+        "| tests | passed | 9 |",
+        "90% after 20.5 s, 94% after – s from process start; test 94.1%",
+    ):
         assert text in page
     assert "| engine | 1,000 | – |" in page
     assert gpu.build_tables(lambda kind: {}) == "Not measured yet."
@@ -169,7 +220,15 @@ def test_the_tables_show_the_results_of_every_part() -> None:
 def test_the_whole_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(gpu, monkeypatch, "--device", "cpu", "--small", "--output", tmp_path)
     result = read_result(tmp_path, gpu.NAME)
-    assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(result["parts"], "passed")
-    names = ("attention-programs", "parity", "recipe-cifar10-speedrun", "recipe-steps", "train-throughput")
+    assert {name: part["ended"] for name, part in result["parts"].items()} == dict.fromkeys(
+        result["parts"], "passed"
+    )
+    names = (
+        "attention-programs",
+        "parity",
+        "recipe-cifar10-speedrun",
+        "recipe-steps",
+        "train-throughput",
+    )
     assert all(read_result(tmp_path, name) for name in names)
     assert len(list(tmp_path.iterdir())) == len(names) + 1

@@ -10,22 +10,22 @@ from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
     from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
-    from vit.build.export_model import export_model
     from vit.bundle import Bundle, load_bundle
-    from vit.explanation.capture.capture import capture_attention
-    from vit.explanation.explain import explain_images
+    from vit.explanation.capture.forward import capture_attention
+    from vit.explanation.explainer import explain_images
     from vit.explanation.methods.rollout import attention_rollout
     from vit.explanation.render.overlay import save_overlay
+    from vit.factory.export_model import export_model
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
     from vit.training.observers import Observer
 
 _NAMES = {
     "vit.api": ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train"),
-    "vit.build.export_model": ("export_model",),
+    "vit.factory.export_model": ("export_model",),
     "vit.bundle": ("Bundle", "load_bundle"),
-    "vit.explanation.capture.capture": ("capture_attention",),
-    "vit.explanation.explain": ("explain_images",),
+    "vit.explanation.capture.forward": ("capture_attention",),
+    "vit.explanation.explainer": ("explain_images",),
     "vit.explanation.methods.rollout": ("attention_rollout",),
     "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
@@ -58,7 +58,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Find a public name in its module on first use (PEP 562)."""
     if name not in _MODULES:
-        raise AttributeError(f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}")
+        raise AttributeError(
+            f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}"
+        )
     return getattr(import_module(_MODULES[name]), name)
 
 

@@ -1,48 +1,61 @@
-"""What a program calls: `vit.train(…)`, `vit.evaluate(…)` and so on. The commands call the same functions."""
+"""What a user calls from Python: `vit.train(…)`, `vit.evaluate(…)` and so on.
+
+Each function makes an options record (`vit.options`) of its arguments. The commands call the same
+`run_` functions with a record made of their options.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from vit.build.data import Given
-from vit.build.recipe import ConfigLike
 from vit.bundle import Bundle, collect_versions, load_model
-from vit.data.inputs import ImageInputs, list_images
-from vit.data.open import open_for_model
+from vit.data.images import ImageInputs, list_images
+from vit.data.open import DatasetSplits, open_for_model
 from vit.data.transforms import Transform
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.evaluated_images import load_images, map_labels
+from vit.evaluation.images import load_images, select_correct_images
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
-from vit.explanation.explain import choose_batch_size, explain_items, fit_settings
-from vit.explanation.explanations import Explanations
+from vit.explanation.explainer import Explainer, choose_explain_batch_size
 from vit.explanation.faithfulness.benchmark import Benchmark
 from vit.explanation.faithfulness.best_method import replace_best, write_best_method
-from vit.explanation.faithfulness.faithfulness_result import FaithfulnessResult
-from vit.explanation.faithfulness.selection import select_correct_images
+from vit.explanation.faithfulness.result import FaithfulnessResult
 from vit.explanation.items import find_items
-from vit.explanation.methods.table import METHODS, MapOptions, find_methods
-from vit.explanation.render.explained import Settings
-from vit.explanation.render.overlay import MAX_SIDE
-from vit.explanation.render.write import MapWriter
-from vit.pages.explanation_files import EXTRA_FORMATS, check_formats, write_explanations
-from vit.pages.report import PAGES
+from vit.explanation.methods.registry import METHODS, find_methods
+from vit.explanation.records import Explanations
+from vit.explanation.writer import MapWriter
+from vit.factory.recipe import ConfigLike
+from vit.options import (
+    ROBUSTNESS,
+    TTA,
+    DataOptions,
+    EvaluateOptions,
+    ExplainOptions,
+    FaithfulnessOptions,
+    MapOptions,
+    PredictOptions,
+    TrainOptions,
+    as_tuple,
+)
+from vit.pages.explanation_files import write_explanations
+from vit.pages.report import render_pages
+from vit.runtime.arguments import check_choice
 from vit.runtime.device import choose_device, describe_device
+from vit.runtime.files import prepare_output
 from vit.runtime.memory import keep_freed_memory
-from vit.runtime.output_dir import prepare_output
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.result import TrainingResult
 
-if TYPE_CHECKING:
-    from vit.build.run import Run
-
 ModelLike = str | Path | Bundle | nn.Module
+
+# more images are explained without sanity checks, which take longer than the maps
+_MAX_CHECKED_IMAGES = 64
 
 
 def train(
@@ -55,41 +68,71 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    on_start: "Callable[[Run, bool], object]" = lambda run, resumed: None,
     transform: Transform | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     model: nn.Module | None = None,
     callbacks: Sequence[Observer] = (),
 ) -> TrainingResult:
-    """Train a model and keep the run in the directory `output`.
+    """Train a model and keep the run in a directory.
 
-    `config` is a YAML file, the name of a packaged recipe ("cifar10/cpu"), a dictionary of sections or a `Config`; with
-    `resume` it may be left out. Where it names images, as `evaluate` takes them, the configuration is chosen for them
-    and for `minutes` of training, by default 5 on a CPU and 20 on a GPU. `overrides` such as "train.epochs=20" are
-    applied to it. `init`, a model file, a run directory or "timm:NAME", has the weights to start from. `resume`
-    continues the run in `output` from its last checkpoint, `overwrite` replaces it. `on_start` is called in the main
-    process with the run that is about to start, and whether it was resumed; with `dry_run` that and the picture of a
-    batch are all.
+    Args:
+        config: a YAML file, the name of a packaged recipe ("cifar10/cpu"), a dictionary of sections
+            or a `vit.config.Config`. Or images: a folder, table, shards or the name of a data set,
+            for which a configuration is chosen. None with `resume`: the run's own.
+        output: the run's directory.
+        overrides: changes of the configuration, such as "train.epochs=20".
+        init: weights to start from: a model file, a run directory or "timm:NAME". None: random
+            ones, or those of `model.init`.
+        minutes: of training, where `config` names images. None: 5 on a CPU, 20 on a GPU.
+        resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
+            `dataset`, `model` and `callbacks` are passed again.
+        overwrite: replace the run in `output`.
+        dry_run: only write a picture of one batch, `dry_run.png`.
+        transform: called on every training image, uint8 [H, W, 3], before the augmentation of the
+            configuration; of albumentations, torchvision, or any function.
+        dataset: images in place of those of the configuration: a map-style data set of torch with
+            items (PIL image or uint8 array, label), a pair of them (training, validation), or a
+            pair of arrays (images uint8 [n, H, W, 3], labels [n]).
+        class_names: of `dataset`, in the order of the labels. None: its attribute `classes`, or
+            "class 0" and so on.
+        model: a module from images [B, 3, H, W] to logits [B, C], which is trained itself. None: a
+            vision transformer as the configuration has it.
+        callbacks: see the run's events, and may end it.
 
-    `transform` (of albumentations, torchvision, or any function) is called on every training image, uint8 [H, W, 3],
-    before the augmentation of the configuration. `dataset` replaces its data: a data set of torch of (PIL image or
-    uint8 array, label), a pair of them (training, validation), or arrays (images uint8 [n, H, W, 3], labels [n]) whose
-    classes `class_names` names. `model` replaces its model: any module from images [B, 3, H, W] to logits [B, C], which
-    is trained itself. `callbacks` see the run's events and may end it. Resuming takes the same of each again.
+    Returns:
+        The run: `.bundle` is its best model, `.metrics` has a dictionary an epoch.
 
-    Raises ValueError for a wrong configuration, FileExistsError where `output` holds another run, `Stopped` of
-    `vit.training.signals` after SIGINT or SIGTERM, with the state saved, `LostProcess` where another process ends.
+    Raises:
+        ValueError: a wrong configuration, or arguments that don't fit together.
+        FileExistsError: `output` holds another run.
+        vit.training.signals.TrainingInterrupted: after SIGINT or SIGTERM, with the state saved.
+        vit.runtime.processes.ProcessLostError: another process of the job ended or hangs.
+
+    Example:
+        >>> run = vit.train("digits", output="runs/digits", overrides=["train.epochs=20"])
+        >>> run.best_top1
     """
-    from vit.build.train_model import train_model  # with torch's sharding, which takes a second to import
+    # timm and more, which other functions don't need
+    from vit.factory.run import UserObjects
+    from vit.factory.train_model import train_model
 
-    if resume and overwrite:
-        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
-    given = Given(transform=transform, dataset=dataset, class_names=class_names, model=model, callbacks=callbacks)
-    return train_model(
-        config, Path(output), given, overrides=overrides, init=init, minutes=minutes, resume=resume,
-        overwrite=overwrite, dry_run=dry_run, on_start=on_start,
-    )  # fmt: skip
+    options = TrainOptions(
+        init=init,
+        minutes=minutes,
+        resume=resume,
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
+    # what no configuration file can hold
+    objects = UserObjects(
+        transform=transform,
+        dataset=dataset,
+        class_names=class_names,
+        model=model,
+        callbacks=callbacks,
+    )
+    return train_model(config, overrides, Path(output), options, objects)
 
 
 def evaluate(
@@ -99,37 +142,87 @@ def evaluate(
     root: str | Path | None = None,
     split: str | None = None,
     calibrate: bool = False,
-    corruptions: bool = False,
-    shift: bool = False,
-    rotate: bool = False,
-    mirrored: bool = False,
+    robustness: str | Sequence[str] = (),
+    tta: str = "none",
     num_examples: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
 ) -> EvaluationResult:
-    """Measure a model on images that it has not seen; `.evaluation` holds the metrics and their 95 % intervals.
+    """Measure a model on images that it has not seen.
 
-    `data` is a data set's name (which is at `root`), a folder or shards; by default what the model was trained on.
-    `split` is by default "test", or "all" of a folder without one. `calibrate` fits a temperature on the validation
-    split and keeps it in the model file. `corruptions`, `shift` and `rotate` add the accuracy on images changed so;
-    `mirrored` averages the logits of an image and its mirror image. `num_examples` errors are kept, of each kind.
+    Args:
+        model: a model file, a run directory, "timm:NAME", a bundle, or a module of timm,
+            torchvision or Hugging Face.
+        data: a data set's name, a folder or shards. None: what the model was trained on.
+        root: where the data set that `data` names is. None: its usual place.
+        split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without
+            one.
+        calibrate: fit a temperature on the validation split and keep it in the model file.
+        robustness: measure the accuracy also on changed images: "corruptions" (fifteen at five
+            severities), "shift", "rotation", or several of them.
+        tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
+            mirror image.
+        num_examples: errors to keep, of each kind.
+        batch_size: images at a time. None: 256, or 64 on a CPU.
+        device: "cpu", "cuda" or "cuda:N". "auto": where a module is already, else a GPU if there is
+            one.
+        precision: "float32" or "bfloat16". "auto": bfloat16 where the device computes with it.
 
-    Raises ValueError for unknown data and for classes that the model doesn't know.
+    Returns:
+        The result: `.evaluation` holds the metrics, from 0 to 1, and their 95 % intervals;
+        `.save(directory)` writes what `vit evaluate` writes.
+
+    Raises:
+        ValueError: unknown data, classes that the model doesn't know, or a model without a file to
+            keep the temperature in.
+
+    Example:
+        >>> result = vit.evaluate("runs/digits", tta="hflip")
+        >>> result.evaluation.top1, result.evaluation.intervals["top1"]
     """
-    if calibrate and (str(model).startswith("timm:") or split in ("validation", "all")):
-        raise ValueError("--calibrate needs a model file to keep the temperature in, and --split test")
-    with join_processes(device) as (process, device_name):
-        bundle = _load(model, device_name)
-        dataset = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+    options = EvaluateOptions(
+        data=data,
+        root=root,
+        split=split,
+        calibrate=calibrate,
+        robustness=as_tuple(robustness),
+        tta=tta,
+        num_examples=num_examples,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+    )
+    return run_evaluation(model, options)
 
-        of_model: dict[str, Any] = {"preprocess": bundle.preprocess, "class_names": bundle.class_names}
-        images = load_images(dataset, split, **of_model, progress=process.is_main)
-        validation = load_images(dataset, "validation", **of_model, progress=process.is_main) if calibrate else None
-        changes: dict[str, Any] = {"corruptions": corruptions, "shift": shift, "rotate": rotate, "mirrored": mirrored}
-        settings: dict[str, Any] = {"num_examples": num_examples, "batch_size": batch_size, "precision": precision}
-        result = evaluate_bundle(bundle, images, validation=validation, **changes, **settings)
-    return replace(result, pages=PAGES)
+
+def run_evaluation(model: ModelLike, options: EvaluateOptions) -> EvaluationResult:
+    """`evaluate`; in a process group all processes share the images."""
+    check_choice(options.tta, TTA, name="tta")
+    for change in options.robustness:
+        check_choice(change, ROBUSTNESS, name="robustness")
+    # the temperature is fitted on the validation images: they can't be measured on as well
+    has_no_file = str(model).startswith("timm:")
+    if options.calibrate and (has_no_file or options.split in ("validation", "all")):
+        raise ValueError(
+            "--calibrate needs a model file to keep the temperature in, and --split test"
+        )
+    with join_processes(options.device) as (process, device_name):
+        bundle = _load(model, device_name)
+        dataset = _open_data(options, bundle)
+        # decoded before anything is computed, so that what can't be read is said first
+        splits = [options.split, "validation"] if options.calibrate else [options.split]
+        images = [
+            load_images(
+                dataset,
+                split,
+                preprocess=bundle.preprocess,
+                class_names=bundle.class_names,
+                progress=process.is_main,
+            )
+            for split in splits
+        ]
+        return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
 
 
 def predict(
@@ -141,23 +234,45 @@ def predict(
     device: str = "auto",
     precision: str = "auto",
 ) -> PredictionResult:
-    """The `top_k` most probable classes of each image, in order: `.predictions`.
+    """Predict the most probable classes of images.
 
-    `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them. An image that can't be read has an
-    `error` instead of classes.
+    Args:
+        model: as of `vit.evaluate`.
+        images: paths, folders, PIL images, uint8 arrays [H, W, 3] or [n, H, W, 3], or one of them.
+        top_k: classes an image.
+        batch_size: images at a time.
+        device: as of `vit.evaluate`.
+        precision: as of `vit.evaluate`.
+
+    Returns:
+        The result: `.predictions`, in the order of the images. An image that can't be read has an
+        `error` instead of classes.
+
+    Raises:
+        ValueError: a model that can't be opened, or what is no image.
+
+    Example:
+        >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
+        >>> result.predictions[0].classes  # [(index, name, probability), …]
     """
-    found = iterate_predictions(model, images, top_k=top_k, batch_size=batch_size, device=device, precision=precision)
-    return PredictionResult(list(found))
+    options = PredictOptions(top_k=top_k, batch_size=batch_size, device=device, precision=precision)
+    return PredictionResult(list(iterate_predictions(model, images, options)))
 
 
 def iterate_predictions(
-    model: ModelLike, images: ImageInputs, *, top_k: int, batch_size: int, device: str, precision: str
+    model: ModelLike, images: ImageInputs, options: PredictOptions
 ) -> Iterator[Prediction]:
     """`predict` for any number of images, one batch in memory at a time."""
-    yield from predict_images(_load(model, device), images, top_k=top_k, batch_size=batch_size, precision=precision)
+    bundle = _load(model, options.device)
+    yield from predict_images(
+        bundle,
+        images,
+        top_k=options.top_k,
+        batch_size=options.batch_size,
+        precision=options.precision,
+    )
 
 
-@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
 def explain(
     model: ModelLike,
     images: ImageInputs | None = None,
@@ -173,45 +288,125 @@ def explain(
     precision: str = "float32",
     random_weights: bool = False,
     output: str | Path | None = None,
-    formats: Sequence[str] = ("png", "npz"),
-    max_side: int = MAX_SIDE,
+    formats: str | Sequence[str] = ("png", "npz"),
+    max_side: int = 512,
     resume: bool = False,
     overwrite: bool = False,
 ) -> Explanations:
-    """Compute attention maps: `.maps` holds a tensor for each method, [images, rows, columns].
+    """Compute attention maps: which parts of an image the model's answer came from.
 
-    `images`: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them; by default `count` images of the
-    model's own test split. `methods`: names; "best" is the one that `measure_faithfulness` found. `target`: "auto" (the
-    predicted class), a class's name or index, "all" or "top3". `sanity_checks` are made by default of up to 64 images.
-    With `output` every batch is written there as soon as it is explained, in the `formats` png (or jpeg
-    or webp; photos of at most `max_side` pixels, 0 for no limit), npz, html and tensorboard; `resume` continues such an
-    export, and only the images that it lacks are in the result.
+    Args:
+        model: as of `vit.evaluate`.
+        images: as of `vit.predict`. None: `count` images of the test split of the data that the
+            model was trained on.
+        methods: names of methods (`vit attention --help` lists them); "best" is the one that
+            `vit.measure_faithfulness` found.
+        target: the class to explain: its name or index, "auto" for the predicted one, "all", or
+            "top3".
+        options: of the methods. None: their defaults.
+        scale: of the overlays' colours: "image", "batch", or "fixed".
+        sanity_checks: check every map. None: of up to 64 images.
+        count: images, where `images` is None.
+        batch_size: images at a time. None: 64 for images of up to 64 pixels a side, else 16.
+        device: as of `vit.evaluate`.
+        precision: of the forward pass, "float32", "bfloat16" or "auto"; maps are float32.
+        random_weights: explain the same model untrained, a sanity check.
+        output: a directory in which each batch is written as soon as it is explained. None:
+            nothing is written.
+        formats: of the files in `output`: "png" (or "jpeg" or "webp"), "npz", "html",
+            "tensorboard".
+        max_side: of a photo in the overlays, pixels; 0 for no limit.
+        resume: continue an export into `output`; only the images that it lacks are in the result.
+        overwrite: replace an earlier export in `output`.
 
-    Raises ValueError for an unknown method, option or class, and where no image can be read.
+    Returns:
+        The result: `.maps[method]` is a tensor [images, rows, columns] on the patch grid;
+        `.sanity_checks[method]` says whether each map can be trusted.
+
+    Raises:
+        ValueError: an unknown method, option, format or class, or no image that can be read.
+        FileExistsError: `output` holds files, and neither `resume` nor `overwrite` is set.
+
+    Example:
+        >>> result = vit.explain("runs/digits", "photo.png", methods=("rollout", "gae"))
+        >>> result.maps["rollout"].shape  # [1, rows, columns]
     """
-    bundle = _load(model, device, random_weights=random_weights)
-    given, trained_on = None if images is None else list(list_images(images)), bundle.config.get("data", {})
-    names = replace_best((methods,) if isinstance(methods, str) else tuple(methods), bundle)
-    checks = (count if given is None else len(given)) <= 64 if sanity_checks is None else sanity_checks
-    running: dict[str, Any] = {"sanity_checks": checks, "batch_size": batch_size or 0, "precision": precision}
-    settings = Settings(methods=names, options=options or MapOptions(), target=target, scale=scale, **running)
-    settings = fit_settings(bundle, settings)
+    explain_options = ExplainOptions(
+        methods=as_tuple(methods),
+        target=target,
+        formats=as_tuple(formats),
+        sanity_checks=sanity_checks,
+        count=count,
+        batch_size=batch_size,
+        device=device,
+        resume=resume,
+        overwrite=overwrite,
+        map_options=options or MapOptions(),
+        scale=scale,
+        max_side=max_side,
+        precision=precision,
+        random_weights=random_weights,
+    )
+    return run_explanation(model, images, output, explain_options)
+
+
+@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
+def run_explanation(
+    model: ModelLike,
+    images: ImageInputs | None,
+    output: str | Path | None,
+    options: ExplainOptions,
+) -> Explanations:
+    """`explain`."""
+    bundle = _load(model, options.device, random_weights=options.random_weights)
+    trained_on = bundle.config.get("data", {})
+    # listed once: a folder of many images takes a while
+    inputs = None
+    num_images = options.count
+    if images is not None:
+        inputs = list(list_images(images))
+        num_images = len(inputs)
+
+    sanity_checks = options.sanity_checks
+    if sanity_checks is None:
+        sanity_checks = num_images <= _MAX_CHECKED_IMAGES
+    # whatever is wrong with the options is said before an earlier result is replaced
+    methods = replace_best(options.methods, bundle)
+    explainer = Explainer(bundle, replace(options, methods=methods, sanity_checks=sanity_checks))
     if output is None:
-        items = find_items(given, trained_on=trained_on, count=count)
-        return replace(explain_items(bundle, items, settings), extra_formats=EXTRA_FORMATS)
-    chosen = check_formats(formats)
-    writer = MapWriter(output, bundle, settings, formats=chosen, resume=resume, max_side=max_side)
-    items = find_items(given, trained_on=trained_on, count=count, done=writer.paths, taken=writer.names)
-    if not resume:
-        prepare_output(Path(output), overwrite=overwrite)
-    return write_explanations(items, writer)
+        items = find_items(inputs, trained_on=trained_on, count=options.count)
+        return explainer.explain(items)
+
+    map_writer = MapWriter(output, bundle, explainer.options)
+    # of an interrupted export, what is written is left out
+    items = find_items(
+        inputs,
+        trained_on=trained_on,
+        count=options.count,
+        written=map_writer.names,
+    )
+    if not options.resume:
+        prepare_output(Path(output), overwrite=options.overwrite)
+    return write_explanations(explainer, items, map_writer)
 
 
 def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
-    """Compare evaluations of the same images, or the directories that they were saved in, with the first of them.
+    """Compare evaluations of the same images with the first of them.
 
-    `.pairs` hold the difference in top-1 accuracy with its 95 % interval (paired bootstrap) and McNemar's test; seeds
-    of one recipe are one group. Raises ValueError for fewer than two, or of different images.
+    Args:
+        evaluations: two or more results of `vit.evaluate`, or directories that they were saved in.
+
+    Returns:
+        The comparison: `.pairs` hold the difference in top-1 accuracy with its 95 % interval
+        (paired bootstrap) and the p-value of McNemar's test; in `.groups` seeds of one recipe are
+        one group.
+
+    Raises:
+        ValueError: fewer than two evaluations, or of different images.
+
+    Example:
+        >>> comparison = vit.compare(["runs/small-evaluation", "runs/large-evaluation"])
+        >>> comparison.pairs[0].difference, comparison.pairs[0].interval
     """
     return compare_evaluations(evaluations)
 
@@ -222,48 +417,110 @@ def measure_faithfulness(
     data: str | Path | None = None,
     root: str | Path | None = None,
     split: str | None = None,
-    methods: Literal["all"] | Sequence[str] = "all",
+    methods: str | Sequence[str] = "all",
     count: int = 128,
-    filled: int = 64,
     batch_size: int | None = None,
     seed: int = 0,
     device: str = "auto",
     random_weights: bool = False,
-    on_start: Callable[[float], object] = lambda seconds: None,
 ) -> FaithfulnessResult:
-    """Measure how faithful attention maps are to the model: `.summary` holds means with 95 % intervals, by metric.
+    """Measure how faithful attention maps are to the model.
 
-    Measured are `count` images that the model predicts correctly, of the data that `vit.evaluate` would take; `seed`
-    chooses them and the random maps. Filling patches with the mean is measured on `filled` of them. `on_start` is
-    called with an estimate of the seconds it takes. Where all methods are measured, the best is kept beside the model
-    file, for `explain(methods="best")`.
+    Args:
+        model: as of `vit.evaluate`.
+        data: as of `vit.evaluate`; so are `root` and `split`.
+        root: where the data set that `data` names is.
+        split: of the data.
+        methods: names of methods. "all": every one; then the best is kept beside the model file,
+            for `vit.explain(methods="best")`.
+        count: correctly predicted images to measure on, at least 8.
+        batch_size: as of `vit.explain`.
+        seed: of the choice of images and of the random maps.
+        device: as of `vit.evaluate`.
+        random_weights: measure the same model untrained.
 
-    Raises ValueError for an unknown method and fewer than 8 correct predictions.
+    Returns:
+        The result: `.summary` holds means with 95 % intervals, by metric and method; `.table` is
+        the same as text.
+
+    Raises:
+        ValueError: an unknown method, or fewer than 8 correct predictions.
+
+    Example:
+        >>> result = vit.measure_faithfulness("runs/digits", methods=("rollout", "gae"), count=64)
+        >>> print(result.table)
     """
-    find_methods(names := list(METHODS if methods == "all" else methods))
-    bundle = _load(model, device, random_weights=random_weights)
-    source = open_for_model(data, root=root, trained_on=bundle.config.get("data", {})).split(split)
-    labels = map_labels(source.labels, source_classes=source.class_names, model_classes=bundle.class_names)
-    batch_size = batch_size or choose_batch_size(bundle.preprocess.image_size)
-    images, classes, ids = select_correct_images(bundle, source, labels, count=count, batch_size=batch_size, seed=seed)
-    benchmark = Benchmark(bundle, images, classes, names, batch_size=batch_size, filled=filled, seed=seed)
+    options = FaithfulnessOptions(
+        data=data,
+        root=root,
+        split=split,
+        methods=as_tuple(methods),
+        count=count,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        random_weights=random_weights,
+    )
+    return run_faithfulness(model, options)
+
+
+def run_faithfulness(
+    model: ModelLike,
+    options: FaithfulnessOptions,
+    on_start: Callable[[float], object] | None = None,
+) -> FaithfulnessResult:
+    """`measure_faithfulness`; `on_start` is called with an estimate of the seconds it takes."""
+    methods = list(METHODS) if options.methods == ("all",) else list(options.methods)
+    # a wrong name is said before the model is loaded
+    find_methods(methods)
+    bundle = _load(model, options.device, random_weights=options.random_weights)
+    source = _open_data(options, bundle).split(options.split)
+    batch_size = options.batch_size or choose_explain_batch_size(bundle.preprocess.image_size)
+    # of wrong predictions there is no right evidence
+    images, classes, ids = select_correct_images(
+        bundle, source, count=options.count, batch_size=batch_size, seed=options.seed
+    )
+    benchmark = Benchmark(
+        bundle, images, classes, methods, batch_size=batch_size, filled=64, seed=options.seed
+    )
+
     work, seconds = benchmark.plan
-    on_start(seconds)
+    if on_start is not None:
+        on_start(seconds)
     with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()
-    device = describe_device(next(bundle.model.parameters()).device)
-    inputs = {"model": bundle.name, "model_sha256": bundle.sha256, "run_id": bundle.metadata.get("run_id")}
-    inputs |= {"data": source.name, "split": source.split}
-    measured = {"num_images": len(ids), "seed": seed, "device": device, "precision": benchmark.precision}
-    result = FaithfulnessResult(measurement, {**inputs, **measured, "versions": collect_versions()}, ids)
-    if set(names) == set(METHODS) and not random_weights:
+
+    # what a reader needs to measure the same again
+    conditions = {
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
+        "data": source.name,
+        "split": source.split,
+        "num_images": len(ids),
+        "seed": options.seed,
+        "device": describe_device(next(bundle.model.parameters()).device),
+        "precision": benchmark.precision,
+        "versions": collect_versions(),
+    }
+    result = FaithfulnessResult(measurement, conditions, ids)
+    # the best of some methods, or of an untrained model, is no choice for `vit attention`
+    if set(methods) == set(METHODS) and not options.random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result
 
 
 def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:
-    """A model in memory stays where it is unless a device is named."""
+    # batches of one size after another would give memory back and fetch it again
     keep_freed_memory()
-    net = model.model if isinstance(model, Bundle) else model
-    where = next(net.parameters()).device if device == "auto" and isinstance(net, nn.Module) else choose_device(device)
-    return load_model(model, device=where, random_weights=random_weights)
+    module = model.model if isinstance(model, Bundle) else model
+    torch_device = choose_device(device)
+    # a model in memory stays where it is unless a device is named
+    if device == "auto" and isinstance(module, nn.Module):
+        torch_device = next(module.parameters()).device
+    return load_model(model, device=torch_device, random_weights=random_weights)
+
+
+def _open_data(options: DataOptions, bundle: Bundle) -> DatasetSplits:
+    trained_on = bundle.config.get("data", {})
+    return open_for_model(options.data, root=options.root, trained_on=trained_on)

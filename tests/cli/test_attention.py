@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
-from vit.explanation.methods.table import METHODS
+from vit.explanation.methods.registry import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,26 @@ def test_without_images_it_takes_the_models_own_test_split(
     assert all(entry["name"].startswith("digits-") for entry in manifest["images"])
 
 
-def test_every_format_is_written(attention: Attention, model_file: Path, photos: Path, tmp_path: Path) -> None:
-    arguments = ("--format", "png,npz,html,tensorboard", "--method", "rollout,legrad", "--class", "3")
+def test_every_format_is_written(
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "--format",
+        "png,npz,html,tensorboard",
+        "--method",
+        "rollout,legrad",
+        "--class",
+        "3",
+    )
     attention(model_file, photos, "--output", tmp_path / "out", *arguments)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"gallery.html", "maps.npz", "manifest.json", "grey.rollout.png", "grey.legrad.3.png"} <= names
+    assert {
+        "gallery.html",
+        "maps.npz",
+        "manifest.json",
+        "grey.rollout.png",
+        "grey.legrad.3.png",
+    } <= names
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
 
 
@@ -105,30 +120,51 @@ def test_resume_explains_only_what_is_missing(
     [
         (["--method", "rolout"], "unknown method 'rolout'; known: rollout"),
         (["--class", "wolf"], "unknown class 'wolf'"),
-        (["--format", "gif"], "unknown --format 'gif'; known: png, jpeg, webp, npz, html, tensorboard"),
-        (["--scale", "log"], "unknown scale 'log'"),
-        (["--start-layer", "7"], "start_layer 7 is outside 0 to 1"),
-        (["--head", "first"], "--head 'first' is not a number or all or mean"),
-        (["--discard-ratio", "1"], r"discard_ratio 1.0 is outside \[0, 1\)"),
+        (
+            ["--format", "gif"],
+            "unknown --format 'gif'; known: png, jpeg, webp, npz, html, tensorboard",
+        ),
+        (["--option", "scale=log"], "unknown scale 'log'"),
+        (["--option", "start_layer=7"], "start_layer 7 is outside 0 to 1"),
+        (["--option", "head=first"], "head 'first': input should be .*'mean' or 'all'"),
+        (["--option", "residual=half"], "residual 'half': input should be a valid number"),
+        (["--option", "max_side=-1"], "max_side '-1': input should be greater than or equal to 0"),
+        (["--option", "passes=2"], "--option 'passes=2' is not NAME=VALUE with one of head_fusion"),
+        (["--option", "residual"], "--option 'residual' is not NAME=VALUE"),
+        (["--option", "methods=gae"], "--option 'methods=gae' is not NAME=VALUE"),
+        (["--option", "discard_ratio=1"], r"discard_ratio 1.0 is outside \[0, 1\)"),
     ],
 )
 def test_mistakes_get_a_sentence_and_leave_nothing_behind(
-    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path, arguments: list[str], message: str
+    cli: Launcher,
+    model_file: Path,
+    photos: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
 ) -> None:
-    assert re.search(message, cli.fail("attention", model_file, photos, "--output", tmp_path / "out", *arguments))
+    assert re.search(
+        message, cli.fail("attention", model_file, photos, "--output", tmp_path / "out", *arguments)
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_nothing_but_broken_images_is_an_error(cli: Launcher, model_file: Path, photos: Path, tmp_path: Path) -> None:
+def test_nothing_but_broken_images_is_an_error(
+    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
     outcome = cli.run("attention", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
     assert outcome.code == 2
     assert "none of the 1 images could be read" in outcome.err
 
 
-def test_random_weights_give_another_map(attention: Attention, model_file: Path, photos: Path, tmp_path: Path) -> None:
+def test_random_weights_give_another_map(
+    attention: Attention, model_file: Path, photos: Path, tmp_path: Path
+) -> None:
     maps = []
-    for name, extra in (("trained", []), ("random", ["--random-weights"])):
-        attention(model_file, photos / "grey.png", "--output", tmp_path / name, "--no-checks", *extra)
+    for name, extra in (("trained", []), ("random", ["--option", "random_weights=true"])):
+        attention(
+            model_file, photos / "grey.png", "--output", tmp_path / name, "--no-checks", *extra
+        )
         with np.load(tmp_path / name / "maps.npz") as arrays:
             maps.append(arrays["grey.rollout"])
     assert np.abs(maps[0] - maps[1]).max() > 1e-4
@@ -140,19 +176,20 @@ def test_the_help_names_every_method(attention: Attention) -> None:
         assert method in words.replace("│", "")
 
 
-def test_the_older_name_of_the_sanity_checks_is_accepted_and_not_shown(
-    cli: Launcher, tiny_run: Path, tmp_path: Path
+def test_paths_are_read_from_standard_input(
+    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
-    cli.succeed("attention", tiny_run, "--images", 1, "--no-trust", "-o", tmp_path / "out")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["images"][0]["maps"][0]["sanity_check"] is None
-    assert "--trust" not in cli.succeed("attention", "--help").out
-
-
-def test_paths_are_read_from_standard_input(cli: Launcher, model_file: Path, photos: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     program = cli.start(
-        "attention", model_file, "-", "-o", output, "--no-checks", "--device", "cpu", stdin=subprocess.PIPE
+        "attention",
+        model_file,
+        "-",
+        "-o",
+        output,
+        "--no-checks",
+        "--device",
+        "cpu",
+        stdin=subprocess.PIPE,
     )
     cli.finish(program, input=f"{photos / 'grey.png'}\n{photos / 'deep.png'}\n")
     manifest = json.loads((output / "manifest.json").read_text())

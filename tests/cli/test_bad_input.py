@@ -1,5 +1,5 @@
-"""Damaged files, those of strangers and slips of the keyboard: one line and exit code 2, soon, and in little memory; or
-the right result. Never a traceback, never another result without a word."""
+"""Damaged files, those of strangers and slips of the keyboard: one line and exit code 2, soon, and
+in little memory; or the right result. Never a traceback, never another result without a word."""
 
 import io
 import json
@@ -13,7 +13,6 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -21,8 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import yaml
+import typer
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -33,10 +31,10 @@ from tests.evaluation.records import write_evaluation
 from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.cache import decode_dataset
-from vit.data.images import Preprocess, open_image, read_image
-from vit.data.inputs import list_images
+from vit.data.dataset import ImageDataset
+from vit.data.images import Preprocess, list_images, read_image
 from vit.data.open import open_dataset
-from vit.data.sets.source import ImageSource
+from vit.model.model_file import compute_checksum
 from vit.model.weights import read_weights
 from vit.runtime.device import choose_device
 
@@ -69,12 +67,15 @@ def within_a_minute() -> Any:
 
 
 def change_metadata(path: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The model file with other metadata, as a file of before the checksum, which would refuse it first."""
+    """The model file with other metadata, and with their checksum, as an attacker would write
+    it."""
+    tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["vit"])
     change(metadata)
-    metadata["schema_version"] = 2
-    save_file(load_file(path), target, metadata={"vit": json.dumps(metadata)})
+    metadata.pop("content_sha256", None)
+    metadata["content_sha256"] = compute_checksum(tensors, metadata)
+    save_file(tensors, target, metadata={"vit": json.dumps(metadata)})
     return target
 
 
@@ -90,17 +91,27 @@ def set_value(place: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 
 class TestImages:
-    def test_a_format_that_starts_programs_is_not_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_format_that_starts_programs_is_not_opened(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         started: list[object] = []
-        monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *arguments, **_: started.append(arguments))
-        script = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+        monkeypatch.setattr(
+            "PIL.EpsImagePlugin.Ghostscript", lambda *arguments, **_: started.append(arguments)
+        )
+        script = (
+            "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+        )
         (tmp_path / "x.jpg").write_text(script)
-        with pytest.raises(ValueError, match=r"x\.jpg can't be read as an image: it is none of AVIF, BMP"):
+        with pytest.raises(
+            ValueError, match=r"x\.jpg can't be read as an image: it is not one of AVIF, BMP"
+        ):
             read_image(tmp_path / "x.jpg")
         assert started == []
 
     @pytest.mark.parametrize("command", ["predict", "attention"])
-    def test_a_pipe_is_no_image(self, cli: Launcher, model_file: Path, tmp_path: Path, command: str) -> None:
+    def test_a_pipe_is_no_image(
+        self, cli: Launcher, model_file: Path, tmp_path: Path, command: str
+    ) -> None:
         os.mkfifo(tmp_path / "pipe.jpg")
         output = ["--output", tmp_path / "maps"] if command == "attention" else []
         outcome = cli.run(command, model_file, tmp_path / "pipe.jpg", "--device", "cpu", *output)
@@ -143,130 +154,127 @@ class TestImages:
                 read_image(file)
             assert "0x" not in str(caught.value)
 
-    def test_wide_16_bit_images_take_memory_for_their_pixels_only(self, cli: Launcher, tmp_path: Path) -> None:
-        """7,000×7,000 pixels of two bytes: 98 MB, and 147 MB as RGB; their int64 copies took 1.2 GB."""
+    def test_wide_16_bit_images_take_memory_for_their_pixels_only(
+        self, cli: Launcher, tmp_path: Path
+    ) -> None:
+        """7,000×7,000 pixels of two bytes: 98 MB, and 147 MB as RGB; their int64 copies took 1.2
+        GB."""
         width = 7000
         row = zlib.compressobj(9)
-        content = b"".join(row.compress(b"\0" + b"\x12\x34" * width) for _ in range(width)) + row.flush()
+        content = (
+            b"".join(row.compress(b"\0" + b"\x12\x34" * width) for _ in range(width)) + row.flush()
+        )
 
         def chunk(kind: bytes, data: bytes) -> bytes:
-            return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            return (
+                struct.pack(">I", len(data))
+                + kind
+                + data
+                + struct.pack(">I", zlib.crc32(kind + data))
+            )
 
         head = struct.pack(">IIBBBBB", width, width, 16, 0, 0, 0, 0)
         path = tmp_path / "wide.png"
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", content) + chunk(b"IEND", b""))
+        path.write_bytes(
+            b"\x89PNG\r\n\x1a\n"
+            + chunk(b"IHDR", head)
+            + chunk(b"IDAT", content)
+            + chunk(b"IEND", b"")
+        )
         code = (
             "import re, sys; from pathlib import Path; from vit.data.images import read_image;"
             "print(read_image(Path(sys.argv[1])).getpixel((5, 5)));"
-            "status = Path('/proc/self/status').read_text();"  # the resource module's peak is the parent's, too
+            # the resource module's peak is the parent's, too
+            "status = Path('/proc/self/status').read_text();"
             "print(int(re.search('VmHWM: *(.*) kB', status.replace('\\t', ' '))[1]) // 1024)"
         )
         pixel, megabytes = cli.finish(cli.start(path, program=("-c", code))).out.splitlines()
         assert pixel == "(18, 18, 18)"
         assert int(megabytes) < 700
 
-    def test_pixels_in_flight_are_bounded_over_all_threads(self, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.extended
+    def test_eight_large_images_at_once_take_the_memory_of_two(
+        self, cli: Launcher, tmp_path: Path
+    ) -> None:
+        """Pillow needs 4 bytes for a pixel: eight images of 60 megapixels would take 1.8 GiB."""
+        Image.new("RGB", (10_000, 6_000), "red").save(tmp_path / "large.png", compress_level=1)
+        code = (
+            "import re, sys; from concurrent.futures import ThreadPoolExecutor;"
+            "from pathlib import Path; from vit.data.images import Preprocess, read_image;"
+            "preprocess = Preprocess((8, 8)); path = Path(sys.argv[1]);"
+            "pool = ThreadPoolExecutor(8);"
+            "reads = [pool.submit(lambda: preprocess.to_uint8(read_image(path))) for _ in range(8)];"
+            "print(*{read.result().tobytes() == b'\\xff\\0\\0' * 64 for read in reads});"
+            # the resource module's peak is the parent's, too
+            "status = Path('/proc/self/status').read_text();"
+            "print(int(re.search('VmHWM: *(.*) kB', status.replace('\\t', ' '))[1]) // 1024)"
+        )
+        arguments = (tmp_path / "large.png",)
+        equal, megabytes = cli.finish(cli.start(*arguments, program=("-c", code))).out.split()
+        assert equal == "True"
+        assert int(megabytes) < 700
+
+    def test_threads_decode_large_images_one_at_a_time(
+        self, photo: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from threading import Lock
 
         from vit.data import images
 
-        monkeypatch.setattr(images, "_in_flight", images._PixelsInFlight(1000))  # a photo has 600
-        lock, inside, most = Lock(), 0, 0
+        monkeypatch.setattr(images, "_LARGE_PIXELS", 500)  # a photo has 600
+        lock, inside, most, decode = Lock(), 0, 0, images._decode
 
-        def read(_: int) -> None:
+        def decode_slowly(image: Image.Image) -> Image.Image:
             nonlocal inside, most
-            with open_image(photo):
-                with lock:
-                    inside += 1
-                    most = max(most, inside)
-                sleep(0.01)
-                with lock:
-                    inside -= 1
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            sleep(0.01)
+            with lock:
+                inside -= 1
+            return decode(image)
 
+        monkeypatch.setattr(images, "_decode", decode_slowly)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(read, range(16)))
+            list(pool.map(lambda _: read_image(photo), range(16)))
         assert most == 1
 
-    def test_large_images_are_decoded_by_one_process_at_a_time(
-        self, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_process_forked_while_a_large_image_is_decoded_reads_large_images(
+        self, photo: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from multiprocessing import get_context
 
         from vit.data import images
 
-        monkeypatch.setattr(images, "_LARGE", 500)  # a photo has 600
-        fork = get_context("fork")
-        inside, most = fork.Value("i", 0), fork.Value("i", 0)
-
-        def read() -> None:
-            for _ in range(5):
-                with open_image(photo):
-                    with inside.get_lock():
-                        inside.value += 1
-                        most.value = max(most.value, inside.value)
-                    sleep(0.01)
-                    with inside.get_lock():
-                        inside.value -= 1
-
-        processes = [fork.Process(target=read) for _ in range(4)]
-        for process in processes:
+        monkeypatch.setattr(images, "_LARGE_PIXELS", 500)  # a photo has 600
+        with images._large_image_lock:
+            process = get_context("fork").Process(target=read_image, args=(photo,))
             process.start()
-        for process in processes:
-            process.join()
-        assert [process.exitcode for process in processes] == [0] * 4
-        assert most.value == 1
-
-    def test_a_data_sets_images_count_until_they_are_drawn(
-        self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """`vit attention MODEL` reads the test images of its data set in many threads."""
-        from threading import Lock
-
-        from vit.data import images
-        from vit.explanation.items import items_from_source
-
-        for number in range(12):
-            folder = tmp_path / "images" / f"class {number % 2}"
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(photo, folder / f"{number}.png")
-        monkeypatch.setattr(images, "_in_flight", images._PixelsInFlight(1500))  # two photos
-        lock, inside, most = Lock(), 0, 0
-
-        def read(item: Any) -> None:
-            nonlocal inside, most
-            with item.open():
-                with lock:
-                    inside += 1
-                    most = max(most, inside)
-                sleep(0.01)
-                with lock:
-                    inside -= 1
-
-        items = items_from_source(open_dataset("folder", root=tmp_path / "images").split("all"), count=12)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(read, items))
-        assert most == 2
+            process.join(timeout=60)
+        assert process.exitcode == 0
 
     def test_images_that_are_measured_are_held_at_the_models_size(
         self, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vit.explanation.faithfulness.selection import select_correct_images
+        from vit.evaluation.images import select_correct_images
 
         last: list[weakref.ref[Image.Image]] = []
 
         @dataclass(frozen=True)
         class Reader:
-            def open(self, index: int) -> Any:
+            def image(self, index: int) -> Image.Image:
                 assert all(image() is None for image in last[:-1]), "images are still held"
                 image = Image.new("RGB", (400, 300), (index, 0, 0))
                 last.append(weakref.ref(image))
-                return nullcontext(image)
+                return image
 
-        labels = np.zeros(12, dtype=np.int64)
+        black = np.zeros((300, 400, 3), dtype=np.uint8)
+        predicted = vit.predict(model_file, black).predictions[0].classes[0][0]
+        labels = np.full(12, (predicted + 1) % 3)
         names, ids = ("ant", "bee", "cow"), [str(number) for number in range(12)]
-        source = ImageSource(name="x", class_names=names, labels=labels, ids=ids, reader=Reader())  # type: ignore[arg-type]
+        source = ImageDataset(name="x", class_names=names, labels=labels, ids=ids, reader=Reader())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="predicts 0 of 12 images correctly"):
-            select_correct_images(load_bundle(model_file), source, labels - 1, count=12, batch_size=6)
+            select_correct_images(load_bundle(model_file), source, count=12, batch_size=6)
 
     @pytest.mark.parametrize("command", ["predict", "attention"])
     def test_a_folder_without_images_or_that_cannot_be_read_is_a_row_of_a_list(
@@ -300,7 +308,8 @@ class TestImages:
     def test_attention_holds_no_more_pixels_than_fit(
         self, cli: Launcher, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vit.data import images
+        from vit.explanation import explainer
+        from vit.explanation.records import ImageResult
 
         rng = np.random.default_rng(0)
         (tmp_path / "photos").mkdir()
@@ -308,45 +317,62 @@ class TestImages:
             Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(
                 tmp_path / "photos" / f"{number}.png"
             )
-        command = ["attention", model_file, tmp_path / "photos", "--device", "cpu", "--format", "png,npz,html"]
+        command = [
+            "attention",
+            model_file,
+            tmp_path / "photos",
+            "--device",
+            "cpu",
+            "--format",
+            "png,npz,html",
+        ]
         cli.succeed(*command, "--no-checks", "--output", tmp_path / "whole")
-        room = images._PixelsInFlight(1500)  # two of the six
-        monkeypatch.setattr(images, "_kept", room)
-        kept, keep = [], images.keep_pixels
-        monkeypatch.setattr("vit.explanation.explain.keep_pixels", lambda image: kept.append(keep(image)) or kept[-1])
+        monkeypatch.setattr(explainer, "_MAX_KEPT_PIXELS", 6 * 600 - 1)  # of six photos
+        kept, read_image = [], ImageResult.read_image
+        monkeypatch.setattr(
+            ImageResult,
+            "read_image",
+            lambda explained: kept.append(explained.image is not None) or read_image(explained),
+        )
         cli.succeed(*command, "--no-checks", "--output", tmp_path / "small")
-        assert sum(image is not None for image in kept) == 2
-        kept.clear()
-        assert room._free == 1500  # all of it is given back
+        assert not any(kept)
+        assert len(kept) >= 6
         names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-        for name in names:  # the same bytes, though most were decoded twice
-            assert (tmp_path / "small" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        for name in names:  # the same bytes, though all were decoded twice
+            assert (tmp_path / "small" / name).read_bytes() == (
+                tmp_path / "whole" / name
+            ).read_bytes(), name
 
 
 class TestConfigurations:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: &a [1, 2]\ndata: {classes: [*a, *a]}", "anchors and aliases"),
-            ("x: &x {a: 1}\ndata:\n  <<: [*x, *x]", "anchors and aliases"),
+            ("a: &a [1, 2]\ndata: {classes: [*a, *a]}", "anchors, aliases and tags"),
+            ("x: &x {a: 1}\ndata:\n  <<: [*x, *x]", "anchors, aliases and tags"),
             ("train: {seed: 1, seed: 2}", "the key seed is there twice"),
-            ("train: {seed: !!timestamp x}", "the tag"),
-            ("train: {seed: !!python/name:os.system x}", "the tag"),
+            ("train: {seed: !!timestamp x}", "anchors, aliases and tags"),
+            ("train: {seed: !!python/name:os.system x}", "anchors, aliases and tags"),
             ("train: {seed: 2001-13-45}", "not valid YAML"),
             ("train: {seed: " + "9" * 5000 + "}", "not valid YAML"),
-            ("train: {seed: " + "[" * 2000 + "]" * 2000 + "}", "more than 20 levels"),
+            ("train: {seed: " + "[" * 2000 + "]" * 2000 + "}", "not valid YAML"),
             ("x: " + "a" * 2**21, "at most"),
         ],
         ids=["alias", "merge", "twice", "timestamp", "python", "date", "digits", "depth", "long"],
     )
-    def test_odd_yaml_is_one_line(self, cli: Launcher, tmp_path: Path, text: str, message: str) -> None:
+    def test_odd_yaml_is_one_line(
+        self, cli: Launcher, tmp_path: Path, text: str, message: str
+    ) -> None:
         (tmp_path / "c.yaml").write_text(text)
         assert message in cli.fail("train", tmp_path / "c.yaml", "--output", tmp_path / "run")
 
     def test_an_alias_bomb_ends_at_once(self, tmp_path: Path) -> None:
-        lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]
+        lines = [
+            "a0: &a0 [x, x]",
+            *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)),
+        ]
         (tmp_path / "c.yaml").write_text("\n".join(lines) + "\ndata: {classes: *a29}")
-        with pytest.raises(ValueError, match="anchors and aliases"):
+        with pytest.raises(ValueError, match="anchors, aliases and tags"):
             load_config(tmp_path / "c.yaml")
 
     @pytest.mark.parametrize(
@@ -381,9 +407,17 @@ class TestConfigurations:
             choose_device(name)
         cli.fail("predict", model_file, "x.jpg", "--device", name)
 
-    def test_values_of_any_length_are_cut(self, cli: Launcher, empty_yaml: Path, tmp_path: Path) -> None:
+    def test_values_of_any_length_are_cut(
+        self, cli: Launcher, empty_yaml: Path, tmp_path: Path
+    ) -> None:
         long = "x" * 100_000
-        for override in (f"train.seed={long}", f"{long}=1", f"train.{long}=1", long, f"data.name={long}"):
+        for override in (
+            f"train.seed={long}",
+            f"{long}=1",
+            f"train.{long}=1",
+            long,
+            f"data.name={long}",
+        ):
             message = cli.fail("train", empty_yaml, override, "--output", tmp_path / "run")
             assert len(message) < 3000
 
@@ -424,7 +458,13 @@ class TestModelFiles:
         ids=str,
     )
     def test_impossible_metadata_is_refused(
-        self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path, place: str, value: object
+        self,
+        cli: Launcher,
+        model_file: Path,
+        photo: Path,
+        tmp_path: Path,
+        place: str,
+        value: object,
     ) -> None:
         path = change_metadata(model_file, tmp_path / "model.safetensors", set_value(place, value))
         if (place, value) == ("architecture.depth", "2"):  # a number all the same
@@ -454,7 +494,10 @@ class TestModelFiles:
             if name == ".lock":
                 cli.fail("train", "--resume", "--output", tmp_path / "run")
             else:
-                assert "written again" in cli.succeed("train", "--resume", "--output", tmp_path / "run").text
+                assert (
+                    "written again"
+                    in cli.succeed("train", "--resume", "--output", tmp_path / "run").text
+                )
                 assert (tmp_path / "run" / name).read_bytes() == content
 
     def test_every_changed_byte_is_noticed(self, model_file: Path, tmp_path: Path) -> None:
@@ -462,21 +505,20 @@ class TestModelFiles:
         rng = np.random.default_rng(0)
         for place in rng.choice(len(content), 150, replace=False).tolist():
             path.write_bytes(
-                content[:place] + bytes([content[place] ^ (1 << int(rng.integers(8)))]) + content[place + 1 :]
+                content[:place]
+                + bytes([content[place] ^ (1 << int(rng.integers(8)))])
+                + content[place + 1 :]
             )
             with pytest.raises(ValueError, match=r"m\.safetensors"):
                 load_bundle(path)
-
-    def test_a_file_without_a_checksum_loads(self, model_file: Path, tmp_path: Path) -> None:
-        path = change_metadata(model_file, tmp_path / "m.safetensors", lambda values: values.pop("content_sha256"))
-        weights, expected = (load_bundle(each).model.state_dict() for each in (path, model_file))
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
     @pytest.mark.parametrize("name", ["[/]", "[bold]x", "\x1b[2Jx", ":smile:"])
     def test_a_class_name_is_printed_as_it_is(
         self, cli: Launcher, save_model: SaveModel, tmp_path: Path, name: str
     ) -> None:
-        path = save_model(tmp_path / "[/]" / "m.safetensors", class_names=(name, "b"), data={"[/]": name})
+        path = save_model(
+            tmp_path / "[/]" / "m.safetensors", class_names=(name, "b"), data={"[/]": name}
+        )
         out = cli.succeed("info", path).out
         assert name.replace("\x1b", "�") in out
         assert "\x1b" not in out
@@ -507,57 +549,42 @@ class TestDataSets:
             open_dataset("folder", root=root).split("all")
 
     @pytest.mark.parametrize("kind", ["a link to nothing", "a link to itself", "a pipe"])
-    def test_an_image_that_is_no_file_is_named_and_left_out(self, root: Path, tmp_path: Path, kind: str) -> None:
+    def test_an_image_that_is_no_file_is_named_and_left_out(
+        self, root: Path, tmp_path: Path, kind: str
+    ) -> None:
         odd = root / "cat" / "00.png"  # before others of its folder
         if kind == "a pipe":
             os.mkfifo(odd)
         else:
             odd.symlink_to("gone.png" if kind == "a link to nothing" else "00.png")
         source = open_dataset("folder", root=root).split("all")
-        decoded = decode_dataset(source, size=(8, 8), cache_dir=tmp_path / "cache", max_unreadable_fraction=0.5)
+        decoded = decode_dataset(
+            source, size=(8, 8), cache_dir=tmp_path / "cache", max_unreadable_fraction=0.5
+        )
         assert [name for name, _ in decoded.unreadable] == ["cat/00.png"]
         assert len(decoded) == 10
 
     @pytest.mark.parametrize(
         "pattern",
-        ["{0..999999999999}.tar", "{a,b}" * 40 + ".tar", "{a..z}" * 9 + ".tar", "{{0..999},{0..99999}}{0..99}.tar"],
+        [
+            "{0..999999999999}.tar",
+            "{a,b}" * 40 + ".tar",
+            "{a..z}" * 9 + ".tar",
+            "{{0..999},{0..99999}}{0..99}.tar",
+        ],
     )
     def test_a_pattern_of_too_many_shards_is_refused(self, pattern: str) -> None:
         with pytest.raises(ValueError, match="more than 1,000,000"):
             open_dataset("webdataset", root=pattern)
-
-    def test_a_configuration_starts_no_program(self, cli: Launcher, tmp_path: Path) -> None:
-        command, mark = f"pipe:touch {tmp_path / 'mark'}", tmp_path / "mark"
-        tiny = [text for text in TINY_RUN if not text.startswith("data.name")]
-        path = tmp_path / "c.yaml"
-        path.write_text(yaml.safe_dump({"data": {"name": "webdataset", "root": command}}))
-        arguments = ["train", path, *tiny, f"data.cache_dir={tmp_path / 'cache'}", "--output", tmp_path / "run"]
-        assert "would start a program" in cli.fail(*arguments)
-        assert not mark.exists()
-        assert "gave no shard" in cli.fail(*arguments, f"data.root={command}")  # the user's own words
-        assert mark.exists()
-
-    def test_a_command_is_not_put_together(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="write pipe: out"):
-            open_dataset("webdataset", root="{pi,pi}pe:touch " + str(tmp_path / "mark"), cache_dir=tmp_path)
-        assert not (tmp_path / "mark").exists()
-
-    @pytest.mark.parametrize("command", ["evaluate", "attention"])
-    def test_a_model_file_starts_no_program(
-        self, cli: Launcher, model_file: Path, tmp_path: Path, command: str
-    ) -> None:
-        data = {"name": "webdataset", "root": f"pipe:touch {tmp_path / 'mark'}"}
-        path = change_metadata(model_file, tmp_path / "m.safetensors", set_value("config.data", data))
-        message = cli.fail(command, path, "--output", tmp_path / "out", "--device", "cpu")
-        assert "would start a program" in message
-        assert not (tmp_path / "mark").exists()
 
     def test_a_link_to_another_folder_is_followed(self, root: Path, tmp_path: Path) -> None:
         (root / "cat").rename(tmp_path / "elsewhere")
         (root / "cat").symlink_to(tmp_path / "elsewhere")
         assert len(open_dataset("folder", root=root).split("all")) == 10
 
-    def test_folders_nested_1500_deep_are_read(self, root: Path, cli: Launcher, model_file: Path) -> None:
+    def test_folders_nested_1500_deep_are_read(
+        self, root: Path, cli: Launcher, model_file: Path
+    ) -> None:
         here = os.getcwd()
         try:
             os.chdir(root / "cat")
@@ -566,7 +593,10 @@ class TestDataSets:
                 os.chdir("d")
             os.chdir(here)
             assert len(open_dataset("folder", root=root).split("all")) == 10
-            assert len(cli.succeed("predict", model_file, root, "--device", "cpu").out.splitlines()) == 10
+            assert (
+                len(cli.succeed("predict", model_file, root, "--device", "cpu").out.splitlines())
+                == 10
+            )
         finally:  # Python's own removal recurses too deep for it, and pytest's would fail
             os.chdir(here)
             os.system(f"rm -rf {root}/cat/d")
@@ -576,7 +606,9 @@ class TestDataSets:
         with pytest.raises(ValueError, match=r"labels\.csv line 2"):
             open_dataset("folder", root=root)
 
-    @pytest.mark.parametrize("fault", ["huge label", "5,000 digits", "dangling link", "link to itself", "cut"])
+    @pytest.mark.parametrize(
+        "fault", ["huge label", "5,000 digits", "dangling link", "link to itself", "cut"]
+    )
     def test_odd_shards_are_one_error(self, root: Path, tmp_path: Path, fault: str) -> None:
         shard = tmp_path / "shards" / "train.tar"
         shard.parent.mkdir()
@@ -584,7 +616,9 @@ class TestDataSets:
             for number in range(4):
                 tar.add(root / "cat" / f"{number}.png", f"{number}.png")
                 member = tarfile.TarInfo(f"{number}.cls")
-                text = {"huge label": b"1000000000", "5,000 digits": b"9" * 5000}.get(fault, str(number % 2).encode())
+                text = {"huge label": b"1000000000", "5,000 digits": b"9" * 5000}.get(
+                    fault, str(number % 2).encode()
+                )
                 if fault in ("dangling link", "link to itself"):
                     member.type = tarfile.SYMTYPE
                     member.linkname = "gone" if fault == "dangling link" else member.name
@@ -593,17 +627,19 @@ class TestDataSets:
                 tar.addfile(member, io.BytesIO(text))
         if fault == "cut":
             shard.write_bytes(shard.read_bytes()[:700])
-        with pytest.raises(ValueError, match=r"label|no whole tar|no images"):
+        with pytest.raises(ValueError, match=r"label|not a complete tar|no images"):
             open_dataset("webdataset", root=shard.parent).split("all")
 
     def test_measuring_the_normalisation_takes_little_memory(self) -> None:
         import tracemalloc
 
-        from vit.build.data import _measure_normalization
+        from vit.data.statistics import measure_mean_and_std
 
-        images = np.random.default_rng(0).integers(0, 256, (200, 128, 128, 3), dtype=np.uint8)  # 9.8 MB
+        images = np.random.default_rng(0).integers(
+            0, 256, (200, 128, 128, 3), dtype=np.uint8
+        )  # 9.8 MB
         tracemalloc.start()
-        mean, std = _measure_normalization(images)
+        mean, std = measure_mean_and_std(images)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 2_000_000
@@ -614,7 +650,16 @@ class TestDataSets:
 class TestResults:
     @pytest.fixture
     def maps(self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path) -> list[object]:
-        command = ["attention", model_file, photo, "--device", "cpu", "--no-checks", "--output", tmp_path / "maps"]
+        command = [
+            "attention",
+            model_file,
+            photo,
+            "--device",
+            "cpu",
+            "--no-checks",
+            "--output",
+            tmp_path / "maps",
+        ]
         cli.succeed(*command)
         return [*command, "--resume"]
 
@@ -645,15 +690,22 @@ class TestResults:
 
     @pytest.mark.parametrize("rank", ["9" * 5000, "x", "", "-1", "1e9"])
     def test_odd_ranks_are_refused(self, cli: Launcher, tmp_path: Path, rank: str) -> None:
-        folders = [write_evaluation(tmp_path, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")]
+        folders = [
+            write_evaluation(tmp_path, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")
+        ]
         path = folders[1] / "predictions.csv"
         lines = path.read_text().splitlines()
         path.write_text("\n".join([*lines[:-1], lines[-1].rpartition(",")[0] + "," + rank]) + "\n")
         assert "rank" in cli.fail("compare", *folders)
 
-    def test_a_directory_that_looks_like_markup_is_compared(self, cli: Launcher, tmp_path: Path) -> None:
+    def test_a_directory_that_looks_like_markup_is_compared(
+        self, cli: Launcher, tmp_path: Path
+    ) -> None:
         (tmp_path / "[").mkdir()
-        folders = [write_evaluation(tmp_path / "[", name, np.zeros(8, dtype=np.int64)) for name in ("]a", "[red]b")]
+        folders = [
+            write_evaluation(tmp_path / "[", name, np.zeros(8, dtype=np.int64))
+            for name in ("]a", "[red]b")
+        ]
         assert "[red]b" in cli.succeed("compare", *folders).out
 
 
@@ -675,7 +727,7 @@ class TestCommand:
     ) -> None:
         assert message in cli.fail(*arguments)
 
-    def test_a_defect_of_ours_is_one_line_with_a_report(
+    def test_an_internal_error_is_one_line_with_a_report(
         self, cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         def fail(*_: object, **__: object) -> None:
@@ -687,15 +739,25 @@ class TestCommand:
         assert outcome.code == 70
         (line,) = outcome.err.splitlines()
         (report,) = tmp_path.glob("vit-report-*.txt")
+        assert "internal error, a bug in vit: KeyError: 'broken'; please report it with" in line
         assert str(report) in line
         assert "Traceback" in report.read_text()
 
-    def test_too_little_memory_is_no_defect(self, cli: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_memory_is_a_user_error(
+        self, cli: Launcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(*_: object, **__: object) -> None:
             raise MemoryError
 
         monkeypatch.setattr("vit.bundle.load_bundle", fail)
         assert "not enough memory" in cli.fail("info", "m")
+
+
+def test_usage_errors_of_typer_have_a_base_that_main_recognises() -> None:
+    """Typer exports no name for it; without it a misspelt option would count as a bug in vit."""
+    base = typer.BadParameter.__base__
+    assert base is not None
+    assert base.__name__ == "UsageError"
 
 
 def test_the_version_needs_no_command(cli: Launcher) -> None:

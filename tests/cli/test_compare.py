@@ -13,7 +13,9 @@ RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
 def test_two_recipes(cli: Launcher, tmp_path: Path) -> None:
     better = np.where(np.arange(len(RANKS)) % 8 == 3, 0, RANKS)
-    outcome = cli.succeed("compare", write_evaluation(tmp_path, "a", RANKS), write_evaluation(tmp_path, "b", better))
+    outcome = cli.succeed(
+        "compare", write_evaluation(tmp_path, "a", RANKS), write_evaluation(tmp_path, "b", better)
+    )
     assert "b against a: top-1 +0.1250" in outcome.text
     assert "difference significant (95 % interval without 0)" in outcome.text
     assert "50 images that only b predicts correctly: test/0003.png, test/0011.png" in outcome.text
@@ -37,7 +39,9 @@ def test_seeds_are_folded_and_their_distance_shown(cli: Launcher, tmp_path: Path
     assert saved["groups"][0]["seeds"] == [0, 1]
 
 
-def test_other_images_and_missing_evaluations_are_refused_in_a_line(cli: Launcher, tmp_path: Path) -> None:
+def test_other_images_and_missing_evaluations_are_refused_in_a_line(
+    cli: Launcher, tmp_path: Path
+) -> None:
     a = write_evaluation(tmp_path, "a", RANKS)
     b = write_evaluation(tmp_path, "b", RANKS, fingerprint="f" * 64)
     for arguments, sentence in (

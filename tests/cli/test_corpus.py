@@ -24,7 +24,9 @@ CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 def find(pattern: str) -> Any:
     paths = sorted(CORPUS.glob(pattern))
     assert paths, pattern
-    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(CORPUS)) for path in paths])
+    return pytest.mark.parametrize(
+        "path", paths, ids=[str(path.relative_to(CORPUS)) for path in paths]
+    )
 
 
 def test_the_corpus_stays_small() -> None:
@@ -42,7 +44,9 @@ def test_a_configuration_is_refused_in_one_line(cli: Launcher, path: Path, tmp_p
 def test_an_image_is_a_row_with_an_error(
     cli: Launcher, path: Path, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program is started"))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program is started")
+    )
     (line,) = cli.succeed("predict", tiny_model_file, path, "--device", "cpu").out.splitlines()
     error = json.loads(line)["error"]
     assert path.name in error
@@ -77,11 +81,11 @@ def test_a_shard_is_refused_in_one_line(cli: Launcher, path: Path, tmp_path: Pat
 @find("checkpoints/*")
 def test_a_checkpoint_is_passed_over(path: Path, tmp_path: Path) -> None:
     store, said = CheckpointStore(tmp_path), list[str]()
-    store.save({"value": torch.tensor(1)}, step=1, best_step=1, keep_steps=[])
+    store.save({"value": torch.tensor(1)}, step=1, best_step=1)
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     found = store.load_latest(warn=said.append)
     assert found is not None
-    assert int(found[0]["value"]) == 1
+    assert int(found["value"]) == 1
     assert len(said) == 1
 
 
@@ -97,9 +101,19 @@ def test_an_index_of_the_cache_is_built_again(path: Path, tmp_path: Path) -> Non
 
 
 @find("results/*/ma*")
-def test_an_export_is_not_continued(cli: Launcher, path: Path, tiny_model_file: Path, tmp_path: Path) -> None:
+def test_an_export_is_not_continued(
+    cli: Launcher, path: Path, tiny_model_file: Path, tmp_path: Path
+) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    command = ["attention", tiny_model_file, tmp_path / "a.png", "--device", "cpu", "--output", tmp_path / "maps"]
+    command = [
+        "attention",
+        tiny_model_file,
+        tmp_path / "a.png",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "maps",
+    ]
     cli.succeed(*command, "--no-checks")
     shutil.copy(path, tmp_path / "maps")
     cli.fail(*command, "--no-checks", "--resume")
@@ -113,7 +127,11 @@ def test_a_line_of_the_metrics_is_named(path: Path) -> None:
 
 @find("lists/*")
 def test_a_list_is_worked_through(
-    cli: Launcher, path: Path, tiny_model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Launcher,
+    path: Path,
+    tiny_model_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     monkeypatch.setattr(sys, "stdin", io.StringIO(path.read_text() + f"{tmp_path / 'a.png'}\n"))

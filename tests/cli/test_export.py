@@ -25,7 +25,13 @@ FOR_TIMM: list[dict[str, Any]] = [
     {},
     {"global_pool": "avg", "pos_embed": "sincos"},
     {"global_pool": "max", "reg_tokens": 2, "qk_norm": True, "class_token": True},
-    {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True, "mlp_ratio": 3.0},
+    {
+        "mlp": "swiglu",
+        "init_values": 1e-5,
+        "reg_tokens": 4,
+        "no_embed_class": True,
+        "mlp_ratio": 3.0,
+    },
     {"distilled": True, "qkv_bias": False},
     {"pos_embed": "none", "global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
 ]
@@ -50,9 +56,19 @@ def save(save_model: SaveModel, tmp_path: Path) -> Save:
     def save(**options: Any) -> tuple[Path, nn.Module]:
         sizes = {"img_size": (8, 16), "embed_dim": 32, "num_heads": 4}
         preprocess = Preprocess(
-            (8, 16), crop_pct=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
+            (8, 16),
+            crop_pct=0.5,
+            mean=(0.1, 0.2, 0.3),
+            std=(0.4, 0.5, 0.6),
+            interpolation="bilinear",
         )
-        path = save_model(tmp_path / "model.safetensors", class_names=NAMES, preprocess=preprocess, **sizes, **options)
+        path = save_model(
+            tmp_path / "model.safetensors",
+            class_names=NAMES,
+            preprocess=preprocess,
+            **sizes,
+            **options,
+        )
         return path, load_bundle(path).model
 
     return save
@@ -60,7 +76,9 @@ def save(save_model: SaveModel, tmp_path: Path) -> Save:
 
 @pytest.fixture
 def export(cli: Launcher) -> Export:
-    return lambda model, to, output, *more: cli.succeed("export", model, "--to", to, "--output", output, *more)
+    return lambda model, to, output, *more: cli.succeed(
+        "export", model, "--to", to, "--output", output, *more
+    )
 
 
 @pytest.mark.parametrize("options", FOR_TIMM)
@@ -107,7 +125,10 @@ def test_what_timm_has_not_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_timm_opens_stems_with_the_file_beside_them(save: Save, export: Export, tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_timm_opens_stems_with_the_file_beside_them(
+    save: Save, export: Export, tmp_path: Path
+) -> None:
     """In a process of its own, without vit."""
     images, expected = torch.randn(3, 3, 8, 16), []
     for number, options in enumerate(WITH_CODE):
@@ -124,7 +145,9 @@ models = [timm.create_model(f"local-dir:{{n}}", pretrained=True).eval() for n in
 assert timm.data.resolve_model_data_config(models[0])["crop_pct"] == 0.5
 numpy.save("logits.npy", torch.stack([model(images).detach() for model in models]))"""
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
-    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), torch.stack(expected), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "logits.npy"), torch.stack(expected), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("options", [*WITH_CODE, *FOR_TIMM])
@@ -134,13 +157,19 @@ def test_transformers_opens_the_folder_and_computes_equal_logits(
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     path, model = save(**options)
-    update_metadata(path, temperature=2.0)
+    update_metadata(path, {"temperature": 2.0})
     export(path, "huggingface", tmp_path / "a-hub.folder")
-    place: dict[str, Any] = {"pretrained_model_name_or_path": tmp_path / "a-hub.folder", "trust_remote_code": True}
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": tmp_path / "a-hub.folder",
+        "trust_remote_code": True,
+    }
     theirs = AutoModelForImageClassification.from_pretrained(**place)
     assert not theirs.training
     assert [theirs.config.id2label[index] for index in range(3)] == list(NAMES)
-    processor, photo = AutoImageProcessor.from_pretrained(**place), Image.fromarray(load_sample_images().images[0])
+    processor, photo = (
+        AutoImageProcessor.from_pretrained(**place),
+        Image.fromarray(load_sample_images().images[0]),
+    )
     bundle = load_bundle(path)
     images = bundle.preprocess([photo, photo.crop((0, 0, 100, 400))])
     given = processor([photo, photo.crop((0, 0, 100, 400))], return_tensors="pt")
@@ -157,7 +186,9 @@ def test_a_pipeline_of_transformers_predicts_as_vit_does(
     Image.fromarray(load_sample_images().images[1]).save(tmp_path / "flower.png")
     found = pipeline("image-classification", model=str(tmp_path / "out"), trust_remote_code=True)
     (best, *_) = found(str(tmp_path / "flower.png"))
-    told = json.loads(cli.succeed("predict", tiny_run, tmp_path / "flower.png", "--precision", "float32").out)
+    told = json.loads(
+        cli.succeed("predict", tiny_run, tmp_path / "flower.png", "--precision", "float32").out
+    )
     assert best["label"] == told["predictions"][0]["name"]
     assert best["score"] == pytest.approx(told["predictions"][0]["probability"], abs=1e-5)
 
@@ -180,24 +211,14 @@ def test_onnx_runs_any_number_of_images_with_equal_logits(
     assert Preprocess.from_dict(facts["preprocess"]) == load_bundle(path).preprocess
 
 
-def test_torch_export_runs_any_number_of_images_with_equal_logits(
-    save: Save, export: Export, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path, model = save(distilled=True)
-    assert export(path, "torch-export", tmp_path / "out").err == ""
-    assert capfd.readouterr().err == ""
-    module = torch.export.load(tmp_path / "out" / "model.pt2").module()
-    for count in (1, 2, 5):
-        images = torch.randn(count, 3, 8, 16)
-        torch.testing.assert_close(module(images), model(images), atol=1e-5, rtol=0)
-
-
 def test_onnx_without_its_packages_says_what_to_install(
     cli: Launcher, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = save()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "vit-pipeline[export]" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
+    assert "vit-pipeline[export]" in cli.fail(
+        "export", path, "--to", "onnx", "--output", tmp_path / "out"
+    )
 
 
 def test_an_earlier_export_is_replaced_only_when_asked(

@@ -10,24 +10,31 @@ import pytest
 import vit
 from tests.conftest import Launcher, Outcome
 from vit.explanation.faithfulness import best_method
-from vit.explanation.methods.table import METHODS
+from vit.explanation.methods.registry import METHODS
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory, cli: Launcher) -> tuple[Path, Outcome]:
-    """A run directory of which all methods were measured, and what the command said in 80 columns."""
+def measured(
+    tiny_run: Path, tmp_path_factory: pytest.TempPathFactory, cli: Launcher
+) -> tuple[Path, Outcome]:
+    """A run directory of which all methods were measured, and what the command said in 80
+    columns."""
     folder = tmp_path_factory.mktemp("measured")
     shutil.copytree(tiny_run, folder / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
-        return folder / "run", cli.succeed("faithfulness", folder / "run", "--images", 12, "--output", folder / "out")
+        return folder / "run", cli.succeed(
+            "faithfulness", folder / "run", "--images", 12, "--output", folder / "out"
+        )
 
 
 def test_it_measures_the_methods_asked_for_on_the_models_own_data(
     cli: Launcher, tiny_run: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    cli.succeed("faithfulness", tiny_run, "--methods", "rollout,gae", "--images", 16, "--output", output)
+    cli.succeed(
+        "faithfulness", tiny_run, "--methods", "rollout,gae", "--images", 16, "--output", output
+    )
     metrics = json.loads((output / "faithfulness.json").read_text())
     assert metrics["num_images"] == 16
     assert metrics["split"] == "test"
@@ -35,13 +42,24 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
     assert set(metrics["metrics"]["deletion"]["methods"]) == {
         "rollout", "gae", "leave-one-out", "random", "centre", "edges",
     }  # fmt: skip
-    assert {"faithfulness.md", "faithfulness.png", "faithfulness.npz"} <= {p.name for p in output.iterdir()}
+    assert {"faithfulness.md", "faithfulness.png", "faithfulness.npz"} <= {
+        p.name for p in output.iterdir()
+    }
 
 
 def test_the_same_seed_measures_the_same(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     arrays = []
     for name in ("first", "second"):
-        cli.succeed("faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / name)
+        cli.succeed(
+            "faithfulness",
+            tiny_run,
+            "--methods",
+            "rollout",
+            "--images",
+            8,
+            "--output",
+            tmp_path / name,
+        )
         with np.load(tmp_path / name / "faithfulness.npz") as stored:
             arrays.append({key: stored[key] for key in stored.files})
     assert all(np.array_equal(values, arrays[1][key]) for key, values in arrays[0].items())
@@ -51,7 +69,7 @@ def test_mistakes_get_a_sentence(cli: Launcher, tiny_run: Path, tmp_path: Path) 
     assert "unknown method 'lrp'" in cli.fail(
         "faithfulness", tiny_run, "--methods", "lrp", "--output", tmp_path / "out"
     )
-    assert "nowhere is no data set" in cli.fail(
+    assert "nowhere is not a data set" in cli.fail(
         "faithfulness", tiny_run, "--data", tmp_path / "nowhere", "--output", tmp_path / "out"
     )
     assert not (tmp_path / "out").exists()
@@ -78,9 +96,13 @@ def test_the_best_method_is_kept_beside_the_model_and_taken(
     assert best in kept["best"]["srg"]
     assert kept["gains"]["srg"][best]["low"] <= kept["gains"]["srg"][best]["mean"]
     assert kept["num_images"] == 12
-    outcome = cli.succeed("attention", run, "--images", 2, "--method", "rollout,best", "--output", tmp_path / "maps")
+    outcome = cli.succeed(
+        "attention", run, "--images", 2, "--method", "rollout,best", "--output", tmp_path / "maps"
+    )
     assert f"on 12 images: {best} (gain" in outcome.text
-    assert json.loads((tmp_path / "maps" / "manifest.json").read_text())["parameters"]["methods"] == ["rollout", best]
+    assert json.loads((tmp_path / "maps" / "manifest.json").read_text())["parameters"][
+        "methods"
+    ] == ["rollout", best]
     assert list(vit.explain(run, count=1, methods="best", sanity_checks=False).maps) == [best]
 
 
@@ -100,14 +122,21 @@ def test_a_best_method_of_other_weights_is_refused(
     without_gain = content | {"gains": {"srg": {best: {"mean": 0.5}}}}
     for damaged in ("{", json.dumps(without_gain)):
         (run / "model.faithfulness.json").write_text(damaged)
-        assert "is damaged; run vit faithfulness" in cli.fail(*arguments, tmp_path / "more", "--method", "best")
+        assert "is damaged; run vit faithfulness" in cli.fail(
+            *arguments, tmp_path / "more", "--method", "best"
+        )
 
 
-def test_best_needs_a_measurement_of_a_model_file(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+def test_best_needs_a_measurement_of_a_model_file(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
     error = cli.fail("attention", tiny_run, "--method", "best", "--output", tmp_path / "out")
     assert f"no best method is known of {tiny_run}; run vit faithfulness {tiny_run} first" in error
-    assert "faithful" not in cli.succeed("attention", tiny_run, "--images", 1, "--output", tmp_path / "out").text
-    with pytest.raises(ValueError, match="VisionTransformer is no model file"):
+    assert (
+        "faithful"
+        not in cli.succeed("attention", tiny_run, "--images", 1, "--output", tmp_path / "out").text
+    )
+    with pytest.raises(ValueError, match="VisionTransformer is not a model file"):
         vit.explain(vit.load_bundle(tiny_run).model, methods="best")
 
 
@@ -124,6 +153,17 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     assert not (tiny_run / "model.faithfulness.json").exists()
 
 
-def test_a_choice_of_methods_says_nothing_about_the_best(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
-    cli.succeed("faithfulness", tiny_run, "--methods", "rollout", "--images", 8, "--output", tmp_path / "out")
+def test_a_choice_of_methods_says_nothing_about_the_best(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
+    cli.succeed(
+        "faithfulness",
+        tiny_run,
+        "--methods",
+        "rollout",
+        "--images",
+        8,
+        "--output",
+        tmp_path / "out",
+    )
     assert not (tiny_run / "model.faithfulness.json").exists()

@@ -13,16 +13,25 @@ from hypothesis import strategies as st
 
 from tests.conftest import Launcher
 from vit.config import Config, load_config
-from vit.model.metadata import check_metadata
+from vit.model.model_file import check_metadata
 from vit.runtime.documents import parse_json, parse_yaml
 from vit.training.run_directory import load_metrics
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
-KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items() for key in field.annotation.model_fields]  # type: ignore[union-attr]
-often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+VALUES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner)
+)
+KEYS = [
+    f"{section}.{key}"
+    for section, field in Config.model_fields.items()
+    for key in field.annotation.model_fields
+]  # type: ignore[union-attr]
+often = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
+@pytest.mark.chaos
 def test_a_thousand_damaged_files_are_read_or_refused_in_one_line(cli: Launcher) -> None:
     command = ("-m", "tests.fuzz.fuzzer", "--cases", "700", "--processes", "1", "--seconds", "50")
     process = cli.start(program=command)
@@ -40,7 +49,9 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(key: str, value: A
     except ValueError as error:
         assert len(str(error)) < 2000
         return
-    numbers = [number for number in vars(getattr(config, section)).values() if isinstance(number, float)]
+    numbers = [
+        number for number in vars(getattr(config, section)).values() if isinstance(number, float)
+    ]
     assert all(map(math.isfinite, numbers))
 
 
@@ -65,10 +76,13 @@ def test_any_json_is_a_value_or_refused(text: str) -> None:
 
 
 @often
-@given(section=st.sampled_from(["architecture", "preprocess", "config", "class_names", "temperature"]), value=VALUES)
+@given(
+    section=st.sampled_from(["architecture", "preprocess", "config", "class_names", "temperature"]),
+    value=VALUES,
+)
 def test_any_metadata_is_taken_or_refused(tiny_bundle: Any, section: str, value: Any) -> None:
     try:
-        checked = check_metadata(tiny_bundle.metadata | {section: value}, origin="x")
+        checked = check_metadata({**tiny_bundle.metadata, section: value}, origin="x")
     except ValueError as error:
         assert "x" in str(error)
         return
@@ -76,7 +90,9 @@ def test_any_metadata_is_taken_or_refused(tiny_bundle: Any, section: str, value:
 
 
 @often
-@given(lines=st.lists(VALUES.map(lambda value: json.dumps(value)) | st.text(max_size=20), max_size=4))
+@given(
+    lines=st.lists(VALUES.map(lambda value: json.dumps(value)) | st.text(max_size=20), max_size=4)
+)
 def test_any_metrics_are_numbers_or_refused(tmp_path: Path, lines: list[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes("".join(line + "\n" for line in lines).encode(errors="surrogatepass"))

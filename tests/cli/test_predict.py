@@ -35,14 +35,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def predict(cli: Launcher) -> Callable[..., Outcome]:
-    return lambda *arguments: cli.run("predict", *arguments, "--device", "cpu", "--precision", "float32")
+    return lambda *arguments: cli.run(
+        "predict", *arguments, "--device", "cpu", "--precision", "float32"
+    )
 
 
-def test_json_lines_of_a_folder_in_order(predict: Callable[..., Outcome], model_file: Path, folder: Path) -> None:
+def test_json_lines_of_a_folder_in_order(
+    predict: Callable[..., Outcome], model_file: Path, folder: Path
+) -> None:
     code, out, err = predict(model_file, folder, "--top-k", "2")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [Path(line["path"]).name for line in lines] == ["a.jpg", "b.png", "broken.png", "c d.webp"]
+    assert [Path(line["path"]).name for line in lines] == [
+        "a.jpg",
+        "b.png",
+        "broken.png",
+        "c d.webp",
+    ]
     assert "can't be read" in lines[2]["error"]
     assert [len(line.get("predictions", [])) for line in lines] == [2, 2, 0, 2]
     assert "1 of 4 images could not be read" in err
@@ -62,7 +71,7 @@ def test_the_temperature_of_the_model_is_used(
 ) -> None:
     hot = tmp_path / "hot.safetensors"
     hot.write_bytes(model_file.read_bytes())
-    update_metadata(hot, temperature=50.0)
+    update_metadata(hot, {"temperature": 50.0})
     tops = []
     for path in (model_file, hot):
         _, out, _ = predict(path, folder / "a.jpg")
@@ -71,7 +80,9 @@ def test_the_temperature_of_the_model_is_used(
     assert tops[0] > tops[1]
 
 
-def test_a_list_on_standard_input_goes_through_a_pipe(cli: Launcher, model_file: Path, folder: Path) -> None:
+def test_a_list_on_standard_input_goes_through_a_pipe(
+    cli: Launcher, model_file: Path, folder: Path
+) -> None:
     """As a separate program: standard output holds the lines and nothing else."""
     program = cli.start("predict", model_file, "-", "--device", "cpu", stdin=subprocess.PIPE)
     listed = f"{folder}/c d.webp\n{folder}/gone.png\n{folder}/a.jpg\n"
@@ -82,7 +93,9 @@ def test_a_list_on_standard_input_goes_through_a_pipe(cli: Launcher, model_file:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes are Linux's")
-def test_a_name_that_is_no_text_passes_through(cli: Launcher, model_file: Path, folder: Path) -> None:
+def test_a_name_that_is_no_text_passes_through(
+    cli: Launcher, model_file: Path, folder: Path
+) -> None:
     name = os.fsencode(folder) + b"/caf\xe9.png"
     Path(os.fsdecode(name)).write_bytes((folder / "b.png").read_bytes())
     try:
@@ -95,7 +108,9 @@ def test_a_name_that_is_no_text_passes_through(cli: Launcher, model_file: Path, 
         os.unlink(name)
 
 
-def test_nothing_to_predict_is_an_error(predict: Callable[..., Outcome], model_file: Path, tmp_path: Path) -> None:
+def test_nothing_to_predict_is_an_error(
+    predict: Callable[..., Outcome], model_file: Path, tmp_path: Path
+) -> None:
     code, out, err = predict(model_file, tmp_path)
     assert (code, out) == (2, "")
     assert "holds no images" in err

@@ -1,6 +1,7 @@
 """`vit train`: what it leaves, and one line and exit code 2 for a mistake."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import Launcher
+from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import load_config
 
@@ -55,7 +57,27 @@ def test_a_run_leaves_what_it_promises(empty_yaml: Path, tmp_path: Path, cli: La
     assert bundle.data["fingerprint"] in "".join(outcome.out.split())
 
 
-def test_the_resolved_configuration_gives_the_same_run(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
+def test_threads_that_divide_the_batch_resume_to_the_same_run(
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    """As on every machine of several cores; the other tests train with one thread."""
+
+    def train(output: Path, *arguments: str) -> str:
+        command = ["train", *arguments, "--output", output]
+        return cli.finish(cli.start(*command, env={"OMP_NUM_THREADS": "2"})).text
+
+    overrides = [*TINY, "model.drop_path_rate=0.2", "optimizer.name=muon", "train.device=cpu"]
+    text = train(tmp_path / "whole", str(empty_yaml), *overrides)
+    assert ", 2 threads, " in text
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    max((tmp_path / "resumed" / "checkpoints").iterdir()).unlink()
+    assert "resuming after step 10 of 20" in train(tmp_path / "resumed", "--resume")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_the_resolved_configuration_gives_the_same_run(
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     cli.succeed("train", empty_yaml, *TINY, "--output", first)
     cli.succeed("train", first / "config.yaml", "--output", second)
@@ -63,7 +85,9 @@ def test_the_resolved_configuration_gives_the_same_run(empty_yaml: Path, tmp_pat
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_tensorboard_shows_curves_pictures_and_attention(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
+def test_tensorboard_shows_curves_pictures_and_attention(
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "run")
@@ -73,19 +97,29 @@ def test_tensorboard_shows_curves_pictures_and_attention(empty_yaml: Path, tmp_p
         *("step/loss", "step/learning_rate", "step/gradient_norm"),
         *("attention_entropy/layer_00", "attention_distance/layer_00"),
     } <= set(events.Tags()["scalars"])
-    assert set(events.Tags()["images"]) == {"train/augmented", "attention/rollout", "validation/confusion"}
+    assert set(events.Tags()["images"]) == {
+        "train/augmented",
+        "attention/rollout",
+        "validation/confusion",
+    }
     assert [image.step for image in events.Images("attention/rollout")] == [10, 20]
     # eight images of 8 pixels, enlarged twelvefold, each above its map
     picture = events.Images("attention/rollout")[0]
     assert (picture.width, picture.height) == (8 * 96, 2 * 96)
 
 
-def test_a_directory_with_a_run_is_not_touched_unasked(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
+def test_a_directory_with_a_run_is_not_touched_unasked(
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
     output = tmp_path / "run"
     cli.succeed("train", empty_yaml, *TINY, "train.epochs=1", "--output", output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    assert "--resume or replace it with --overwrite" in cli.fail("train", empty_yaml, *TINY, "--output", output)
-    assert "train.epochs differ" in cli.fail("train", empty_yaml, *TINY, "--output", output, "--resume")
+    assert "--resume or replace it with --overwrite" in cli.fail(
+        "train", empty_yaml, *TINY, "--output", output
+    )
+    assert "train.epochs differ" in cli.fail(
+        "train", empty_yaml, *TINY, "--output", output, "--resume"
+    )
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     cli.succeed("train", "--output", output, "--resume")
     cli.succeed("train", empty_yaml, *TINY, "--output", output, "--overwrite")
@@ -97,7 +131,9 @@ def test_a_directory_with_a_run_is_not_touched_unasked(empty_yaml: Path, tmp_pat
     assert (tmp_path / "foreign" / "thesis.tex").exists()
 
 
-def test_a_dry_run_shows_the_plan_and_a_batch(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
+def test_a_dry_run_shows_the_plan_and_a_batch(
+    empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
     outcome = cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run")
     for word in ("parameters", "TFLOP", "training", "validation", "minutes", "MiB"):
         assert word in outcome.text
@@ -111,12 +147,32 @@ def test_a_folder_of_images_trains_and_bad_ones_are_named(
 ) -> None:
     whole = (photos / "train" / "cat" / "3.jpg").read_bytes()
     (photos / "train" / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
-    arguments = ["train", empty_yaml, *TINY, "data.name=folder", f"data.root={photos}", "train.batch_size=4"]
-    outcome = cli.succeed(*arguments, "data.max_unreadable_fraction=0.2", "--output", tmp_path / "run")
-    assert len([line for line in outcome.err.splitlines() if line.startswith("skipped") and "cat/3.jpg" in line]) == 1
+    arguments = [
+        "train",
+        empty_yaml,
+        *TINY,
+        "data.name=folder",
+        f"data.root={photos}",
+        "train.batch_size=4",
+    ]
+    outcome = cli.succeed(
+        *arguments, "data.max_unreadable_fraction=0.2", "--output", tmp_path / "run"
+    )
+    assert (
+        len(
+            [
+                line
+                for line in outcome.err.splitlines()
+                if line.startswith("skipped") and "cat/3.jpg" in line
+            ]
+        )
+        == 1
+    )
     assert "1 unreadable and skipped" in outcome.text
     assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
-    message = cli.fail(*arguments, "data.max_unreadable_fraction=0.01", "--output", tmp_path / "refused")
+    message = cli.fail(
+        *arguments, "data.max_unreadable_fraction=0.01", "--output", tmp_path / "refused"
+    )
     assert "cat/3.jpg" in message
 
 
@@ -145,13 +201,21 @@ def test_a_mistake_gets_one_line(
 def test_folders_without_two_classes_of_images_are_refused(
     empty_yaml: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    arguments = ["train", empty_yaml, *TINY, "data.name=folder", f"data.root={photos}", "--output", tmp_path / "run"]
+    arguments = [
+        "train",
+        empty_yaml,
+        *TINY,
+        "data.name=folder",
+        f"data.root={photos}",
+        "--output",
+        tmp_path / "run",
+    ]
     for name in ("dog", "cat"):
         for path in (photos / "train" / name).iterdir():
             path.unlink()
     assert "no images" in cli.fail(*arguments)
     (photos / "train" / "dog").rmdir()
-    assert "two or more" in cli.fail(*arguments)
+    assert "fewer than two classes" in cli.fail(*arguments)
 
 
 def test_a_read_only_place_is_one_line(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
@@ -161,14 +225,26 @@ def test_a_read_only_place_is_one_line(empty_yaml: Path, tmp_path: Path, cli: La
 
 
 def test_importing_the_package_and_the_commands_loads_no_torch(cli: Launcher) -> None:
-    code = "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, vit, vit.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     cli.finish(cli.start(program=("-c", code)))
 
 
-def test_training_starts_without_torch_s_compiler_and_sharding(photos: Path, tmp_path: Path, cli: Launcher) -> None:
-    """Each takes seconds to import. The model has a convolutional stem and Muon, as `vit train PHOTOS` chooses."""
+def test_training_starts_without_torch_s_compiler_and_sharding(
+    photos: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    """Each takes seconds to import. The model has a convolutional stem and Muon, as `vit train
+    PHOTOS` chooses. This is what `Optimizer.*.__wrapped__` in Muon and `_dynamo_marked_constant` in
+    `constant_when_compiled` are for."""
     arguments = ["data.image_size=32", "train.max_steps=2", "--output", str(tmp_path / "run")]
-    slow = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sympy"}
+    slow = {
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "sympy",
+    }
     run = f"sys.argv = {['vit', 'train', str(photos), *arguments]}; vit.cli.main.main()"
     check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
     code = f"import sys, vit.cli.main\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"

@@ -1,13 +1,16 @@
 """Small image folders and sources with known pixels."""
 
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.sets.source import ArrayReader, ImageSource
+from vit.data.dataset import ImageDataset
+from vit.data.sources.base import ArrayReader
 
 MakeFolder = Callable[..., Path]
 
@@ -16,6 +19,14 @@ def draw_pixels(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
     """A smooth random picture [H, W, 3], so that JPEG and rescaling hardly change it."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((size[1], size[0]), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture
+def set_start_method() -> Iterator[Callable[[str], None]]:
+    """Chooses how multiprocessing starts processes, until the test ends."""
+    before = multiprocessing.get_start_method()
+    yield partial(multiprocessing.set_start_method, force=True)
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture
@@ -33,10 +44,10 @@ def make_folder(tmp_path: Path) -> MakeFolder:
 
 
 @pytest.fixture
-def array_source() -> ImageSource:
+def array_source() -> ImageDataset:
     """Sixty random 12×10 pictures of three classes."""
     pixels = np.random.default_rng(7).integers(0, 256, (60, 12, 10, 3), dtype=np.uint8)
-    return ImageSource(
+    return ImageDataset(
         name="arrays",
         class_names=("a", "b", "c"),
         labels=np.arange(60) % 3,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.utils.class_weight import compute_class_weight
 
-from vit.data.balance import choose_class_balance, compute_class_ratio, compute_class_weights
+from vit.data.statistics import choose_class_balance, compute_class_ratio, compute_class_weights
 
 LABELS = np.repeat([0, 1, 3], [20, 5, 1])
 

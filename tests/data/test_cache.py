@@ -1,12 +1,11 @@
-"""A dataset holds exactly the decoded pixels, is built once, never half, and again after a change."""
+"""A dataset holds exactly the decoded pixels, is built once, never half, and again after a
+change."""
 
 import errno
-import json
 import os
 import signal
 import textwrap
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,10 +17,10 @@ from PIL import Image
 from tests.conftest import Launcher
 from vit.data import cache as decoding
 from vit.data.cache import decode_dataset
-from vit.data.dataset import DecodedDataset
+from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess, read_image
 from vit.data.open import open_dataset
-from vit.data.sets.source import ArrayReader, FileReader, ImageSource
+from vit.data.sources.base import ArrayReader, FileReader
 
 MakeFolder = Callable[..., Path]
 
@@ -31,18 +30,21 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def build(source: ImageSource, cache: Path, **options: object) -> DecodedDataset:
-    return decode_dataset(source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options)
+def build(source: ImageDataset, cache: Path, **options: object) -> ImageDataset:
+    return decode_dataset(
+        source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options
+    )
 
 
-def assert_same(left: DecodedDataset, right: DecodedDataset) -> None:
+def assert_same(left: ImageDataset, right: ImageDataset) -> None:
     np.testing.assert_array_equal(left.images, right.images)
-    np.testing.assert_array_equal(left.digests, right.digests)
-    np.testing.assert_array_equal(left.perceptual, right.perceptual)
+    np.testing.assert_array_equal(left.hashes, right.hashes)
 
 
-def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageSource:
-    root = make_folder(*[f"{name}/{number}.png" for name in ("cat", "dog") for number in range(count)])
+def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageDataset:
+    root = make_folder(
+        *[f"{name}/{number}.png" for name in ("cat", "dog") for number in range(count)]
+    )
     return open_dataset("folder", root=root).split("all")
 
 
@@ -53,11 +55,11 @@ class CountingReader(ArrayReader):
     reads: list[bytes] = field(default_factory=list)
     break_after: int = 10**9
 
-    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+    def image(self, index: int) -> Image.Image:
         self.reads.append(self.pixels[index].tobytes())
         if len(self.reads) > self.break_after:
             raise KeyboardInterrupt
-        return super().open(index)
+        return super().image(index)
 
     def subset(self, indices: np.ndarray) -> "CountingReader":
         return CountingReader(self.pixels[indices], self.reads, self.break_after)
@@ -69,8 +71,10 @@ def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path)
     assert dataset.images is not None
     assert dataset.images.shape == (12, 9, 8, 3)
     for index in range(12):
-        np.testing.assert_array_equal(dataset.images[index], Preprocess((9, 8)).to_uint8(source.read(index)))
-    assert dataset.ids == tuple(source.ids)
+        np.testing.assert_array_equal(
+            dataset.images[index], Preprocess((9, 8)).to_uint8(source.image(index))
+        )
+    assert dataset.ids == source.ids
     np.testing.assert_array_equal(dataset.labels, source.labels)
 
 
@@ -90,11 +94,11 @@ class KillingReader(FileReader):
 
     mark: Path
 
-    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+    def image(self, index: int) -> Image.Image:
         if self.paths[index].startswith("dog") and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().open(index)
+        return super().image(index)
 
     def subset(self, indices: np.ndarray) -> "KillingReader":
         return KillingReader(self.root, super().subset(indices).paths, self.mark)
@@ -108,13 +112,15 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
     monkeypatch.setattr(decoding, "_CHUNK", 7)
     reader = KillingReader(tmp_path / "images", source.ids, tmp_path / "killed")
     killing = replace(source, reader=reader)
-    with pytest.raises(OSError, match="a process that decodes images was killed, perhaps for want of memory"):
+    with pytest.raises(
+        OSError, match="a process that decodes images was killed, perhaps for lack of memory"
+    ):
         build(killing, cache, workers=2)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))
 
 
-def test_a_dataset_is_decoded_once(array_source: ImageSource, cache: Path) -> None:
+def test_a_dataset_is_decoded_once(array_source: ImageDataset, cache: Path) -> None:
     reader = CountingReader(array_source.reader.pixels)
     source, reads = replace(array_source, reader=reader), reader.reads
     first = build(source, cache)
@@ -138,8 +144,10 @@ def test_a_changed_file_is_decoded_again(make_folder: MakeFolder, cache: Path) -
     assert after.fingerprint != before.fingerprint
 
 
-@pytest.mark.parametrize("damage", ["pixel", "short", "index", "json", "missing"])
-def test_a_damaged_dataset_is_built_again(array_source: ImageSource, cache: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["pixel", "short", "index", "missing"])
+def test_a_damaged_dataset_is_built_again(
+    array_source: ImageDataset, cache: Path, damage: str
+) -> None:
     whole = build(array_source, cache)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
     pixels = bytearray((folder / "images.u8").read_bytes())
@@ -152,8 +160,6 @@ def test_a_damaged_dataset_is_built_again(array_source: ImageSource, cache: Path
     elif damage == "index":
         data = (folder / "index.npz").read_bytes()
         (folder / "index.npz").write_bytes(data[: len(data) // 2])
-    elif damage == "json":
-        (folder / "index.json").write_text('{"size": [9, 8]')
     else:
         (folder / "images.u8").unlink()
     again = build(array_source, cache)
@@ -161,8 +167,12 @@ def test_a_damaged_dataset_is_built_again(array_source: ImageSource, cache: Path
     np.testing.assert_array_equal(build(array_source, cache).images, expected)
 
 
-def test_a_builder_that_died_leaves_nothing_that_is_used(array_source: ImageSource, cache: Path) -> None:
-    source = replace(array_source, reader=CountingReader(array_source.reader.pixels, break_after=40))
+def test_a_builder_that_died_leaves_nothing_that_is_used(
+    array_source: ImageDataset, cache: Path
+) -> None:
+    source = replace(
+        array_source, reader=CountingReader(array_source.reader.pixels, break_after=40)
+    )
     with pytest.raises(KeyboardInterrupt):
         build(source, cache)
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
@@ -180,19 +190,26 @@ def _build_and_count(root: Path, cache: Path) -> bool:
     source = open_dataset("folder", root=root).split("all")
     built: list[bool] = []
     original = decoding._build
-    decoding._build = lambda *arguments: (built.append(True), original(*arguments))[1]
+    decoding._build = lambda *arguments, **options: (
+        built.append(True),
+        original(*arguments, **options),
+    )[1]
     decode_dataset(source, size=(9, 8), cache_dir=cache, progress=False)
     return bool(built)
 
 
-def test_of_builders_at_once_one_builds_and_the_others_wait(make_folder: MakeFolder, cache: Path) -> None:
+def test_of_builders_at_once_one_builds_and_the_others_wait(
+    make_folder: MakeFolder, cache: Path
+) -> None:
     source = folder_source(make_folder, count=30)
     with get_context("spawn").Pool(2) as pool:
         built = pool.starmap(_build_and_count, [(source.reader.root, cache)] * 4, chunksize=1)
     assert sum(built) == 1
 
 
-def test_unreadable_images_are_named_counted_and_left_out(make_folder: MakeFolder, cache: Path) -> None:
+def test_unreadable_images_are_named_counted_and_left_out(
+    make_folder: MakeFolder, cache: Path
+) -> None:
     source = folder_source(make_folder, count=30)
     for name in ("cat/0.png", "dog/7.png", "dog/9.png"):
         path = source.reader.root / name
@@ -202,12 +219,17 @@ def test_unreadable_images_are_named_counted_and_left_out(make_folder: MakeFolde
         dataset = build(source, cache)
         assert [name for name, _ in dataset.unreadable] == ["cat/0.png", "dog/7.png", "dog/9.png"]
         assert "can't be read as an image" in dataset.unreadable[0][1]
-        assert len(dataset) == len(dataset.images) == len(dataset.digests) == len(dataset.source) == 57
+        assert len(dataset) == len(dataset.images) == len(dataset.digests) == 57
         for index in range(57):
-            pixels = Preprocess((9, 8)).to_uint8(read_image(source.reader.root / dataset.ids[index]))
+            pixels = Preprocess((9, 8)).to_uint8(
+                read_image(source.reader.root / dataset.ids[index])
+            )
             np.testing.assert_array_equal(dataset.images[index], pixels)
         assert dataset.labels.tolist() == [0] * 29 + [1] * 28
-    with pytest.raises(ValueError, match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png",
+    ):
         build(source, cache, max_unreadable_fraction=0.02)
 
 
@@ -224,11 +246,11 @@ def test_a_scan_finds_the_same_hashes_without_pixels(make_folder: MakeFolder, ca
     scan, dataset = build(source, cache, size=None), build(source, cache)
     assert scan.images is None
     assert scan.fingerprint == dataset.fingerprint
-    np.testing.assert_array_equal(scan.perceptual, dataset.perceptual)
+    np.testing.assert_array_equal(scan.hashes, dataset.hashes)
 
 
 def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_nothing_else(
-    array_source: ImageSource, cache: Path
+    array_source: ImageDataset, cache: Path
 ) -> None:
     base = build(array_source, cache).fingerprint
     order = np.random.default_rng(0).permutation(60)
@@ -274,7 +296,7 @@ def test_a_script_without_main_guard_can_build_with_processes(
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_rest(
-    array_source: ImageSource, cache: Path, monkeypatch: pytest.MonkeyPatch
+    array_source: ImageDataset, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -285,7 +307,9 @@ def test_a_full_disk_is_one_error_and_leaves_no_rest(
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
 
 
-def test_the_cache_cannot_be_changed_through_its_pixels(array_source: ImageSource, cache: Path) -> None:
+def test_the_cache_cannot_be_changed_through_its_pixels(
+    array_source: ImageDataset, cache: Path
+) -> None:
     dataset = build(array_source, cache)
     before = np.array(dataset.images[0])
     dataset.images[0] = 0
@@ -293,18 +317,19 @@ def test_the_cache_cannot_be_changed_through_its_pixels(array_source: ImageSourc
 
 
 def test_a_large_dataset_is_checked_in_samples_of_its_blocks(
-    array_source: ImageSource, cache: Path, monkeypatch: pytest.MonkeyPatch
+    array_source: ImageDataset, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "_BLOCK", 1000)
     monkeypatch.setattr(decoding, "_CHECKED_BLOCKS", 4)
     build(array_source, cache)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
-    assert len(json.loads((folder / "index.json").read_text())["checksums"]) == 13
+    with np.load(folder / "index.npz") as index:
+        assert len(index["checksums"]) == 13
     assert decoding._open_decoded(folder, array_source, (9, 8)) is not None
 
 
 def test_progress_is_shown_on_standard_error_only(
-    array_source: ImageSource, cache: Path, capfd: pytest.CaptureFixture[str]
+    array_source: ImageDataset, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     build(array_source, cache, progress=True)
     assert capfd.readouterr().out == ""

@@ -1,4 +1,5 @@
-"""A text file gives classes their names, in the data set, in the model file and in whatever is made of that."""
+"""A text file gives classes their names, in the data set, in the model file and in whatever is made
+of that."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from vit.data.open import open_dataset, open_for_model
 MakeFolder = Callable[..., Path]
 WNIDS = ("n01440764", "n02102040")
 WORDS = (
-    "n00000001 something else\nn02102040\tEnglish springer, English springer spaniel\nn01440764 tench, Tinca tinca\n"
+    "n00000001 something else\n"
+    "n02102040\tEnglish springer, English springer spaniel\n"
+    "n01440764 tench, Tinca tinca\n"
 )
 
 
@@ -42,12 +45,16 @@ def test_lines_are_classes_and_names_or_names_in_order(
     root = make_wnids(make_folder)
     dataset = open_dataset("folder", root=root, class_names=write(tmp_path, text))
     assert dataset.split("train").class_names == dataset.split("test").class_names == names
-    assert dataset.class_names == dict(zip(WNIDS, names, strict=True))
-    by_name = open_dataset("folder", root=root, class_names=dataset.class_names, classes=[names[1], WNIDS[0]])
+    assert dataset.renamed_classes == dict(zip(WNIDS, names, strict=True))
+    by_name = open_dataset(
+        "folder", root=root, class_names=dataset.renamed_classes, classes=[names[1], WNIDS[0]]
+    )
     assert by_name.split("all").class_names == names
 
 
-def test_numbers_count_the_lines_whatever_their_order_as_text(make_folder: MakeFolder, tmp_path: Path) -> None:
+def test_numbers_count_the_lines_whatever_their_order_as_text(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
     root = make_folder(*[f"{number}/{image}.png" for number in (0, 2, 10) for image in range(2)])
     names = write(tmp_path, "\n".join(f"name {number}" for number in range(11)))
     assert open_dataset("folder", root=root, class_names=names).split("all").class_names == (
@@ -55,7 +62,9 @@ def test_numbers_count_the_lines_whatever_their_order_as_text(make_folder: MakeF
     )
 
 
-def test_a_file_that_does_not_fit_is_one_line(make_folder: MakeFolder, cli: Launcher, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_one_line(
+    make_folder: MakeFolder, cli: Launcher, tmp_path: Path
+) -> None:
     names = write(tmp_path, "n01440764 tench\n")
     data = ["data.name=folder", f"data.root={make_wnids(make_folder)}", f"data.class_names={names}"]
     line = cli.fail("train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run")
@@ -64,23 +73,43 @@ def test_a_file_that_does_not_fit_is_one_line(make_folder: MakeFolder, cli: Laun
     assert str(names) in cli.fail("train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run")
 
 
-def test_the_model_file_keeps_them_for_all_that_follows(make_folder: MakeFolder, cli: Launcher, tmp_path: Path) -> None:
+def test_the_model_file_keeps_them_for_all_that_follows(
+    make_folder: MakeFolder, cli: Launcher, tmp_path: Path
+) -> None:
     root, names = make_wnids(make_folder, 20), write(tmp_path, WORDS)
-    data = ["data.name=folder", f"data.root={root}", f"data.class_names={names}", "train.batch_size=8"]
+    data = [
+        "data.name=folder",
+        f"data.root={root}",
+        f"data.class_names={names}",
+        "train.batch_size=8",
+    ]
     cli.succeed("train", "digits", *TINY_RUN, *data, "train.epochs=1", "-o", tmp_path / "run")
     names.unlink()
     bundle = load_bundle(tmp_path / "run")
     assert bundle.class_names == ("tench", "English springer")
     # of the same folder, and of another one whose folders are wnids
-    other = make_folder(*[f"{wnid}/{number}.png" for wnid in WNIDS for number in range(2)], root="other")
+    other = make_folder(
+        *[f"{wnid}/{number}.png" for wnid in WNIDS for number in range(2)], root="other"
+    )
     for place in (None, other):
         source = open_for_model(place, trained_on=bundle.config["data"]).split()
         assert source.class_names == bundle.class_names
-    cli.succeed("evaluate", tmp_path / "run", "--data", other, "--device", "cpu", "-o", tmp_path / "evaluation")
+    cli.succeed(
+        "evaluate",
+        tmp_path / "run",
+        "--data",
+        other,
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "evaluation",
+    )
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert [entry["name"] for entry in evaluation["per_class"]] == ["tench", "English springer"]
     page = (tmp_path / "evaluation" / "report.html").read_text()
     assert "English springer" in page
     assert "n02102040" not in page.replace(str(other), "").replace("n02102040/", "")
     assert "tench" in cli.succeed("predict", tmp_path / "run", other, "--device", "cpu").out
-    cli.succeed("attention", tmp_path / "run", "--images", "2", "--device", "cpu", "-o", tmp_path / "maps")
+    cli.succeed(
+        "attention", tmp_path / "run", "--images", "2", "--device", "cpu", "-o", tmp_path / "maps"
+    )

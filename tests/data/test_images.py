@@ -1,4 +1,5 @@
-"""Every kind of image file becomes upright RGB, or one sentence; geometry says where the input lies."""
+"""Every kind of image file becomes upright RGB, or one sentence; geometry says where the input
+lies."""
 
 import io
 from pathlib import Path
@@ -15,7 +16,9 @@ from vit.data.images import Preprocess, read_image
 
 def smooth(height: int, width: int) -> np.ndarray:
     y, x = np.mgrid[0:height, 0:width]
-    return np.stack([x * 255 // width, y * 255 // height, (x + y) * 127 // (height + width)], -1).astype(np.uint8)
+    return np.stack(
+        [x * 255 // width, y * 255 // height, (x + y) * 127 // (height + width)], -1
+    ).astype(np.uint8)
 
 
 def save(image: Image.Image, path: Path, **options: object) -> Path:
@@ -115,7 +118,9 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 def test_an_open_file_is_read_and_named() -> None:
     buffer = io.BytesIO()
     Image.fromarray(smooth(8, 8)).save(buffer, "PNG")
-    np.testing.assert_array_equal(np.asarray(read_image(io.BytesIO(buffer.getvalue()))), smooth(8, 8))
+    np.testing.assert_array_equal(
+        np.asarray(read_image(io.BytesIO(buffer.getvalue()))), smooth(8, 8)
+    )
     with pytest.raises(ValueError, match=r"shard\.tar/7 can't be read"):
         read_image(io.BytesIO(buffer.getvalue()[:40]), name="shard.tar/7")
 
@@ -123,7 +128,9 @@ def test_an_open_file_is_read_and_named() -> None:
 def test_preprocess_equals_torchvisions_resize_and_centre_crop() -> None:
     # 48×64 scaled by a half covers 24×32 exactly, so no sub-pixel choice differs
     image = Image.fromarray(smooth(48, 64))
-    reference = v2.Compose([v2.Resize(24, v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(20)])
+    reference = v2.Compose(
+        [v2.Resize(24, v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(20)]
+    )
     got = Preprocess((20, 20), crop_pct=20 / 24).to_uint8(image)
     np.testing.assert_array_equal(got, np.asarray(reference(image)))
 
@@ -160,11 +167,17 @@ def test_stored_pixels_cut_later_equal_pixels_cut_at_once() -> None:
 
 def test_normalization_is_the_formula_in_both_layouts() -> None:
     preprocess = Preprocess((5, 4), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    pixels = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expected = (pixels.double() / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor([0.5, 0.6, 0.7])
+    pixels = torch.randint(
+        0, 256, (2, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    expected = (pixels.double() / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor(
+        [0.5, 0.6, 0.7]
+    )
     expected = expected.permute(0, 3, 1, 2)
     torch.testing.assert_close(preprocess.normalize(pixels).double(), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(preprocess.normalize(pixels.permute(0, 3, 1, 2)).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        preprocess.normalize(pixels.permute(0, 3, 1, 2)).double(), expected, atol=1e-6, rtol=0
+    )
     images = [Image.fromarray(pixels[0].numpy()), Image.fromarray(smooth(9, 30))]
     assert preprocess(images).shape == (2, 3, 5, 4)
     torch.testing.assert_close(preprocess(images)[0].double(), expected[0], atol=1e-6, rtol=0)
@@ -188,7 +201,9 @@ def test_no_size_and_crop_push_the_box_over_an_edge() -> None:
     for width in range(90, 520, 7):
         for height in range(90, 520, 11):
             for size, fraction in ((128, 0.875), (96, 0.9), (224, 0.875)):
-                left, top, right, bottom = Preprocess((size, size), fraction).geometry((width, height)).box
+                left, top, right, bottom = (
+                    Preprocess((size, size), fraction).geometry((width, height)).box
+                )
                 assert left >= 0
                 assert top >= 0
                 assert right <= width

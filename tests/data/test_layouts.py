@@ -1,4 +1,5 @@
-"""The same photographs in every layout of a data set: read alike, and a damaged one is named in each."""
+"""The same photographs in every layout of a data set: read alike, and a damaged one is named in
+each."""
 
 import csv
 import io
@@ -65,7 +66,9 @@ def write_valid(root: Path, photos: Photos) -> Path:
     return root
 
 
-def write_table(root: Path, photos: Photos, *, columns: tuple[str, str], name: str = "labels.csv") -> Path:
+def write_table(
+    root: Path, photos: Photos, *, columns: tuple[str, str], name: str = "labels.csv"
+) -> Path:
     for photo, _, content in photos:
         write(root / "images" / photo, content)
     with (root / name).open("w", newline="") as file:
@@ -87,7 +90,9 @@ def write_jsonl(root: Path, photos: Photos) -> Path:
 def make_rows(photos: Photos) -> "datasets.Dataset":
     rows = {"image": [{"bytes": content, "path": name} for name, _, content in photos]}
     rows["label"] = [CLASSES.index(label) for _, label, _ in photos]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
+    )
     return datasets.Dataset.from_dict(rows, features=features)
 
 
@@ -98,7 +103,9 @@ def write_parquet(root: Path, photos: Photos) -> Path:
 
 
 def write_saved(root: Path, photos: Photos) -> Path:
-    datasets.DatasetDict(train=make_rows(photos[::2]), test=make_rows(photos[1::2])).save_to_disk(str(root))
+    datasets.DatasetDict(train=make_rows(photos[::2]), test=make_rows(photos[1::2])).save_to_disk(
+        str(root)
+    )
     return root
 
 
@@ -120,8 +127,12 @@ LAYOUTS: dict[str, Callable[[Path, Photos], Path]] = {
     "train, val and test": write_splits,
     "train and valid": write_valid,
     "path and label": lambda root, photos: write_table(root, photos, columns=("path", "label")),
-    "filename and class": lambda root, photos: write_table(root, photos, columns=("filename", "class")),
-    "metadata.csv": lambda root, photos: write_table(root, photos, columns=("file_name", "label"), name="metadata.csv"),
+    "filename and class": lambda root, photos: write_table(
+        root, photos, columns=("filename", "class")
+    ),
+    "metadata.csv": lambda root, photos: write_table(
+        root, photos, columns=("file_name", "label"), name="metadata.csv"
+    ),
     "metadata.jsonl": write_jsonl,
     "Parquet": write_parquet,
     "save_to_disk": write_saved,
@@ -144,17 +155,21 @@ def test_every_layout_gives_the_same_photographs_and_names_a_damaged_one(
     assert source.class_names == CLASSES
     found = {label: [] for label in CLASSES}
     for index in range(len(source)):
-        found[CLASSES[source.labels[index]]].append(np.asarray(source.read(index)).tobytes())
+        found[CLASSES[source.labels[index]]].append(np.asarray(source.image(index)).tobytes())
     assert {label: sorted(pixels) for label, pixels in found.items()} == {
         label: sorted(pixels) for label, pixels in expected.items()
     }
     name, label, content = photos[5]
     broken = [*photos[:5], (name, label, content[: len(content) // 2]), *photos[6:]]
     shutil.rmtree(root)
-    source = open_dataset(kind, root=LAYOUTS[layout](root, broken), cache_dir=tmp_path / "cache").split("all")
+    source = open_dataset(
+        kind, root=LAYOUTS[layout](root, broken), cache_dir=tmp_path / "cache"
+    ).split("all")
     options = {"size": (16, 16), "cache_dir": tmp_path / "cache", "progress": False}
     decoded = decode_dataset(source, **options)
     assert len(decoded) == 2 * EACH - 1
     assert len(decoded.unreadable) == 1
-    with pytest.raises(ValueError, match="1 of 24 images can't be read, more than the allowed fraction of 0"):
+    with pytest.raises(
+        ValueError, match="1 of 24 images can't be read, more than the allowed fraction of 0"
+    ):
         decode_dataset(source, **options, max_unreadable_fraction=0.0)

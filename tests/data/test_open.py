@@ -19,6 +19,7 @@ from torchvision import datasets
 
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset, open_for_model
+from vit.evaluation.images import load_images
 
 MakeFolder = Callable[..., Path]
 
@@ -48,19 +49,25 @@ def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
     for index in (0, 100, 300):
         number = int(source.ids[index].removeprefix("digits/"))
         expected = np.round(digits.images[number] / 16 * 255)
-        np.testing.assert_array_equal(np.asarray(source.read(index))[..., 1], expected)
+        np.testing.assert_array_equal(np.asarray(source.image(index))[..., 1], expected)
         assert source.labels[index] == digits.target[number]
 
 
 def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
-    first, again, other = (open_dataset("digits", split_seed=seed).split("test") for seed in (0, 0, 1))
+    first, again, other = (
+        open_dataset("digits", split_seed=seed).split("test") for seed in (0, 0, 1)
+    )
     assert first.ids == again.ids
     assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
 
 
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
-    assert len(open_dataset("digits", validation_fraction=0.3).split("validation")) == pytest.approx(431, abs=6)
-    assert len(open_dataset("digits", validation_fraction=0).split("train")) == pytest.approx(1438, abs=6)
+    assert len(
+        open_dataset("digits", validation_fraction=0.3).split("validation")
+    ) == pytest.approx(431, abs=6)
+    assert len(open_dataset("digits", validation_fraction=0).split("train")) == pytest.approx(
+        1438, abs=6
+    )
     with pytest.raises(ValueError, match="the validation split is empty"):
         open_dataset("digits", validation_fraction=0).split("validation")
 
@@ -83,11 +90,20 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"name": "cifar11"}, "unknown data.name 'cifar11'; nearest: cifar10, cifar100"),
-        ({"name": "pictures"}, "unknown data.name 'pictures'; nearest: cifar10, .*, webdataset"),
-        ({"name": "digits", "split": "dev"}, "unknown split 'dev'; known: train, validation, test, all"),
-        ({"name": "digits", "classes": ["11", "1"]}, "unknown class '11' in data.classes; known: 0, 1, 2"),
-        ({"name": "digits", "classes": ["1", "1"]}, "a classifier needs at least two"),
+        ({"name": "cifar11"}, "unknown data.name 'cifar11'; known: cifar10, cifar100"),
+        ({"name": "pictures"}, "unknown data.name 'pictures'; known: cifar10, .*, webdataset"),
+        (
+            {"name": "digits", "split": "dev"},
+            "unknown split 'dev'; known: all, test, train, validation",
+        ),
+        (
+            {"name": "digits", "classes": ["11", "1"]},
+            "unknown class of data.classes '11'; known: 0, 1, 2",
+        ),
+        (
+            {"name": "digits", "classes": ["1", "1"]},
+            "data.classes names fewer than two classes: '1'",
+        ),
         ({"name": "digits", "validation_fraction": 1.5}, "validation_fraction 1.5 must be"),
         ({"name": "folder"}, "data.name=folder needs data.root"),
         ({"name": "folder", "root": "/absent"}, "data.root /absent is not a folder"),
@@ -95,7 +111,9 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
         ({"name": "webdataset"}, "data.name=webdataset needs data.root"),
     ],
 )
-def test_mistakes_get_a_sentence_with_the_value(arguments: dict[str, object], sentence: str) -> None:
+def test_mistakes_get_a_sentence_with_the_value(
+    arguments: dict[str, object], sentence: str
+) -> None:
     split = arguments.pop("split", "train")
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
         open_dataset(**arguments).split(split)
@@ -114,13 +132,17 @@ def test_split_folders_are_the_splits(make_folder: MakeFolder) -> None:
     assert len(open_dataset("folder", root=root).split("all")) == 60
 
 
-def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(make_folder: MakeFolder) -> None:
+def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
+    make_folder: MakeFolder,
+) -> None:
     root = make_folder(*grid("train", "val"))
-    test, held = (open_dataset("folder", root=root).split(split) for split in ("test", "validation"))
+    test, held = (
+        open_dataset("folder", root=root).split(split) for split in ("test", "validation")
+    )
     assert list(test.ids) == sorted(grid("val"))
     assert all(name.startswith("train/") for name in held.ids)
     assert Counter(held.labels.tolist()) == {0: 1, 1: 1}
-    assert "val/ is the test split; validation images are held out of train/" in test.notes
+    assert "val/ is the test split; validation images are held out of the others" in test.notes
 
 
 def test_one_folder_of_classes_is_split_three_ways(make_folder: MakeFolder) -> None:
@@ -135,7 +157,7 @@ def test_images_are_read_below_class_folders_at_any_depth(make_folder: MakeFolde
     root = make_folder("a/deep/er/1.png", "a/2.png", "b/3.png")
     source = open_dataset("folder", root=root).split("all")
     assert list(source.ids) == ["a/2.png", "a/deep/er/1.png", "b/3.png"]
-    assert source.read(2).size == (32, 24)
+    assert source.image(2).size == (32, 24)
 
 
 def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFolder) -> None:
@@ -144,15 +166,18 @@ def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFold
     source = open_dataset("folder", root=root).split("all")
     assert len(source) == 20
     assert source.class_names == ("cat", "dog")
-    assert source.notes == ("2 hidden files or files that are no images were ignored in images/",)
+    assert source.notes == ("2 hidden files or files that are not images were ignored in images/",)
 
 
 @pytest.mark.parametrize(
     ("paths", "sentence"),
     [
-        ([], "holds no class folders; a classifier needs two or more"),
-        (["cat/1.png"], "holds one class, 'cat'; a classifier needs two or more"),
-        (["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"], "holds class 'cow', which .*train does not have"),
+        ([], "<image> names fewer than two classes: none"),
+        (["cat/1.png"], "<class>/<image> names fewer than two classes: 'cat'"),
+        (
+            ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
+            "holds class 'cow', which .*train does not have",
+        ),
         (["cat/1.png", "dog/1.txt.png/x.json.png"], None),
     ],
 )
@@ -202,8 +227,12 @@ def write_labels(root: Path, *lines: str) -> Path:
 
 def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
     root = make_folder("x/1.png", "x/2.png", "3.png")
-    write_labels(root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test')
-    train, test = (open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test"))
+    write_labels(
+        root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test'
+    )
+    train, test = (
+        open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test")
+    )
     assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
     assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
 
@@ -211,13 +240,15 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("2.png", "line 3 must have 2 values, path,label: '2.png'"),
-        ("2.png,", "line 3 must have 2 values"),
+        ("2.png", "line 3 must have 2 values, path,label, not '2.png'"),
+        ("2.png,", "line 3: label '' is neither a text nor"),
         ("9.png,elk", "line 3: 9.png is not a file"),
         ("1.png,elk", "line 3: 1.png was already listed"),
     ],
 )
-def test_a_wrong_line_of_a_label_file_is_named_by_its_number(make_folder: MakeFolder, line: str, sentence: str) -> None:
+def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
+    make_folder: MakeFolder, line: str, sentence: str
+) -> None:
     root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
     with pytest.raises(ValueError, match=sentence):
         open_dataset("folder", root=root).split("train")
@@ -225,7 +256,7 @@ def test_a_wrong_line_of_a_label_file_is_named_by_its_number(make_folder: MakeFo
 
 def test_a_label_file_without_header_is_refused(make_folder: MakeFolder) -> None:
     root = write_labels(make_folder("1.png"), "1.png,owl")
-    with pytest.raises(ValueError, match=r"line 1 must be path,label or .*, not '1\.png,owl'"):
+    with pytest.raises(ValueError, match=r"line 1 must name path .*, not '1\.png,owl'"):
         open_dataset("folder", root=root).split("train")
 
 
@@ -247,22 +278,29 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def batch() -> dict[str, object]:
         return {"data": random.integers(0, 256, (20, 3072), dtype=np.uint8), "labels": [0, 1] * 10}
 
-    monkeypatch.setattr(datasets.CIFAR10, "train_list", [write(f"data_batch_{n}", batch()) for n in range(1, 6)])
+    monkeypatch.setattr(
+        datasets.CIFAR10, "train_list", [write(f"data_batch_{n}", batch()) for n in range(1, 6)]
+    )
     monkeypatch.setattr(datasets.CIFAR10, "test_list", [write("test_batch", batch())])
     name, md5 = write("batches.meta", {"label_names": ["airplane", "automobile"]})
-    monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
+    monkeypatch.setattr(
+        datasets.CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5}
+    )
     return root
 
 
 def test_cifar_is_read_from_its_published_files(cifar_root: Path) -> None:
     train, held, test = (
-        open_dataset("cifar10", root=cifar_root).split(split) for split in ("train", "validation", "test")
+        open_dataset("cifar10", root=cifar_root).split(split)
+        for split in ("train", "validation", "test")
     )
     assert (len(train), len(held), len(test)) == (90, 10, 20)
     assert train.class_names == ("airplane", "automobile")
     assert not set(train.ids) & set(held.ids)
     raw = pickle.loads((cifar_root / "cifar-10-batches-py" / "test_batch").read_bytes())
-    np.testing.assert_array_equal(np.asarray(test.read(3)), raw["data"][3].reshape(3, 32, 32).transpose(1, 2, 0))
+    np.testing.assert_array_equal(
+        np.asarray(test.image(3)), raw["data"][3].reshape(3, 32, 32).transpose(1, 2, 0)
+    )
     assert test.ids[3] == "test/00003"
 
 
@@ -270,7 +308,9 @@ def fail_to_download(self: object) -> None:
     raise URLError("no route to host")
 
 
-def test_a_damaged_cifar_file_is_not_read(cifar_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cifar_file_is_not_read(
+    cifar_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "download", fail_to_download)
     file = cifar_root / "cifar-10-batches-py" / "data_batch_2"
     file.write_bytes(file.read_bytes()[:-1])
@@ -302,9 +342,13 @@ def test_a_download_is_checked_and_unpacked(
     assert (empty_cache / "downloads" / "cifar10" / "cifar-10-batches-py").is_dir()
 
 
-def test_a_failed_download_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_says_what_to_do_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "download", fail_to_download)
-    with pytest.raises(OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"):
+    with pytest.raises(
+        OSError, match=r"could not be downloaded .*no route.*by hand: put cifar-10-python.tar.gz"
+    ):
         open_dataset("cifar10", root=tmp_path).split("train")
 
 
@@ -329,9 +373,17 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
 
 def test_imagenet_is_cut_to_classes_by_wnid_or_name(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("train", "val", classes=("n01", "n02", "n03"), count=3))
-    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split("train").class_names == ("n01", "n03")
-    (root / "LOC_synset_mapping.txt").write_text("n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n")
-    assert open_dataset("imagenet", root=root).split("train").class_names == ("crane (n01)", "crane (n02)", "great owl")
+    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split(
+        "train"
+    ).class_names == ("n01", "n03")
+    (root / "LOC_synset_mapping.txt").write_text(
+        "n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n"
+    )
+    assert open_dataset("imagenet", root=root).split("train").class_names == (
+        "crane (n01)",
+        "crane (n02)",
+        "great owl",
+    )
     cut = open_dataset("imagenet", root=root, classes=["great owl", "n02"]).split("test")
     assert cut.class_names == ("crane (n02)", "great owl")
     assert Counter(cut.labels.tolist()) == {0: 3, 1: 3}
@@ -343,8 +395,10 @@ def test_imagenet_without_train_folder_is_refused(make_folder: MakeFolder) -> No
 
 
 def test_a_source_travels_to_another_process(make_folder: MakeFolder) -> None:
-    source = pickle.loads(pickle.dumps(open_dataset("folder", root=make_folder(*grid("."))).split("all")))
-    assert isinstance(source.read(0), Image.Image)
+    source = pickle.loads(
+        pickle.dumps(open_dataset("folder", root=make_folder(*grid("."))).split("all"))
+    )
+    assert isinstance(source.image(0), Image.Image)
 
 
 # --- what a split is made of, found once --------------------
@@ -379,7 +433,9 @@ def test_splits_of_shards_published_sets_and_label_files_are_described(
     ]
 
 
-def test_each_folder_is_walked_once_whatever_is_asked(make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_folder_is_walked_once_whatever_is_asked(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = make_folder(*grid("train", "val"))
     walked: Counter[str] = Counter()
     scan = os.scandir
@@ -404,7 +460,9 @@ def test_without_data_it_is_the_test_split_of_the_training_data(make_folder: Mak
     root = make_folder(*grid(".", count=20))
     trained_on = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
     source = open_for_model(None, trained_on=trained_on).split()
-    expected = open_dataset("folder", root=root, validation_fraction=0.2, split_seed=3).split("test")
+    expected = open_dataset("folder", root=root, validation_fraction=0.2, split_seed=3).split(
+        "test"
+    )
     assert (source.split, list(source.ids)) == ("test", list(expected.ids))
     # the same folder, named: not all of it, which would be the training images
     named = open_for_model(str(root), trained_on=trained_on).split()
@@ -420,22 +478,36 @@ def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: Ma
     assert len(open_for_model(str(root), trained_on={}).split("all")) == 8
 
 
-def test_the_cache_of_the_training_run_is_used_while_it_exists(make_folder: MakeFolder, tmp_path: Path) -> None:
-    trained_on = {"name": "folder", "root": make_folder(*grid(".")), "cache_dir": str(tmp_path / "cache")}
+def test_the_cache_of_the_training_run_is_used_while_it_exists(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    trained_on = {
+        "name": "folder",
+        "root": make_folder(*grid(".")),
+        "cache_dir": str(tmp_path / "cache"),
+    }
     assert open_for_model(None, trained_on=trained_on).cache_dir != tmp_path / "cache"
     (tmp_path / "cache").mkdir()
     dataset = open_for_model(None, trained_on=trained_on)
-    dataset.decode("test", Preprocess((8, 8)), progress=False)
-    assert [entry.name for entry in (tmp_path / "cache").glob("folder-test-8x8-*") if entry.is_dir()]
+    class_names = dataset.split("test").class_names
+    preprocess = Preprocess((8, 8))
+    load_images(dataset, "test", preprocess=preprocess, class_names=class_names, progress=False)
+    assert [
+        entry.name for entry in (tmp_path / "cache").glob("folder-test-8x8-*") if entry.is_dir()
+    ]
 
 
 def test_what_is_no_data_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--data cifar11 is no data set \(cifar10, .*no folder and no shards"):
+    with pytest.raises(
+        ValueError, match=r"--data cifar11 is not a data set \(cifar10, .*, a folder or shards"
+    ):
         open_for_model("cifar11", trained_on={})
-    with pytest.raises(ValueError, match="doesn't say what it was trained on; name the images with --data"):
+    with pytest.raises(
+        ValueError, match="doesn't say what it was trained on; name the images with --data"
+    ):
         open_for_model(None, trained_on={})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no class folders"):
+    with pytest.raises(ValueError, match="names fewer than two classes: none"):
         open_for_model(str(tmp_path / "empty"), trained_on={})
 
 

@@ -10,7 +10,10 @@ from scipy.stats import chi2
 from vit.data.random import StatelessRandom
 
 MASK = (1 << 64) - 1
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 def splitmix64(seed: int, epoch: int, stream: str, sample: int) -> int:
@@ -34,20 +37,35 @@ def chi_square_p(counts: torch.Tensor) -> float:
 def test_bits_equal_the_published_algorithm(device: str) -> None:
     ids = torch.tensor([0, 1, 2, 49_999, 2**40 + 3], device=device)
     got = StatelessRandom(3, 5).bits("flip", ids).tolist()
-    assert [value & MASK for value in got] == [splitmix64(3, 5, "flip", sample) for sample in ids.tolist()]
+    assert [value & MASK for value in got] == [
+        splitmix64(3, 5, "flip", sample) for sample in ids.tolist()
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_uniforms_and_integers_are_the_upper_bits_exactly(device: str) -> None:
     ids = torch.arange(1000, device=device)
     words = [splitmix64(0, 1, "x", sample) for sample in range(1000)]
-    assert StatelessRandom(0, 1).uniform("x", ids).tolist() == [(word >> 40) / 2**24 for word in words]
-    assert StatelessRandom(0, 1).integers("x", ids, below=9).tolist() == [(word >> 32) * 9 >> 32 for word in words]
+    assert StatelessRandom(0, 1).uniform("x", ids).tolist() == [
+        (word >> 40) / 2**24 for word in words
+    ]
+    assert StatelessRandom(0, 1).integers("x", ids, below=9).tolist() == [
+        (word >> 32) * 9 >> 32 for word in words
+    ]
 
 
 def test_random_numbers_never_change_between_versions() -> None:
     # a resumed run must see the pictures it would have seen
-    assert StatelessRandom(0, 0).integers("crop y", torch.arange(8), below=9).tolist() == [5, 2, 4, 5, 5, 4, 2, 4]
+    assert StatelessRandom(0, 0).integers("crop y", torch.arange(8), below=9).tolist() == [
+        5,
+        2,
+        4,
+        5,
+        5,
+        4,
+        2,
+        4,
+    ]
     assert StatelessRandom(0, 0).permutation(8).tolist() == [6, 2, 0, 4, 5, 1, 7, 3]
 
 
@@ -88,7 +106,9 @@ def test_random_numbers_that_differ_in_one_thing_are_independent(
 
 def test_order_is_a_permutation_and_places_are_uniform() -> None:
     assert sorted(StatelessRandom(0, 0).permutation(1000).tolist()) == list(range(1000))
-    places = torch.stack([StatelessRandom(0, epoch).permutation(20).argsort() for epoch in range(2000)])
+    places = torch.stack(
+        [StatelessRandom(0, epoch).permutation(20).argsort() for epoch in range(2000)]
+    )
     for sample in (0, 7, 19):
         assert chi_square_p(torch.bincount(places[:, sample], minlength=20).double()) > 1e-3
 

@@ -10,9 +10,9 @@ import pytest
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
-from vit.evaluation.evaluated_images import Images, load_images
+from vit.evaluation.images import Images, load_images
 from vit.evaluation.metrics import Ints
-from vit.evaluation.predictor import Logits
+from vit.evaluation.prediction import Logits
 
 MakePredictions = Callable[..., tuple[Logits, Ints]]
 
@@ -21,7 +21,9 @@ MakePredictions = Callable[..., tuple[Logits, Ints]]
 def make_predictions() -> MakePredictions:
     """Logits whose softmax is the chance of each label: a model that knows how sure it may be."""
 
-    def make(count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0) -> tuple[Logits, Ints]:
+    def make(
+        count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0
+    ) -> tuple[Logits, Ints]:
         rng = np.random.default_rng(seed)
         logits = sharpness * rng.standard_normal((count, classes))
         labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
@@ -39,7 +41,11 @@ def bundle(tiny_bundle: Bundle) -> Bundle:
 def images(bundle: Bundle) -> Images:
     """The digits' test split."""
     return load_images(
-        open_dataset("digits"), "test", preprocess=bundle.preprocess, class_names=bundle.class_names, progress=False
+        open_dataset("digits"),
+        "test",
+        preprocess=bundle.preprocess,
+        class_names=bundle.class_names,
+        progress=False,
     )
 
 

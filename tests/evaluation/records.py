@@ -4,13 +4,18 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.evaluation.cost import Cost
-from vit.evaluation.metrics import compute_metrics, compute_per_class, compute_reliability, score_logits
+from vit.evaluation.metrics import (
+    Examples,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
+    Cost,
     Evaluation,
-    Examples,
     save_evaluation,
     save_predictions,
 )
@@ -26,7 +31,8 @@ def write_evaluation(
     seed: int | None = None,
     reverse: bool = False,
 ) -> Path:
-    """An evaluation directory of four classes in which the labels have the given ranks (0 is a hit)."""
+    """An evaluation directory of four classes in which the labels have the given ranks (0 is a
+    hit)."""
     names = tuple(f"class {index}" for index in range(4))
     labels = np.arange(len(ranks)) % 4
     logits = np.zeros((len(ranks), 4), dtype=np.float32)

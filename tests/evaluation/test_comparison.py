@@ -55,21 +55,27 @@ def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> No
 
 
 def test_equal_predictions_differ_by_exactly_nothing(make_evaluation: MakeEvaluation) -> None:
-    pair = compare_groups(*group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)])))
+    pair = compare_groups(
+        *group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)]))
+    )
     assert (pair.difference, pair.interval, pair.p_value) == (0.0, (0.0, 0.0), 1.0)
     assert pair.recall_changes == []
 
 
 def test_classes_that_moved_most_come_first(make_evaluation: MakeEvaluation) -> None:
     # image i is of class i % 4
-    evaluations = load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))])
+    evaluations = load_evaluations(
+        [make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 3, 11, 19, 4))]
+    )
     moved = compare_groups(*group_seeds(evaluations)).recall_changes
     assert [move.name for move in moved] == ["class 3", "class 0"]
     assert moved[0].recall_b - moved[0].recall_a == pytest.approx(3 / 100)
     assert moved[0].support == 100
 
 
-def test_seeds_of_one_recipe_are_grouped_as_mean_and_deviation(make_evaluation: MakeEvaluation) -> None:
+def test_seeds_of_one_recipe_are_grouped_as_mean_and_deviation(
+    make_evaluation: MakeEvaluation,
+) -> None:
     seeds = [
         make_evaluation(f"seed{seed}", flip(RANKS, *range(0, 10 * seed, 8)), recipe="r", seed=seed)
         for seed in (0, 1, 2)
@@ -117,7 +123,9 @@ def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_pat
 
 
 def test_the_comparison_is_saved_whole(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
-    comparison = compare_evaluations([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))])
+    comparison = compare_evaluations(
+        [make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))]
+    )
     comparison.save(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert saved["pairs"][0]["only_b"] == ["test/0003.png"]

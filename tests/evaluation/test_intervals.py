@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.metrics import compute_intervals, compute_metrics, score_logits
 
 
 def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredictions) -> None:
@@ -19,7 +18,9 @@ def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredi
     assert low < share < high
 
 
-def test_interval_of_the_loss_has_the_width_of_the_central_limit(make_predictions: MakePredictions) -> None:
+def test_interval_of_the_loss_has_the_width_of_the_central_limit(
+    make_predictions: MakePredictions,
+) -> None:
     scores = score_logits(*make_predictions(4000))
     low, high = compute_intervals(scores)["loss"]
     assert high - low == pytest.approx(2 * 1.96 * scores.loss.std() / np.sqrt(len(scores)), rel=0.1)
@@ -45,15 +46,22 @@ def test_intervals_hold_what_they_promise(make_predictions: MakePredictions) -> 
 
 
 @pytest.mark.parametrize(("count", "classes"), [(12, 5), (200, 10), (1000, 10), (1000, 200)])
-def test_every_metric_lies_in_its_interval(make_predictions: MakePredictions, count: int, classes: int) -> None:
-    """Resampling raises the calibration error of a calibrated model until every replicate lies above it."""
+def test_every_metric_lies_in_its_interval(
+    make_predictions: MakePredictions, count: int, classes: int
+) -> None:
+    """Resampling raises the calibration error of a calibrated model until every replicate lies
+    above it."""
     for seed in range(5):
         scores = score_logits(*make_predictions(count, classes, seed=seed))
         metrics, intervals = compute_metrics(scores), compute_intervals(scores, resamples=200)
-        assert {name for name, (low, high) in intervals.items() if not 0 <= low <= metrics[name] <= high} == set()
+        assert {
+            name for name, (low, high) in intervals.items() if not 0 <= low <= metrics[name] <= high
+        } == set()
 
 
-def test_the_interval_of_a_biased_metric_is_as_wide_as_it_varies(make_predictions: MakePredictions) -> None:
+def test_the_interval_of_a_biased_metric_is_as_wide_as_it_varies(
+    make_predictions: MakePredictions,
+) -> None:
     draws = [score_logits(*make_predictions(1000, seed=seed + 1)) for seed in range(100)]
     values = [compute_metrics(scores) for scores in draws]
     intervals = [compute_intervals(scores, resamples=200) for scores in draws[:50]]
@@ -63,6 +71,7 @@ def test_the_interval_of_a_biased_metric_is_as_wide_as_it_varies(make_prediction
         assert held >= 44, (name, held)
 
 
+@pytest.mark.extended
 def test_fifty_thousand_predictions_take_seconds(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions(50_000, 100))
     start = time.perf_counter()

@@ -16,8 +16,12 @@ from vit.evaluation.metrics import (
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
-def test_metrics_equal_scikit_learn(make_predictions: MakePredictions, count: int, classes: int) -> None:
-    logits, labels = make_predictions(count, classes)  # 300 of 200: many classes have no image at all
+def test_metrics_equal_scikit_learn(
+    make_predictions: MakePredictions, count: int, classes: int
+) -> None:
+    logits, labels = make_predictions(
+        count, classes
+    )  # 300 of 200: many classes have no image at all
     metrics = compute_metrics(score_logits(logits, labels))
     probabilities = softmax(logits.astype(np.float64), axis=1)
     predicted = logits.argmax(axis=1)
@@ -30,7 +34,9 @@ def test_metrics_equal_scikit_learn(make_predictions: MakePredictions, count: in
         "macro_f1": sklearn_metrics.f1_score(labels, predicted, **macro),
         "macro_precision": sklearn_metrics.precision_score(labels, predicted, **macro),
         "macro_recall": sklearn_metrics.recall_score(labels, predicted, **macro),
-        "brier": sklearn_metrics.brier_score_loss(labels, probabilities, labels=every, scale_by_half=False),
+        "brier": sklearn_metrics.brier_score_loss(
+            labels, probabilities, labels=every, scale_by_half=False
+        ),
     }
     if classes > 5:
         expected["top5"] = sklearn_metrics.top_k_accuracy_score(labels, logits, k=5, labels=every)
@@ -38,7 +44,9 @@ def test_metrics_equal_scikit_learn(make_predictions: MakePredictions, count: in
         assert metrics[name] == pytest.approx(value, abs=1e-9, rel=0), name
 
 
-def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(make_predictions: MakePredictions) -> None:
+def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
+    make_predictions: MakePredictions,
+) -> None:
     logits, labels = make_predictions(400, 12)
     labels[labels == 7] = 3  # a class without images
     names = tuple(f"class {index}" for index in range(12))
@@ -51,7 +59,9 @@ def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(make_predic
         precision, recall = hits / predicted, hits / support if support else 0.0
         f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
         assert (row.name, row.support, row.predicted) == (names[index], support, predicted)
-        assert (row.precision, row.recall, row.f1) == pytest.approx((precision, recall, f1), abs=1e-12)
+        assert (row.precision, row.recall, row.f1) == pytest.approx(
+            (precision, recall, f1), abs=1e-12
+        )
 
 
 def test_calibration_error_is_guos_equation_3(make_predictions: MakePredictions) -> None:
@@ -70,7 +80,9 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     # three images at 0.9, two of them right; one at 0.6, wrong: 3/4 |0.9 - 2/3| + 1/4 |0.6 - 0|
     probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9], [0.4, 0.6]])
     scores = score_logits(np.log(probabilities).astype(np.float32), np.array([0, 1, 1, 0]))
-    assert compute_metrics(scores)["ece"] == pytest.approx(0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6)
+    assert compute_metrics(scores)["ece"] == pytest.approx(
+        0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6
+    )
     bins = [each for each in compute_reliability(scores) if each.count]
     assert [each.count for each in bins] == [1, 3]
     assert bins[1].accuracy == pytest.approx(2 / 3)
@@ -85,7 +97,9 @@ def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> 
     assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
 
 
-def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(make_predictions: MakePredictions) -> None:
+def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(
+    make_predictions: MakePredictions,
+) -> None:
     logits, labels = make_predictions()
     plain = compute_metrics(score_logits(logits, labels))
     cooled = compute_metrics(score_logits(logits, labels, temperature=2.0))
@@ -111,5 +125,7 @@ def test_a_weight_counts_like_as_many_images(make_predictions: MakePredictions) 
 
 
 def test_logits_that_are_not_numbers_are_no_hits() -> None:
-    logits = np.array([[np.nan, np.nan, np.nan], [np.nan, 5.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32)
+    logits = np.array(
+        [[np.nan, np.nan, np.nan], [np.nan, 5.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32
+    )
     assert score_logits(logits, np.array([0, 1, 0])).correct.tolist() == [False, False, True]

@@ -13,8 +13,14 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.inputs import ImageInputs
-from vit.evaluation.prediction import Prediction, PredictionResult, predict_images, write_csv, write_jsonl
+from vit.data.images import ImageInputs
+from vit.evaluation.prediction import (
+    Prediction,
+    PredictionResult,
+    predict_images,
+    write_csv,
+    write_jsonl,
+)
 
 
 @pytest.fixture
@@ -28,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def run(bundle: Bundle, images: ImageInputs, *, top_k: int = 3, temperature: float = 1.0) -> list[Prediction]:
+def run(
+    bundle: Bundle, images: ImageInputs, *, top_k: int = 3, temperature: float = 1.0
+) -> list[Prediction]:
     heated = replace(bundle, metadata={"temperature": temperature})
     return list(predict_images(heated, images, top_k=top_k, batch_size=2, precision="float32"))
 
@@ -75,15 +83,22 @@ def test_pictures_in_memory_are_predicted_like_their_files(bundle: Bundle, folde
     predictions = run(bundle, [path, picture, np.asarray(picture)])
     expected = [probability for _, _, probability in predictions[0].classes]
     for prediction in predictions:
-        assert [probability for _, _, probability in prediction.classes] == pytest.approx(expected, abs=1e-6)
+        assert [probability for _, _, probability in prediction.classes] == pytest.approx(
+            expected, abs=1e-6
+        )
     assert [prediction.path for prediction in predictions] == [str(path), "image 1", "image 2"]
 
 
 def test_a_result_is_saved_as_lines(bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     result = PredictionResult(run(bundle, folder))
     result.save(tmp_path / "out")
-    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    assert [line["path"] for line in lines] == [prediction.path for prediction in result.predictions]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert [line["path"] for line in lines] == [
+        prediction.path for prediction in result.predictions
+    ]
     assert lines[0]["predictions"][0]["name"] == result.predictions[0].classes[0][1]
 
 

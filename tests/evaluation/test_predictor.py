@@ -3,16 +3,19 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from tests.conftest import Launcher
 from vit.bundle import Bundle
-from vit.evaluation.evaluated_images import Images
-from vit.evaluation.predictor import Logits, Precision, Predictor
+from vit.evaluation.images import Images
+from vit.evaluation.prediction import Logits, Precision, Predictor
 
 
-def predict(bundle: Bundle, images: Images, *, batch_size: int = 100, precision: Precision = "float32") -> Logits:
+def predict(
+    bundle: Bundle, images: Images, *, batch_size: int = 100, precision: Precision = "float32"
+) -> Logits:
     predictor = Predictor(
         model=bundle.model,
         preprocess=bundle.preprocess,
@@ -43,8 +46,10 @@ def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: Imag
     assert np.abs(logits - predict(bundle, images)).max() < 0.3
 
 
-def test_mirrored_logits_are_the_mean_of_both_views(bundle: Bundle, images: Images) -> None:
-    predictor = Predictor(bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", mirrored=True)
+def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: Images) -> None:
+    predictor = Predictor(
+        bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", tta="hflip"
+    )
     inputs = bundle.preprocess(_pil_images(images))
     with torch.inference_mode():
         expected = (bundle.model(inputs) + bundle.model(inputs.flip(-1))).numpy() / 2
@@ -66,8 +71,8 @@ import numpy as np, torch
 import torch.distributed as dist
 from vit.bundle import load_bundle
 from vit.data.open import open_dataset
-from vit.evaluation.predictor import Predictor
-from vit.evaluation.evaluated_images import load_images
+from vit.evaluation.prediction import Predictor
+from vit.evaluation.images import load_images
 
 model, out = sys.argv[1], sys.argv[2]
 torch.set_num_threads(1)
@@ -89,17 +94,27 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.chaos
 def test_processes_share_the_images_and_agree_bit_for_bit(
     cli: Launcher, tiny_model_file: Path, bundle: Bundle, images: Images, tmp_path: Path
 ) -> None:
     script = tmp_path / "predict.py"
     script.write_text(SCRIPT)
-    world, counts = 3, (100, 31)  # 4 batches, the last of 4 images; one batch, and none for two processes
-    cli.finish(cli.start(tiny_model_file, tmp_path / "out", *counts, processes=world, program=[str(script)]))
+    world, counts = (
+        3,
+        (100, 31),
+    )  # 4 batches, the last of 4 images; one batch, and none for two processes
+    cli.finish(
+        cli.start(
+            tiny_model_file, tmp_path / "out", *counts, processes=world, program=[str(script)]
+        )
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
+        predictor = Predictor(
+            bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32"
+        )
         alone = {count: predictor.predict(images.read, count=count) for count in counts}
     finally:
         torch.set_num_threads(threads)

@@ -1,14 +1,17 @@
-"""Small models with weights large enough that attention is not uniform, and one that was trained."""
+"""Small models with weights large enough that attention is not uniform, and one that was
+trained."""
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import BuildOnce
 from tests.explanation import model_zoo
 
 
@@ -41,8 +44,8 @@ def prepare(model: nn.Module) -> tuple[nn.Module, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of scanned digits, where a glyph on any patch decides the eleventh class, and images held
-    out."""
+    """A model of scanned digits, where a glyph on any patch decides the eleventh class, and images
+    held out."""
 
     model: nn.Module
     images: torch.Tensor  # [n, 3, 24, 24], classified correctly
@@ -57,8 +60,14 @@ def planted() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def trained(planted: ModuleType) -> Trained:
+def trained(planted: ModuleType, build_once: BuildOnce) -> Trained:
     """Ten seconds of training."""
-    model, images, classes, glyph = planted.train()
+
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        torch.save(planted.train(), folder / "trained.pt")
+
+    file = build_once("planted", build) / "trained.pt"
+    model, images, classes, glyph = torch.load(file, weights_only=False)
     assert len(images) > 0.8 * planted.HELD_OUT
     return Trained(model, images, classes, glyph)

@@ -1,7 +1,9 @@
 """Names of files: recognisable, unlike each other, safe."""
 
+import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -10,9 +12,9 @@ from tests.explanation.model_zoo import build
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.explanation.explain import explain_images
-from vit.explanation.items import clean_name, items_from_images, items_from_source, name_images
-from vit.explanation.methods.table import MapOptions
+from vit.explanation.explainer import explain_images
+from vit.explanation.items import clean_name, items_from_dataset, items_from_images, name_images
+from vit.explanation.methods.registry import MapOptions
 from vit.explanation.methods.targets import build_target_chooser
 
 
@@ -64,7 +66,7 @@ def test_files_are_read_with_their_hash_in_the_order_given(tmp_path: Path) -> No
     assert [item.name for item in items] == ["b", "a"]
     image, sha256 = items[0].read()
     assert image.size == (4, 4)
-    assert len(sha256) == 64
+    assert sha256 == hashlib.sha256((tmp_path / "b.png").read_bytes()).hexdigest()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_images_of_a_data_set_are_named_by_their_ids() -> None:
-    items = items_from_source(open_dataset("digits").split("test"), count=3)
+    items = items_from_dataset(open_dataset("digits").split("test"), count=3)
     assert len(items) == 3
     assert all(item.name.startswith("digits-") for item in items)
     assert items[0].read()[0].mode == "RGB"
@@ -88,9 +90,21 @@ def test_a_name_of_any_letters_fits_a_file_system() -> None:
 
 
 def test_a_class_is_found_by_one_of_its_synonyms() -> None:
-    names = ["great white shark, white shark", "crane, bird", "crane", "Cat", "drake, crane machine"]
+    names = [
+        "great white shark, white shark",
+        "crane, bird",
+        "crane",
+        "Cat",
+        "drake, crane machine",
+    ]
     logits = torch.zeros(2, 5)
-    for target, expected in [("great white shark", 0), ("White Shark", 0), ("cat", 3), ("crane", 2), ("2", 2)]:
+    for target, expected in [
+        ("great white shark", 0),
+        ("White Shark", 0),
+        ("cat", 3),
+        ("crane", 2),
+        ("2", 2),
+    ]:
         assert build_target_chooser(target, names)(logits).tolist() == [[expected]] * 2
     with pytest.raises(ValueError, match=r"class 'CRANE' is not unique: 1 .* 2 .*; give the index"):
         build_target_chooser("CRANE", names)
@@ -103,16 +117,24 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
     bundle = Bundle.from_model(model, class_names=list("abcde"), preprocess=Preprocess((32, 48)))
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     images = [Image.new(mode, (50, 40)) for mode in ("L", "RGBA", "P", "CMYK", "1")]
-    found = explain_images(bundle, [*images, tmp_path / "red.png", str(tmp_path)], "gae", target="top3")
-    assert found.maps.shape == (7, 3, 4, 6)
-    assert found.prefix_mass.shape == found.entropy.shape == found.targets.shape == (7, 3)
+    found = explain_images(
+        bundle, [*images, tmp_path / "red.png", str(tmp_path)], "gae", target="top3"
+    )
+    assert found.maps["gae"].shape == (7, 3, 4, 6)
+    assert found.targets.shape == (7, 3)
+    for image in found.images:
+        assert [result.target for result in image.maps] == list(image.targets)
+        assert all(0 <= result.prefix_mass <= 1 for result in image.maps)
+        assert all(0 <= result.entropy <= np.log(24) + 1e-6 for result in image.maps)
     assert bundle.preprocess(images).shape == (5, 3, 32, 48)
-    sheet = explain_images(bundle, images, "raw", options=MapOptions(layer=None, head=None))
-    assert sheet.maps.shape == (5, 3, 3, 4, 6)
+    sheet = explain_images(bundle, images, "raw", options=MapOptions(layer="all", head="all"))
+    assert sheet.maps["raw"].shape == (5, 3, 3, 4, 6)
 
 
 def test_the_reason_of_an_unreadable_file_names_the_file_alone(tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"nonsense")
-    (item,) = items_from_images(tmp_path / "bad.png")
-    with pytest.raises(ValueError, match=r"bad\.png can't be read as an image: it is none of [\w, ]+$"):
+    (item,) = items_from_images([str(tmp_path / "bad.png")])
+    with pytest.raises(
+        ValueError, match=r"bad\.png can't be read as an image: it is not one of [\w, ]+$"
+    ):
         item.read()

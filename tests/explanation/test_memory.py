@@ -7,7 +7,7 @@ from tests.conftest import Launcher
 SCRIPT = """
 import resource, sys
 import torch
-from vit.explanation.methods.table import compute_maps
+from vit.explanation.methods.registry import compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
 def peak():
@@ -26,7 +26,8 @@ print(peak() - before)
 
 def measure_peak(cli: Launcher, *sizes: int) -> float:
     """MiB that an explained forward pass takes above the model."""
-    # glibc raises this threshold as it goes and then keeps holes in its heap: 330 to 500 MB instead of 320, by luck
+    # glibc raises this threshold as it goes and then keeps holes in its heap: 330 to 500 MB instead
+    # of 320, by luck
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
     return float(cli.finish(cli.start(*sizes, program=("-c", SCRIPT), env=environment)).out)
 

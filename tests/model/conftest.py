@@ -14,8 +14,8 @@ def randomise() -> Callable[[nn.Module], nn.Module]:
 
 @torch.no_grad()
 def _randomise(module: nn.Module) -> nn.Module:
-    """Draw every parameter so that each matters to the output: fresh biases, tokens and LayerScale are zero
-    or near it, and would hide what is computed from them."""
+    """Draw every parameter so that each matters to the output: fresh biases, tokens and LayerScale
+    are zero or near it, and would hide what is computed from them."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)

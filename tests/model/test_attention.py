@@ -1,4 +1,5 @@
-"""Attention against loops in float64, numbers worked by hand, central differences and torch's own layer."""
+"""Attention against loops in float64, numbers worked by hand, central differences and torch's own
+layer."""
 
 import itertools
 import math
@@ -11,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
-    _AttentionFunction,
-    choose_backend,
     mask_from_key_padding,
     scaled_dot_product_attention,
 )
-from vit.model.encoder import Block
+from vit.model.blocks import Block
+from vit.model.cpu_kernels import ExplicitAttention, choose_backend
 
 torch.manual_seed(0)
 PADDING = torch.tensor([[False, False, False, True, True], [False, False, False, False, False]])
@@ -44,7 +44,9 @@ def attend_by_loops(query, key, value, mask, *, causal):
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
         seen = [j for j in range(keys) if allowed[b, h, i, j] and (not causal or j <= i)]
         scores = [
-            math.fsum(float(query[b, h, i, k] * key[b, h, j, k]) for k in range(width)) / math.sqrt(width) for j in seen
+            math.fsum(float(query[b, h, i, k] * key[b, h, j, k]) for k in range(width))
+            / math.sqrt(width)
+            for j in seen
         ]
         total = math.fsum(math.exp(score) for score in scores)
         for j, score in zip(seen, scores, strict=True):
@@ -75,8 +77,12 @@ class TestFormula:
         output, weights = scaled_dot_product_attention(query, key, value)
         third = 1 / (1 + 1 / 2 + 1 / 5)
         expected = [[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [third, third / 2, third / 5]]
-        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0)
-        torch.testing.assert_close(output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0)
+        torch.testing.assert_close(
+            weights, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0
+        )
+        torch.testing.assert_close(
+            output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0
+        )
 
     def test_rows_sum_to_one(self):
         query, key, value = draw(dtype=torch.float32)
@@ -85,9 +91,13 @@ class TestFormula:
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
 
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]", "nothing for query 1"])
+    @pytest.mark.parametrize(
+        "name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]", "nothing for query 1"]
+    )
     def test_gradients_equal_central_differences(self, name, causal):
-        inputs = [tensor.requires_grad_() for tensor in draw(queries=4, keys=5, width=2, value_width=2)]
+        inputs = [
+            tensor.requires_grad_() for tensor in draw(queries=4, keys=5, width=2, value_width=2)
+        ]
         assert torch.autograd.gradcheck(
             lambda *qkv: scaled_dot_product_attention(*qkv, MASKS[name], causal=causal), inputs
         )
@@ -97,10 +107,16 @@ class TestFormula:
         generator = torch.Generator().manual_seed(width)
         query, key = torch.randn(2, 400, width, dtype=torch.float64, generator=generator)
         products = query @ key.T
-        assert products.var() == pytest.approx(width, rel=0.05)  # grows with the width without the scale
+        assert products.var() == pytest.approx(
+            width, rel=0.05
+        )  # grows with the width without the scale
         # the scores, read back from the weights: their logarithms up to a constant a row
         weights = scaled_dot_product_attention(query, key, key)[1]
-        scores = weights.log() - weights.log().mean(-1, keepdim=True) + products.mean(-1, keepdim=True) / width**0.5
+        scores = (
+            weights.log()
+            - weights.log().mean(-1, keepdim=True)
+            + products.mean(-1, keepdim=True) / width**0.5
+        )
         assert scores.var() == pytest.approx(1, rel=0.05)
 
 
@@ -132,14 +148,19 @@ class TestMasks:
         layer = MultiHeadAttention(12, 3, backend=backend).double()
         tokens, mask = torch.randn(2, 5, 12, dtype=torch.float64), ~PADDING[:, None, None]
         both = mask & torch.ones(5, 5).tril().bool()
-        torch.testing.assert_close(layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0
+        )
 
     @pytest.mark.parametrize(
         ("mask", "message"),
         [
             (torch.zeros(4, 5), r"boolean, True = attend, not torch.float32.*\(mask == 0\)"),
             (torch.tensor([0, 1, 2, 0, 1]), "holds 0 and 1, this one goes from 0 to 2"),
-            (torch.ones(2, 1, 1, 4).bool(), r"mask \[2, 1, 1, 4\] does not broadcast to .* \[2, 3, 4, 5\]"),
+            (
+                torch.ones(2, 1, 1, 4).bool(),
+                r"mask \[2, 1, 1, 4\] does not broadcast to .* \[2, 3, 4, 5\]",
+            ),
             (torch.ones(7, 2, 3, 4, 5).bool(), "does not broadcast"),
         ],
     )
@@ -193,7 +214,10 @@ class TestAgainstTorch:
             actual = ours(*inputs, mask=mask, causal=case == "causal")
         (actual.square().sum() / 40).backward()
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-        pairs = [(theirs.in_proj_weight, ours.qkv.weight), (theirs.out_proj.weight, ours.proj.weight)]
+        pairs = [
+            (theirs.in_proj_weight, ours.qkv.weight),
+            (theirs.out_proj.weight, ours.proj.weight),
+        ]
         if bias:
             pairs += [(theirs.in_proj_bias, ours.qkv.bias), (theirs.out_proj.bias, ours.proj.bias)]
         for their, our in pairs:
@@ -215,7 +239,9 @@ class TestAgainstTorch:
         assert ours.attn_drop.p == 0.25
         assert MultiHeadAttention.from_torch(theirs.eval()).training is False
 
-    @pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+    @pytest.mark.parametrize(
+        "options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}]
+    )
     def test_what_has_no_counterpart_is_refused(self, options):
         with pytest.raises(ValueError, match="neither add_bias_kv nor add_zero_attn"):
             MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 3, **options))
@@ -238,7 +264,9 @@ class BooleanTensors(TorchDispatchMode):
 
 
 class TestLayer:
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+    )
     @pytest.mark.parametrize("qk_norm", [False, True])
     def test_backends_agree(self, dtype, tolerance, qk_norm):
         torch.manual_seed(0)
@@ -251,14 +279,18 @@ class TestLayer:
             output.float().square().sum().backward()
             results.append((output, inputs.grad))
         torch.testing.assert_close(*(output for output, _ in results), atol=tolerance, rtol=0)
-        torch.testing.assert_close(*(gradient for _, gradient in results), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            *(gradient for _, gradient in results), atol=tolerance, rtol=tolerance
+        )
         with_weights = layer.forward_with_weights(tokens)[0]
         torch.testing.assert_close(with_weights, results[0][0], atol=tolerance, rtol=0)
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
     def test_dropout_falls_on_the_weights_in_training_alone(self, backend):
         torch.manual_seed(0)
-        layer = MultiHeadAttention(64, 1, qkv_bias=False, proj_bias=False, attn_drop=0.25, backend=backend)
+        layer = MultiHeadAttention(
+            64, 1, qkv_bias=False, proj_bias=False, attn_drop=0.25, backend=backend
+        )
         with torch.no_grad():
             layer.qkv.weight.copy_(torch.eye(64).repeat(3, 1))
             layer.proj.weight.copy_(torch.eye(64))
@@ -305,13 +337,19 @@ class TestLayer:
 
     @pytest.mark.parametrize(("amx", "backend"), [(True, "fused"), (False, "explicit")])
     def test_bfloat16_inference_is_fused_where_amx_carries_it(self, monkeypatch, amx, backend):
-        monkeypatch.setattr("vit.model.attention.cpu_flags", lambda: {"amx_bf16"} if amx else set())
+        monkeypatch.setattr(
+            "vit.model.cpu_kernels.cpu_flags", lambda: {"amx_bf16"} if amx else set()
+        )
         assert choose_backend("cpu", torch.bfloat16, 64, False) == backend
 
     def test_heads_that_do_not_divide_the_width_are_refused(self):
-        with pytest.raises(ValueError, match="num_heads 5 does not divide embed_dim 192; try 4 or 6"):
+        with pytest.raises(
+            ValueError, match="num_heads 5 does not divide embed_dim 192; try 4 or 6"
+        ):
             MultiHeadAttention(192, 5)
-        with pytest.raises(ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"):
+        with pytest.raises(
+            ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"
+        ):
             MultiHeadAttention.__init__.__wrapped__(MultiHeadAttention(8, 2), 8, 2, backend="flash")
 
     def test_half_a_cross_attention_is_refused(self):
@@ -324,7 +362,7 @@ def test_the_backward_pass_that_is_written_out_is_the_derivative():
     """In float64 against differences of values, with fewer queries than keys."""
     q, k, v = draw(queries=3, keys=5, value_width=4)
     inputs = [part.double().requires_grad_() for part in (q, k, v)]
-    assert torch.autograd.gradcheck(_AttentionFunction.apply, inputs)
+    assert torch.autograd.gradcheck(ExplicitAttention.apply, inputs)
 
 
 def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():
@@ -337,7 +375,9 @@ def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():
         layer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = layer(tokens) if backend == "auto" else layer.forward_with_weights(tokens)[0]
-        assert any("_AttentionFunction" in name for name in list_backward(output)) == (backend == "auto")
+        assert any("ExplicitAttention" in name for name in list_backward(output)) == (
+            backend == "auto"
+        )
         output.float().square().sum().backward()
         found.append([output, *(parameter.grad.clone() for parameter in layer.parameters())])
     assert all(torch.equal(trained, explicit) for trained, explicit in zip(*found, strict=True))

@@ -72,31 +72,66 @@ def test_a_name_of_timm_s_has_timm_s_parameters(name):
     with torch.device("meta"):
         theirs, ours = timm.create_model(name), build(name)
     shapes = [(key, tensor.shape) for key, tensor in theirs.state_dict().items()]
-    assert sorted((key, tensor.shape) for key, tensor in ours.state_dict().items()) == sorted(shapes)
+    assert sorted((key, tensor.shape) for key, tensor in ours.state_dict().items()) == sorted(
+        shapes
+    )
 
 
 def test_flops_equal_the_formula():
     """N·(8 + 4r)·D² + 4·N²·D a block, 2·P·(3·16²)·D for the patches and 2·D·C for the head."""
     tokens, width, depth = 197, 192, 12
     blocks = depth * (tokens * 24 * width**2 + 4 * tokens**2 * width)
-    assert compute_flops(PRESETS["vit_tiny_patch16_224"]) == blocks + 2 * 196 * 768 * width + 2 * width * 1000
+    assert (
+        compute_flops(PRESETS["vit_tiny_patch16_224"])
+        == blocks + 2 * 196 * 768 * width + 2 * width * 1000
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"img_size": (32, 48), "patch_size": (4, 8), "mlp": "swiglu", "mlp_ratio": 3.0, "global_pool": "attention"},
-        {"stem": "conv", "patch_size": (8, 4), "reg_tokens": 2, "qk_norm": True, "init_values": 0.1},
+        {
+            "img_size": (32, 48),
+            "patch_size": (4, 8),
+            "mlp": "swiglu",
+            "mlp_ratio": 3.0,
+            "global_pool": "attention",
+        },
+        {
+            "stem": "conv",
+            "patch_size": (8, 4),
+            "reg_tokens": 2,
+            "qk_norm": True,
+            "init_values": 0.1,
+        },
         {"stem": "conv_pool", "patch_size": 8, "global_pool": "avg", "pos_embed": "sincos"},
-        {"stem": "conv_pool", "patch_size": (2, 4), "img_size": (24, 32), "global_pool": "max", "num_classes": 0},
-        {"stem": "conv_pool_residual", "global_pool": "avg", "class_token": True, "pos_embed": "none"},
+        {
+            "stem": "conv_pool",
+            "patch_size": (2, 4),
+            "img_size": (24, 32),
+            "global_pool": "max",
+            "num_classes": 0,
+        },
+        {
+            "stem": "conv_pool_residual",
+            "global_pool": "avg",
+            "class_token": True,
+            "pos_embed": "none",
+        },
         {"distilled": True, "mlp": "relu2", "no_embed_class": True},
     ],
 )
 @pytest.mark.parametrize("backend", ["explicit", "fused"])
 def test_flops_equal_what_torch_counts(changes, backend):
-    base = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 10}
+    base = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 64,
+        "depth": 3,
+        "num_heads": 2,
+        "num_classes": 10,
+    }
     model = VisionTransformer(**(base | changes), attention_backend=backend).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, 3, *model.patch_embed.img_size))
@@ -104,7 +139,14 @@ def test_flops_equal_what_torch_counts(changes, backend):
 
 
 def test_flops_of_a_swiglu_and_of_a_conv_stem_are_counted():
-    base = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 1, "num_heads": 1, "num_classes": 10}
+    base = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 64,
+        "depth": 1,
+        "num_heads": 1,
+        "num_classes": 10,
+    }
     gelu = compute_flops(base | {"mlp_ratio": 4.0})
     assert compute_flops(base | {"mlp_ratio": 4.0, "mlp": "swiglu"}) == gelu - 2 * 65 * 64 * 128
     # 3→32 at 16×16, 32→64 and the 1×1 map at 8×8, in place of 48→64 at 8×8
@@ -114,11 +156,16 @@ def test_flops_of_a_swiglu_and_of_a_conv_stem_are_counted():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_parameter_receives_a_gradient(name):
-    """On a grid of 2×3 patches and three blocks, which is all that differs from the preset itself."""
+    """On a grid of 2×3 patches and three blocks, which is all that differs from the preset
+    itself."""
     torch.manual_seed(0)
     side = PRESETS[name]["patch_size"]
     wide = PRESETS[name]["embed_dim"] >= 768
     model = build(name, img_size=(2 * side, 3 * side), depth=1 if wide else 3)
     model(torch.randn(2, 3, 2 * side, 3 * side)).square().sum().backward()
-    idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    idle = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ]
     assert idle == []

@@ -1,6 +1,7 @@
 """timm is the oracle: same weights, same logits, same attention, at any geometry."""
 
 import json
+import re
 import time
 from functools import partial
 
@@ -33,7 +34,8 @@ def build_timm(name, *, depth, randomise):
 
 @torch.no_grad()
 def check_equality(theirs, ours, *, batch=1, dtype=torch.float32, tolerance=1e-6):
-    """Logits to ten times the tolerance, and every layer's attention to it, against timm's unfused path."""
+    """Logits to ten times the tolerance, and every layer's attention to it, against timm's unfused
+    path."""
     theirs, ours = theirs.to(dtype), ours.to(dtype)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(batch, 3, *ours.patch_embed.img_size, generator=generator, dtype=dtype)
@@ -53,7 +55,17 @@ def check_equality(theirs, ours, *, batch=1, dtype=torch.float32, tolerance=1e-6
         torch.testing.assert_close(attention, expected_attention, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("name", [*TIMMS, *OWN])
+def is_large(name):
+    return PRESETS[name]["embed_dim"] >= 768
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended if is_large(name) else [])
+        for name in (*TIMMS, *OWN)
+    ],
+)
 def test_preset_equals_timm_at_native_other_and_non_square_size(name, randomise):
     wide = PRESETS[name]["embed_dim"] >= 768
     theirs = build_timm(name, depth=1 if wide else 2, randomise=randomise)
@@ -82,7 +94,9 @@ def test_only_rounding_separates_ours_from_timm(name, randomise):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMMS)
 def test_full_preset_equals_timm(name, randomise):
-    theirs = randomise(timm.create_model(name, depth=1) if "giant" in name else timm.create_model(name))
+    theirs = randomise(
+        timm.create_model(name, depth=1) if "giant" in name else timm.create_model(name)
+    )
     check_equality(theirs, load_timm(theirs))
 
 
@@ -94,7 +108,11 @@ OPTIONS = {
     "norms on queries and keys": {"qk_norm": True, "qkv_bias": False},
     "oblong patches, one channel": {"patch_size": (4, 2), "in_chans": 1},
     "no positions": {"pos_embed": "none"},
-    "packed SwiGLU": {"mlp_layer": timm.layers.SwiGLUPacked, "mlp_ratio": 5.34, "act_layer": nn.SiLU},
+    "packed SwiGLU": {
+        "mlp_layer": timm.layers.SwiGLUPacked,
+        "mlp_ratio": 5.34,
+        "act_layer": nn.SiLU,
+    },
     "no classes": {"num_classes": 0, "init_values": 0.1},
 }
 
@@ -102,7 +120,14 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_options_of_timm_load(name, randomise):
-    size = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 7}
+    size = {
+        "img_size": (16, 24),
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 4,
+        "num_classes": 7,
+    }
     theirs = randomise(timm.models.VisionTransformer(**(size | OPTIONS[name])))
     images = torch.randn(2, theirs.in_chans, 16, 24)
     torch.testing.assert_close(load_timm(theirs)(images), theirs(images), atol=1e-5, rtol=0)
@@ -111,28 +136,44 @@ def test_options_of_timm_load(name, randomise):
 REFUSED = {
     "pooling 'map'": {"global_pool": "map"},
     "pooling over the prefix tokens": {"global_pool": "avg", "pool_include_prefix": True},
-    "a norm before the blocks": {"pre_norm": True},
-    "no final norm": {"final_norm": False},
-    "norms that aren't LayerNorm with epsilon 1e-06": {"norm_layer": partial(nn.LayerNorm, eps=1e-5)},
-    "attention of type DiffAttention": {"attn_layer": "diff"},
+    "norms that aren't LayerNorm with epsilon 1e-06": {
+        "norm_layer": partial(nn.LayerNorm, eps=1e-5)
+    },
+    "a DiffAttention": {"attn_layer": "diff"},
     "an MLP that is Mlp with ReLU": {"act_layer": "relu"},
-    "a norm inside its MLP": {"scale_mlp_norm": True},
-    "a norm inside its attention": {"scale_attn_norm": True},
-    "a norm in its patch embedding": {"embed_norm_layer": "layernorm"},
+}
+# parameters that ours doesn't have or has in addition
+UNKNOWN_PARAMETERS = {
+    "norm_pre.weight is [32] there": {"pre_norm": True},
+    "norm.weight is absent there": {"final_norm": False},
+    "blocks.0.mlp.norm.weight is [128] there": {"scale_mlp_norm": True},
+    "blocks.0.attn.norm.weight is [32] there": {"scale_attn_norm": True},
+    "patch_embed.norm.weight is [32] there": {"embed_norm_layer": "layernorm"},
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_ours_cannot_compute_is_refused_by_name(what):
-    module = timm.models.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2, **REFUSED[what])
+    module = timm.models.VisionTransformer(
+        16, 4, embed_dim=32, depth=1, num_heads=2, **REFUSED[what]
+    )
     with pytest.raises(ValueError, match="this timm model has " + what):
+        load_timm(module)
+
+
+@pytest.mark.parametrize("what", UNKNOWN_PARAMETERS)
+def test_parameters_that_ours_does_not_have_are_refused_by_name(what):
+    module = timm.models.VisionTransformer(
+        16, 4, embed_dim=32, depth=1, num_heads=2, **UNKNOWN_PARAMETERS[what]
+    )
+    with pytest.raises(ValueError, match=re.escape(what)):
         load_timm(module)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vit_base_patch16_clip_224", "has a norm before the blocks"),
+        ("vit_base_patch16_clip_224", "has norms that aren't LayerNorm with epsilon 1e-06"),
         ("vit_base_patch16_siglip_224", "has pooling 'map'"),
         ("beit_base_patch16_224", "only timm's VisionTransformer loads, not its Beit"),
         ("resnet18", "only timm's VisionTransformer loads, not its ResNet"),
@@ -147,8 +188,12 @@ def test_other_families_are_refused(name, reason):
 
 def test_other_blocks_are_refused():
     parallel = timm.models.vision_transformer.ParallelScalingBlock
-    module = timm.models.VisionTransformer(16, 4, embed_dim=32, depth=1, num_heads=2, block_fn=parallel)
-    with pytest.raises(ValueError, match="only models of timm's Block load, not of its ParallelScalingBlock"):
+    module = timm.models.VisionTransformer(
+        16, 4, embed_dim=32, depth=1, num_heads=2, block_fn=parallel
+    )
+    with pytest.raises(
+        ValueError, match="only models of timm's Block load, not of its ParallelScalingBlock"
+    ):
         load_timm(module)
 
 
@@ -159,7 +204,9 @@ class TestSources:
         assert not model.training
 
     def test_unknown_name_lists_near_ones(self):
-        with pytest.raises(ValueError, match="timm has no model 'vit_tyny_patch16_224'; near it: vit_tiny_patch16"):
+        with pytest.raises(
+            ValueError, match="timm has no model 'vit_tyny_patch16_224'; near it: vit_tiny_patch16"
+        ):
             load_timm("vit_tyny_patch16_224")
 
     def test_unreachable_weights_are_an_os_error_with_the_cure(self, monkeypatch):
@@ -168,7 +215,8 @@ class TestSources:
 
         monkeypatch.setattr(timm, "create_model", refuse)
         with pytest.raises(
-            OSError, match=r"'vit_tiny_patch16_224' cannot be downloaded \(no route to host\); download their file"
+            OSError,
+            match=r"'vit_tiny_patch16_224' cannot be downloaded \(no route to host\); download their file",
         ):
             create_timm("vit_tiny_patch16_224", pretrained=True)
 
@@ -195,7 +243,9 @@ class TestSources:
         theirs = randomise(timm.create_model("vit_tiny_patch16_224", **arguments))
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
         config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}}))
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}})
+        )
         images = torch.randn(1, 3, 32, 64)
         torch.testing.assert_close(load_timm(tmp_path)(images), theirs(images), atol=1e-5, rtol=0)
 
@@ -225,7 +275,9 @@ class TestFineTuning:
         return tmp_path / "weights.safetensors"
 
     def test_new_head_and_resampled_positions(self, source):
-        model, preprocess = load_pretrained(source, img_size=(48, 96), num_classes=7, drop_path_rate=0.2)
+        model, preprocess = load_pretrained(
+            source, img_size=(48, 96), num_classes=7, drop_path_rate=0.2
+        )
         reference = load_timm(source)
         assert preprocess is None
         assert model.architecture["drop_path_rate"] == 0.2
@@ -255,7 +307,9 @@ class TestFineTuning:
             assert preprocess["image_size"] == [32, 32]
 
     def test_weights_that_are_not_there(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"nothing.pth is no file of weights, no training directory"):
+        with pytest.raises(
+            FileNotFoundError, match=r"nothing.pth is not a file of weights, a training directory"
+        ):
             load_pretrained(tmp_path / "nothing.pth", img_size=64, num_classes=7)
 
 
@@ -264,7 +318,9 @@ def test_weights_that_cannot_be_downloaded_are_refused_at_once(tmp_path, monkeyp
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     before = time.monotonic()
-    with pytest.raises(OSError, match=r"weights of 'vit_tiny_patch16_224' cannot be downloaded .*give its path"):
+    with pytest.raises(
+        OSError, match=r"weights of 'vit_tiny_patch16_224' cannot be downloaded .*give its path"
+    ):
         create_timm("vit_tiny_patch16_224", pretrained=True)
     assert time.monotonic() - before < 8
     assert not hub.constants.HF_HUB_OFFLINE

@@ -7,7 +7,9 @@ from vit.model.vision_transformer import VisionTransformer
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"distilled": True}, {"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}], ids=str
+    "arguments",
+    [{}, {"distilled": True}, {"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_leaving_out_unread_tokens_changes_neither_logits_nor_gradients(arguments, checkpointing):
@@ -30,7 +32,9 @@ def test_leaving_out_unread_tokens_changes_neither_logits_nor_gradients(argument
 def test_last_block_moves_the_class_token_only_while_training():
     model = VisionTransformer(16, 4, num_classes=5, embed_dim=32, depth=2, num_heads=2)
     shapes = []
-    model.blocks[-1].register_forward_hook(lambda module, arguments, output: shapes.append(output.shape))
+    model.blocks[-1].register_forward_hook(
+        lambda module, arguments, output: shapes.append(output.shape)
+    )
     model.train()(torch.randn(2, 3, 16, 16))
     model.eval()(torch.randn(2, 3, 16, 16))
     assert shapes == [(2, 1, 32), (2, 17, 32)]

@@ -19,13 +19,26 @@ OPTIONS = [
     {"global_pool": "attention", "stem": "conv", "pos_embed": "sincos"},
     {"stem": "conv_pool", "mlp": "relu2", "pos_embed": "none"},
     {"stem": "conv_pool_residual", "global_pool": "avg"},
-    {"mlp": "swiglu", "qk_norm": True, "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
+    {
+        "mlp": "swiglu",
+        "qk_norm": True,
+        "init_values": 1e-5,
+        "reg_tokens": 4,
+        "no_embed_class": True,
+    },
     {"distilled": True, "qkv_bias": False},
 ]
 
 
 def tiny(**options: object) -> VisionTransformer:
-    settings = {"img_size": (8, 16), "patch_size": 4, "num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 4}
+    settings = {
+        "img_size": (8, 16),
+        "patch_size": 4,
+        "num_classes": 5,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 4,
+    }
     return VisionTransformer(**(settings | options))
 
 
@@ -58,9 +71,13 @@ def test_architecture_rebuilds_the_model(options):
 
 
 @pytest.mark.parametrize(("pool", "pos_embed"), [("token", "learned"), ("avg", "sincos")])
-def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(pool: str, pos_embed: str) -> None:
+def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(
+    pool: str, pos_embed: str
+) -> None:
     torch.manual_seed(0)
-    model = VisionTransformer(16, 4, 3, 5, 16, depth=2, num_heads=2, global_pool=pool, pos_embed=pos_embed)
+    model = VisionTransformer(
+        16, 4, 3, 5, 16, depth=2, num_heads=2, global_pool=pool, pos_embed=pos_embed
+    )
     small = torch.randn(2, 3, 8, 12)
     with pytest.raises(ValueError, match="set_input_size"):
         model(small)
@@ -80,19 +97,37 @@ class TestGeometry:
         [
             ({"img_size": 30}, "img_size 30 is not a multiple of patch_size 4; try 28 or 32"),
             ({"img_size": 3}, "img_size 3 is not a multiple of patch_size 4; try 4"),
-            ({"img_size": (8, 8, 8)}, r"img_size \(8, 8, 8\) is neither a positive number nor two of them"),
+            (
+                {"img_size": (8, 8, 8)},
+                r"img_size \(8, 8, 8\) is neither a positive number nor two of them",
+            ),
             ({"patch_size": 0}, "patch_size 0 is neither a positive number"),
             ({"num_heads": 5}, "num_heads 5 does not divide embed_dim 32; try 2 or 4"),
-            ({"global_pool": "mean"}, "unknown global_pool 'mean'; known: attention, avg, max, token"),
-            ({"stem": "resnet"}, "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch"),
+            (
+                {"global_pool": "mean"},
+                "unknown global_pool 'mean'; known: attention, avg, max, token",
+            ),
+            (
+                {"stem": "resnet"},
+                "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch",
+            ),
             ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, none, sincos"),
-            ({"stem": "conv", "patch_size": (3, 4), "img_size": 12}, "must be powers of two; try 2, 4, 8 or 16"),
+            (
+                {"stem": "conv", "patch_size": (3, 4), "img_size": 12},
+                "must be powers of two; try 2, 4, 8 or 16",
+            ),
             ({"class_token": False}, "global_pool='token' reads the class token"),
-            ({"distilled": True, "global_pool": "avg", "class_token": True}, "global_pool must be 'token', not 'avg'"),
+            (
+                {"distilled": True, "global_pool": "avg", "class_token": True},
+                "global_pool must be 'token', not 'avg'",
+            ),
             ({"reg_tokens": 9}, "reg_tokens 9 is not from 0 to 8"),
-            ({"depth": 0}, "depth 0 and num_classes 5 must be at least 1 and 0"),
-            ({"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"}, "embed_dim in fours, not 30; try 32"),
+            ({"depth": 0}, "depth 0 is not at least 1"),
+            (
+                {"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"},
+                "embed_dim that is a multiple of 4, not 30; try 32",
+            ),
             ({"drop_path_rate": 1.0}, "drop_path_rate 1.0 is not a fraction"),
         ],
     )
@@ -101,7 +136,10 @@ class TestGeometry:
             tiny(**changes)
 
     def test_images_of_another_shape_are_refused(self):
-        with pytest.raises(ValueError, match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size"):
+        with pytest.raises(
+            ValueError,
+            match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size",
+        ):
             tiny()(torch.randn(2, 3, 16, 8))
 
     @pytest.mark.parametrize("stem", ["conv", "conv_pool", "conv_pool_residual"])
@@ -118,11 +156,17 @@ class TestGeometry:
         embed = PatchEmbed((16, 24), 4, in_chans=3, embed_dim=16, stem=stem)
         images = torch.randn(1, 3, 16, 24, requires_grad=True)
         for row, column in ((0, 0), (1, 4), (3, 5)):
-            (gradient,) = torch.autograd.grad(embed(images)[0, row * 6 + column].square().sum(), images)
-            seen = gradient[0].abs().sum(0).reshape(4, 4, 6, 4).sum((1, 3))  # by patch, [rows, columns]
+            (gradient,) = torch.autograd.grad(
+                embed(images)[0, row * 6 + column].square().sum(), images
+            )
+            seen = (
+                gradient[0].abs().sum(0).reshape(4, 4, 6, 4).sum((1, 3))
+            )  # by patch, [rows, columns]
             assert seen[row, column] > 0
             reach = {"patch": 0, "conv": 1, "conv_pool": 2, "conv_pool_residual": 3}[stem]
-            far = [abs(r - row) > reach or abs(c - column) > reach for r in range(4) for c in range(6)]
+            far = [
+                abs(r - row) > reach or abs(c - column) > reach for r in range(4) for c in range(6)
+            ]
             assert seen.flatten()[torch.tensor(far)].sum() == 0
 
     @torch.no_grad()
@@ -140,7 +184,9 @@ class TestPositions:
         x, y = 2, 1  # the last token: third column, second row
         expected = [math.sin(x), math.sin(x * low), math.cos(x), math.cos(x * low)]
         expected += [math.sin(y), math.sin(y * low), math.cos(y), math.cos(y * low)]
-        torch.testing.assert_close(positions[0, 5], torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0)
+        torch.testing.assert_close(
+            positions[0, 5], torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=0
+        )
 
     def test_sincos_is_fixed_and_made_anew_for_another_size(self):
         model = tiny(pos_embed="sincos", global_pool="avg")
@@ -173,7 +219,10 @@ class TestPositions:
         model = tiny(pos_embed="none").eval()
         left, right = torch.randn(2, 1, 3, 8, 8)
         torch.testing.assert_close(
-            model(torch.cat([left, right], 3)), model(torch.cat([right, left], 3)), atol=1e-6, rtol=0
+            model(torch.cat([left, right], 3)),
+            model(torch.cat([right, left], 3)),
+            atol=1e-6,
+            rtol=0,
         )
 
 
@@ -190,7 +239,11 @@ class TestPooling:
                 torch.testing.assert_close(model.compute_pool_weights(tokens), weights)
                 pooled = (weights[..., None] * patches).sum(1)
             else:
-                pooled = {"token": tokens[:, 0], "avg": patches.mean(1), "max": patches.max(1).values}[pool]
+                pooled = {
+                    "token": tokens[:, 0],
+                    "avg": patches.mean(1),
+                    "max": patches.max(1).values,
+                }[pool]
             if pool in ("avg", "max"):  # the norm comes after these
                 assert type(model.norm) is nn.Identity
                 pooled = model.fc_norm(pooled)
@@ -224,7 +277,9 @@ class TestInitialisation:
     @pytest.fixture
     def model(self) -> VisionTransformer:
         torch.manual_seed(0)
-        return VisionTransformer(32, 4, num_classes=100, init_values=0.1, reg_tokens=4, qk_norm=True)
+        return VisionTransformer(
+            32, 4, num_classes=100, init_values=0.1, reg_tokens=4, qk_norm=True
+        )
 
     @torch.no_grad()
     def test_linear_maps_are_truncated_normal(self, model):
@@ -253,7 +308,10 @@ class TestInitialisation:
     def test_pooling_before_relu_gives_what_relu_before_pooling_gives(self):
         """As Hassani et al. (2021) have it; to the last bit, gradients too."""
         torch.manual_seed(0)
-        stem, images = tiny(stem="conv_pool", patch_size=4, img_size=32).patch_embed.stem, torch.randn(2, 3, 32, 32)
+        stem, images = (
+            tiny(stem="conv_pool", patch_size=4, img_size=32).patch_embed.stem,
+            torch.randn(2, 3, 32, 32),
+        )
         first, pool, relu, second, _, _ = stem
         order, found = nn.Sequential(first, relu, pool, second, relu, pool), []
         for layers in (stem, order):
@@ -271,22 +329,38 @@ class TestInitialisation:
 
     def test_the_residual_convolution_adds_at_most_as_much_as_it_reads(self):
         torch.manual_seed(0)
-        embed = tiny(stem="conv_pool_residual", patch_size=4, img_size=32, embed_dim=128).patch_embed
+        embed = tiny(
+            stem="conv_pool_residual", patch_size=4, img_size=32, embed_dim=128
+        ).patch_embed
         features = embed.stem(torch.randn(8, 3, 32, 32))
         added = embed.proj(features) - features
         assert 0.3 * features.square().mean() < added.square().mean() < features.square().mean()
 
     def test_logits_start_small_and_drop_path_grows_linearly(self, model):
         assert model.eval()(torch.randn(8, 3, 32, 32)).std() < 0.5
-        rates = [getattr(block.drop_path1, "rate", 0.0) for block in tiny(depth=5, drop_path_rate=0.2).blocks]
+        rates = [
+            getattr(block.drop_path1, "rate", 0.0)
+            for block in tiny(depth=5, drop_path_rate=0.2).blocks
+        ]
         assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
 class TestTraining:
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look, after a break
-    @pytest.mark.parametrize("options", OPTIONS)
+    @pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    )  # dynamo's own look, after a break
+    @pytest.mark.parametrize(
+        "options",
+        [
+            # all but the plain model are extended tests
+            pytest.param(options, marks=pytest.mark.extended if options else [])
+            for options in OPTIONS
+        ],
+    )
     def test_compiles_whole_but_for_a_convolutional_stem_on_a_cpu(self, options, monkeypatch):
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the tests' own shape checks break graphs
+        monkeypatch.setattr(
+            jaxtyping.config, "jaxtyping_disable", True
+        )  # the tests' own shape checks break graphs
         torch.manual_seed(0)
         torch._dynamo.reset()
         model, images = tiny(**options, drop_path_rate=0.1), torch.randn(2, 3, 8, 16)
@@ -318,11 +392,17 @@ class TestTraining:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = model(images).float().square().sum()
             loss.backward()
-            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-        assert all(torch.equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True))
+            results.append(
+                [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+            )
+        assert all(
+            torch.equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True)
+        )
 
     @pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (0.9, 1), (0.99, 1), (0.0, 8)])
-    def test_patches_are_dropped_in_training_only_and_their_number_is_exact(self, rate: float, kept: int) -> None:
+    def test_patches_are_dropped_in_training_only_and_their_number_is_exact(
+        self, rate: float, kept: int
+    ) -> None:
         torch.manual_seed(0)
         model, images, seen = tiny(reg_tokens=2), torch.randn(6, 3, 8, 16), []
         whole = model._embed(images)  # class token, two registers, eight patches
@@ -336,7 +416,9 @@ class TestTraining:
         assert same.shape[1] == kept
         assert (same.sum(dim=2) == 1).all()  # every token that is kept is a patch,
         assert (same.sum(dim=1) <= 1).all()  # each a different one,
-        assert len({tuple(of_image) for of_image in same.any(dim=1).tolist()}) > 1 or kept == 8  # by image
+        assert (
+            len({tuple(of_image) for of_image in same.any(dim=1).tolist()}) > 1 or kept == 8
+        )  # by image
 
     def test_freezing_the_backbone_leaves_a_linear_probe(self):
         model = tiny(distilled=True, init_values=0.1)
@@ -347,10 +429,16 @@ class TestTraining:
     def test_freezing_n_blocks_freezes_the_embedding_too(self):
         model = tiny(stem="conv", global_pool="attention", reg_tokens=1)
         model.freeze(2)
-        trained = {".".join(name.split(".")[:2]) for name, value in model.named_parameters() if value.requires_grad}
+        trained = {
+            ".".join(name.split(".")[:2])
+            for name, value in model.named_parameters()
+            if value.requires_grad
+        }
         assert {name for name in trained if name.startswith("blocks")} == {"blocks.2"}
         assert {name.split(".")[0] for name in trained} == {"blocks", "norm", "seq_pool", "head"}
-        with pytest.raises(ValueError, match="freeze 4: the model has 3 blocks; or freeze 'backbone'"):
+        with pytest.raises(
+            ValueError, match="freeze 4: the model has 3 blocks; or freeze 'backbone'"
+        ):
             model.freeze(4)
 
     def test_a_new_head_is_fresh_and_on_the_model_s_dtype(self):

@@ -42,11 +42,16 @@ class TestRefusal:
     def test_another_architecture_lists_differences_and_what_would_fit(self):
         model = build()
         with pytest.raises(ValueError, match=r"small.pth does not fit this model") as error:
-            load_weights(model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth")
+            load_weights(
+                model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth"
+            )
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
         assert "more differ" in message
-        assert "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224" in message
+        assert (
+            "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224"
+            in message
+        )
 
     def test_nothing_is_loaded_from_weights_that_do_not_fit(self):
         model = build()
@@ -58,7 +63,9 @@ class TestRefusal:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     def test_surplus_tensors_are_a_difference(self):
-        with pytest.raises(ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"):
+        with pytest.raises(
+            ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
+        ):
             load_weights(build(), build(depth=3).state_dict(), origin="it")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -66,18 +73,25 @@ class TestRefusal:
         state = build().state_dict()
         state["blocks.1.mlp.fc1.bias"][3:5] = value
         save_file(state, tmp_path / "bad.safetensors")
-        with pytest.raises(ValueError, match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values"):
+        with pytest.raises(
+            ValueError,
+            match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values",
+        ):
             read_weights(tmp_path / "bad.safetensors")
 
     def test_integers_are_finite(self):
         check_finite({"count": torch.tensor([1, 2])}, origin="it")
 
     def test_a_grid_that_is_not_square_is_not_guessed(self):
-        with pytest.raises(ValueError, match="7 positions are no square grid; load it as a folder"):
+        with pytest.raises(
+            ValueError, match="7 positions are not a square grid; load it as a folder"
+        ):
             infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it")
 
     def test_another_kind_of_network_names_what_it_holds(self):
-        with pytest.raises(ValueError, match=r"it is no vision transformer of .* layout; it holds conv1.weight"):
+        with pytest.raises(
+            ValueError, match=r"it is not a vision transformer of .* layout; it holds conv1.weight"
+        ):
             infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
 
 
@@ -89,7 +103,10 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         ("name", "message"),
-        [("half.safetensors", "is not a whole model file"), ("half.pth", "holds no weights that can be read")],
+        [
+            ("half.safetensors", "is not a complete model file"),
+            ("half.pth", "holds no weights that can be read"),
+        ],
     )
     def test_half_a_file(self, tmp_path, name, message):
         path = tmp_path / name

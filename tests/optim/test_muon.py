@@ -23,7 +23,9 @@ def build_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     block = torch.nn.ModuleDict(
         {
-            "attn": torch.nn.ModuleDict({"qkv": torch.nn.Linear(8, 24), "proj": torch.nn.Linear(8, 8)}),
+            "attn": torch.nn.ModuleDict(
+                {"qkv": torch.nn.Linear(8, 24), "proj": torch.nn.Linear(8, 8)}
+            ),
             "fc1": torch.nn.Linear(8, 32),
             "fc2": torch.nn.Linear(32, 8),
         }
@@ -35,8 +37,12 @@ def build_model(seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def build_optimizer(model: torch.nn.Module, *, weight_decay: float = 0.1, layer_decay: float = 1.0) -> Muon:
-    groups = parameter_groups(model, lr=1e-3, weight_decay=weight_decay, muon_lr=0.02, layer_decay=layer_decay)
+def build_optimizer(
+    model: torch.nn.Module, *, weight_decay: float = 0.1, layer_decay: float = 1.0
+) -> Muon:
+    groups = parameter_groups(
+        model, lr=1e-3, weight_decay=weight_decay, muon_lr=0.02, layer_decay=layer_decay
+    )
     return Muon(groups, lr=1e-3, weight_decay=weight_decay)
 
 
@@ -46,7 +52,9 @@ def draw_gradients(model: torch.nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> dict[str, torch.Tensor]:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range
+) -> dict[str, torch.Tensor]:
     for seed in seeds:
         draw_gradients(model, seed)
         optimizer.step()
@@ -55,7 +63,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 48), (48, 16)])
 def test_orthogonalize_maps_each_singular_value_by_the_quintic_and_keeps_the_vectors(shape):
-    matrices = torch.randn(5, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrices = torch.randn(
+        5, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     result = orthogonalize(matrices, dtype=torch.float64)
     for matrix, ours in zip(matrices, result, strict=True):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -80,7 +90,11 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
     ours = [copy.deepcopy(parameter) for parameter in theirs]
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95)
     optimizer = Muon(
-        [{"params": ours, "num_matrices": 1}], lr=0.02, weight_decay=0.1, momentum=0.95, dtype=torch.bfloat16
+        [{"params": ours, "num_matrices": 1}],
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.95,
+        dtype=torch.bfloat16,
     )
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
@@ -95,16 +109,23 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
 
 
 def test_packed_queries_keys_and_values_are_orthogonalised_apart():
-    packed, apart = (torch.nn.Parameter(torch.randn(24, 8)), [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)])
+    packed, apart = (
+        torch.nn.Parameter(torch.randn(24, 8)),
+        [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)],
+    )
     with torch.no_grad():
         for third, parameter in zip(packed.chunk(3), apart, strict=True):
             parameter.copy_(third)
-    packed.grad = torch.randn(24, 8) * torch.tensor([1.0, 10.0, 100.0]).repeat_interleave(8)[:, None]
+    packed.grad = (
+        torch.randn(24, 8) * torch.tensor([1.0, 10.0, 100.0]).repeat_interleave(8)[:, None]
+    )
     for third, parameter in zip(packed.grad.chunk(3), apart, strict=True):
         parameter.grad = third.clone()
     Muon([{"params": [packed], "num_matrices": 3}], lr=0.1).step()
     Muon([{"params": apart, "num_matrices": 1}], lr=0.1).step()
-    torch.testing.assert_close(packed.detach(), torch.cat([parameter.detach() for parameter in apart]))
+    torch.testing.assert_close(
+        packed.detach(), torch.cat([parameter.detach() for parameter in apart])
+    )
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -112,7 +133,10 @@ def test_a_kernel_moves_as_the_matrix_of_its_flattened_filters(memory_format):
     start, gradient = torch.randn(12, 4, 3, 3), torch.randn(12, 4, 3, 3)
     kernel = torch.nn.Parameter(start.clone(memory_format=memory_format))
     matrix = torch.nn.Parameter(start.flatten(1).clone())
-    kernel.grad, matrix.grad = gradient.clone(memory_format=memory_format), gradient.flatten(1).clone()
+    kernel.grad, matrix.grad = (
+        gradient.clone(memory_format=memory_format),
+        gradient.flatten(1).clone(),
+    )
     optimizer = Muon([{"params": [kernel, matrix], "num_matrices": 1}], lr=0.1, weight_decay=0.1)
     optimizer.step()
     optimizer.step()
@@ -131,7 +155,9 @@ def test_tall_matrices_move_by_the_root_of_their_aspect():
 def test_everything_else_equals_torchs_adamw():
     model = build_model()
     reference = copy.deepcopy(model)
-    adamw = torch.optim.AdamW(parameter_groups(reference, lr=1e-3, weight_decay=0.1), lr=1e-3, fused=True)
+    adamw = torch.optim.AdamW(
+        parameter_groups(reference, lr=1e-3, weight_decay=0.1), lr=1e-3, fused=True
+    )
     ours, theirs = train(model, build_optimizer(model), range(4)), train(reference, adamw, range(4))
     for name in ("head.weight", "head.bias", "blocks.0.fc1.bias"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
@@ -182,6 +208,15 @@ def test_matrices_that_do_not_split_are_refused():
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 8))], "num_matrices": 3}], lr=0.1)
 
 
+@pytest.mark.parametrize("name", ["add_param_group", "zero_grad", "state_dict", "load_state_dict"])
+def test_methods_of_torchs_optimizer_are_taken_without_their_decorator(name):
+    """`Optimizer.*.__wrapped__`: the decorator, `torch._disable_dynamo`, imports torch's compiler at
+    the first call, and `vit train` would start 3 s later (`tests/cli/test_train.py` looks whether it
+    is imported). Where torch drops it, drop the four lines in `Muon`."""
+    decorated = getattr(torch.optim.Optimizer, name)
+    assert getattr(Muon, name) is decorated.__wrapped__
+
+
 def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -193,11 +228,13 @@ def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> N
         other = [torch.cat([value.flatten() for value in ours.values()])] * 2
         dist.broadcast(other[0], src=0)
         assert torch.equal(other[0], other[1])
-        dist.barrier()  # else the first to leave closes the connection that the other one still uses
+        # else the first to leave closes the connection that the other one still uses
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
+@pytest.mark.chaos
 def test_matrices_divided_over_two_processes_equal_one_process():
     model = build_model()
     expected = train(model, build_optimizer(model, layer_decay=0.5), range(3))

@@ -1,4 +1,5 @@
-"""A headless Chromium for pages, driven through WebDriver; tests that need one are marked `browser`."""
+"""A headless Chromium for pages, driven through WebDriver; tests that need one are marked
+`browser`."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,14 +27,22 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed (apt-get install chromium chromium-driver)")
+        pytest.skip(
+            "chromium and chromedriver are not installed (apt-get install chromium chromium-driver)"
+        )
     options = selenium.ChromeOptions()
     options.binary_location = chromium
     profile: Path = tmp_path_factory.mktemp("chromium")
-    for flag in (*FLAGS, "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"user-data-dir={profile}"):
+    for flag in (
+        *FLAGS,
+        "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        f"user-data-dir={profile}",
+    ):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    session = selenium.Chrome(options=options, service=selenium.ChromeService(executable_path=driver))
+    session = selenium.Chrome(
+        options=options, service=selenium.ChromeService(executable_path=driver)
+    )
     yield session
     session.quit()
 

@@ -1,4 +1,5 @@
-"""The report is one file of modest size that runs no name, sorts, and leads from a number to its images."""
+"""The report is one file of modest size that runs no name, sorts, and leads from a number to its
+images."""
 
 import json
 import re
@@ -13,24 +14,24 @@ import pytest
 from PIL import Image
 
 from tests.pages.conftest import find_low_contrast, phone
-from vit.data.dataset import DecodedDataset
+from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
-from vit.data.sets.source import ArrayReader, ImageSource
-from vit.evaluation.corruptions import CORRUPTIONS
-from vit.evaluation.cost import Cost
-from vit.evaluation.errors import find_confident_mistakes
+from vit.data.sources.base import ArrayReader
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.evaluated_images import Duplication, Images
-from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.images import Images, TrainTestOverlap
 from vit.evaluation.metrics import (
+    Example,
+    Examples,
     compute_confusion,
+    compute_intervals,
     compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.predictor import Pixels
-from vit.evaluation.schema import Calibration, Evaluation, Example, Examples
+from vit.evaluation.prediction import Pixels
+from vit.evaluation.robustness import CORRUPTIONS
+from vit.evaluation.schema import Calibration, Cost, Evaluation
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -44,19 +45,15 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     scores = score_logits(logits.astype(np.float32), labels)
     ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
     pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    source = ImageSource(name="made up", class_names=names, labels=labels, ids=ids, reader=ArrayReader(pixels))
-    dataset = DecodedDataset(
+    dataset = ImageDataset(
         name="made up",
         split="test",
         class_names=names,
         labels=labels,
         ids=ids,
-        source=source,
+        reader=ArrayReader(pixels),
         images=pixels,
-        digests=np.arange(count, dtype=np.uint64),
-        perceptual=np.zeros(count, dtype=np.uint64),
-        unreadable=(),
-        notes=(),
+        hashes=np.stack([np.arange(count), np.zeros(count, int)]).astype(np.uint64),
     )
 
     def describe(indices: Any) -> list[Example]:
@@ -72,24 +69,32 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         ]
 
     metrics = compute_metrics(scores)
+    wrong = np.flatnonzero(~scores.correct)
     evaluation = Evaluation(
         **metrics,
         intervals=compute_intervals(scores, resamples=20),
         per_class=compute_per_class(scores, names),
         reliability=compute_reliability(scores),
-        calibration=Calibration(1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}),
+        calibration=Calibration(
+            1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}
+        ),
         num_images=count,
         unreadable=[(NASTY, "broken")],
-        duplicates_of_training=Duplication(exact=1, near=0, examples=[NASTY]),
+        duplicates_of_training=TrainTestOverlap(exact=1, near=0, examples=[NASTY]),
         examples=Examples(
-            confident_mistakes=describe(find_confident_mistakes(scores, count=examples)),
-            uncertain_hits=describe([count - 1]),
+            most_confident_errors=describe(wrong[np.argsort(-scores.confidence[wrong])][:examples]),
+            least_confident_correct=describe([count - 1]),
             label_errors=[],
             num_label_errors=0,
         ),
-        corruptions={name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)},
+        corruptions={
+            name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)
+        },
         mean_corruption_error=0.4,
-        sweeps={"shift_right": [(-0.1, 0.5), (0.0, 0.8), (0.1, 0.5)], "rotate": [(-5.0, 0.6), (0.0, 0.8)]},
+        sweeps={
+            "shift_right": [(-0.1, 0.5), (0.0, 0.8), (0.1, 0.5)],
+            "rotate": [(-5.0, 0.6), (0.0, 0.8)],
+        },
         cost=Cost(1000, 2_000_000, 256, 1234.5, 0.001, 0.002, 2**20, "process", 1),
         data="made up",
         split="test",
@@ -109,7 +114,12 @@ def draw_red(pictures: list[Pixels]) -> list[Image.Image]:
     return [Image.new("RGB", (64, 64), "red") for _ in pictures]
 
 
-def build(case: EvaluationResult, *, history: list[dict[str, Any]] | None = None, explain: Callable = draw_red) -> str:
+def build(
+    case: EvaluationResult,
+    *,
+    history: list[dict[str, Any]] | None = None,
+    explain: Callable = draw_red,
+) -> str:
     return build_report(case, history=history or [], explain=explain)
 
 
@@ -173,7 +183,9 @@ def test_no_card_says_what_another_says(case: EvaluationResult) -> None:
     every = titles(case.evaluation)
     assert "Top-5 accuracy" not in every  # of four classes
     assert {"Top-1 accuracy", "Macro recall", "Negative log-likelihood", "Loss"} < set(every)
-    assert "Negative log-likelihood" not in titles(case.evaluation.model_copy(update={"calibration": None}))
+    assert "Negative log-likelihood" not in titles(
+        case.evaluation.model_copy(update={"calibration": None})
+    )
     balanced = [replace(each, support=75) for each in case.evaluation.per_class]
     assert "Macro recall" not in titles(case.evaluation.model_copy(update={"per_class": balanced}))
 
@@ -193,6 +205,7 @@ def test_a_thousand_classes_stay_small() -> None:
     assert len(page.encode()) < 5_000_000
 
 
+@pytest.mark.extended
 def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> None:
     names = tuple(f"class {index}" for index in range(100))
     case = make_case(50_000, names, side=64, examples=64)
@@ -212,11 +225,17 @@ def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> 
 def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
     assert load_history(str(tmp_path)) == []
     assert load_history("timm:vit_tiny_patch16_224") == []
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5}\n{"epoch": 2, "step": 10}\n{"epo')
-    assert load_history(str(tmp_path / "model.safetensors")) == [{"epoch": 1, "step": 5}, {"epoch": 2, "step": 10}]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"epoch": 1, "step": 5}\n{"epoch": 2, "step": 10}\n{"epo'
+    )
+    assert load_history(str(tmp_path / "model.safetensors")) == [
+        {"epoch": 1, "step": 5},
+        {"epoch": 2, "step": 10},
+    ]
 
 
-# --- in a browser ------------------------------------------------------------------------------------------
+# --- in a browser
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +248,16 @@ def page(case: EvaluationResult, browser: Any, tmp_path_factory: pytest.TempPath
 
 def texts(page: Any, selector: str) -> list[str]:
     found: list[str] = page.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)", selector
+        "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)",
+        selector,
     )
     return found
 
 
 @pytest.mark.browser
-def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case: EvaluationResult) -> None:
+def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(
+    page: Any, case: EvaluationResult
+) -> None:
     button = page.find_element("css selector", "#classes th:nth-child(3) button")
     recalls = {row.name: row.recall for row in case.evaluation.per_class}
     button.click()
@@ -243,7 +265,10 @@ def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(page: Any, case:
     assert [recalls[name] for name in names] == sorted(recalls.values(), reverse=True)
     button.click()
     assert texts(page, "#classes tbody td:first-child") == names[::-1]
-    assert page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort") == "ascending"
+    assert (
+        page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort")
+        == "ascending"
+    )
     page.find_element("css selector", "#classes th:first-child button").click()
     assert texts(page, "#classes tbody td:first-child") == sorted(NAMES)
 
@@ -257,7 +282,8 @@ def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: Evaluati
         names = texts(page, "#matrix tbody th")
         assert texts(page, "#matrix thead span") == names
         shown = [
-            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")] for row in (1, 2, 3, 4)
+            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")]
+            for row in (1, 2, 3, 4)
         ]
         order = [NAMES.index(name) for name in names]
         assert np.array_equal(shown, confusion[np.ix_(order, order)])
@@ -280,7 +306,9 @@ def test_a_click_on_a_number_shows_its_images(page: Any, case: EvaluationResult)
 
 
 @pytest.mark.browser
-def test_a_wide_matrix_says_that_it_scrolls(page: Any, case: EvaluationResult, tmp_path: Path) -> None:
+def test_a_wide_matrix_says_that_it_scrolls(
+    page: Any, case: EvaluationResult, tmp_path: Path
+) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
     assert not page.find_element("id", "wide").is_displayed()  # four classes
@@ -294,7 +322,9 @@ def test_a_wide_matrix_says_that_it_scrolls(page: Any, case: EvaluationResult, t
     assert (shown := page.execute_script(cut, scroller))[0] == 0
     assert "gradient" in shown[1]
     page.execute_script("arguments[0].scrollLeft = 1e6", scroller)
-    WebDriverWait(page, 5).until(lambda _: page.execute_script(cut, scroller)[1] == "none")  # nothing is left
+    WebDriverWait(page, 5).until(
+        lambda _: page.execute_script(cut, scroller)[1] == "none"
+    )  # nothing is left
     page.get(before)
 
 
@@ -309,13 +339,17 @@ def test_the_theme_switches_and_both_are_legible(page: Any) -> None:
         colours = page.execute_script(
             "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
         )
-        light = [luminance([int(part) for part in re.findall(r"\d+", colour)[:3]]) for colour in colours]
+        light = [
+            luminance([int(part) for part in re.findall(r"\d+", colour)[:3]]) for colour in colours
+        ]
         return (max(light) + 0.05) / (min(light) + 0.05)
 
     backgrounds = set()
     for _ in range(2):
         assert contrast() > 7
-        backgrounds.add(page.execute_script("return getComputedStyle(document.body).backgroundColor"))
+        backgrounds.add(
+            page.execute_script("return getComputedStyle(document.body).backgroundColor")
+        )
         page.find_element("id", "theme").click()
     assert len(backgrounds) == 2
 
@@ -331,7 +365,9 @@ def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path)
     with phone(page):
         page.refresh()
         widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-        chart = page.execute_script("return document.querySelector('.chart > svg').getBoundingClientRect().bottom")
+        chart = page.execute_script(
+            "return document.querySelector('.chart > svg').getBoundingClientRect().bottom"
+        )
         page.save_screenshot(str(tmp_path / "phone.png"))
     assert widths == [390, 390]
     assert chart <= 844  # the first one, whole

@@ -1,4 +1,5 @@
-"""`vit serve`: the answers of the command line over HTTP, a sentence for every bad request, a page that shows them."""
+"""`vit serve`: the answers of the command line over HTTP, a sentence for every bad request, a page
+that shows them."""
 
 import asyncio
 import io
@@ -47,7 +48,10 @@ def photo() -> bytes:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
-    path = save_model(tmp_path_factory.mktemp("serve") / "run" / "model.safetensors", class_names=("ant", "<b>", "cow"))
+    path = save_model(
+        tmp_path_factory.mktemp("serve") / "run" / "model.safetensors",
+        class_names=("ant", "<b>", "cow"),
+    )
     return load_bundle(path)
 
 
@@ -63,7 +67,9 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     picture = Image.open(io.BytesIO(photo))
     answer = client.post("/predict?map=array&top_k=2", files={"image": photo}).json()
     (expected,) = vit.predict(bundle, picture, top_k=2).predictions
-    assert [(each["index"], each["name"], each["probability"]) for each in answer["classes"]] == expected.classes
+    assert [
+        (each["index"], each["name"], each["probability"]) for each in answer["classes"]
+    ] == expected.classes
     maps = vit.explain(bundle, picture).maps["rollout"][0]
     np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-6)
     assert answer["map"]["method"] == "rollout"
@@ -74,7 +80,9 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
 
 
-def test_upright_pixels_count_and_no_name_of_a_file_is_opened(client: TestClient, tmp_path: Path, photo: bytes) -> None:
+def test_upright_pixels_count_and_no_name_of_a_file_is_opened(
+    client: TestClient, tmp_path: Path, photo: bytes
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     turned, file = Image.open(io.BytesIO(photo)).transpose(Image.Transpose.ROTATE_90), io.BytesIO()
@@ -82,7 +90,10 @@ def test_upright_pixels_count_and_no_name_of_a_file_is_opened(client: TestClient
     secret = tmp_path / "secret.png"
     secret.write_bytes(photo)
     expected = client.post("/predict?map=none", files={"image": photo}).json()
-    assert client.post("/predict?map=none", files={"image": (str(secret), file.getvalue())}).json() == expected
+    assert (
+        client.post("/predict?map=none", files={"image": (str(secret), file.getvalue())}).json()
+        == expected
+    )
     for content in (str(secret).encode(), b"file://" + str(secret).encode()):
         assert client.post("/predict", files={"image": (str(secret), content)}).status_code == 422
 
@@ -98,19 +109,33 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "no body": ({}, 415, "send one photo as a form"),
     "plain form": ({"data": {"image": "photo.jpg"}}, 415, "send one photo as a form"),
     "no file": ({"content": PART + b"\r\n\r\nb\r\n--x--", "headers": FORM}, 400, "no file"),
-    "no boundary": ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, 400, "damaged"),
+    "no boundary": (
+        {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},
+        400,
+        "damaged",
+    ),
     "no parts": ({"content": b"abc", "headers": FORM}, 400, "damaged"),
     "no end": ({"content": FILE + b"b", "headers": FORM}, 400, "no file"),
     "two files": ({"files": [("image", b"a"), ("image", b"b")]}, 400, "more than a photo"),
     "empty": ({"files": {"image": ("a.jpg", b"")}}, 400, "the photo is empty"),
-    "text": ({"files": {"image": b"hello"}}, 422, "can't be read as an image: it is none of AVIF, BMP"),
-    "PostScript": ({"files": {"image": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"}}, 422, "none of AVIF"),
-    "too large": ({"files": {"image": bytes(serve.MOST_BYTES)}}, 413, "larger than 20 MB"),
+    "text": (
+        {"files": {"image": b"hello"}},
+        422,
+        "can't be read as an image: it is not one of AVIF, BMP",
+    ),
+    "PostScript": (
+        {"files": {"image": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"}},
+        422,
+        "not one of AVIF",
+    ),
+    "too large": ({"files": {"image": bytes(serve.MAX_BYTES)}}, 413, "larger than 20 MB"),
     "too large, in pieces": ({"content": chunks(21), "headers": FORM}, 413, "larger than 20 MB"),
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a form that is cut off, not closed
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a form that is cut off, not closed
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_bad_upload_is_refused_with_one_sentence(client: TestClient, case: str) -> None:
     request, status, sentence = REFUSED[case]
@@ -140,21 +165,29 @@ def test_broken_images_and_too_many_pixels_are_refused(client: TestClient, photo
         ("POST", "/predict?top_k=0", 422, "top_k: input should be greater than or equal to 1"),
     ],
 )
-def test_other_requests_are_refused(client: TestClient, method: str, path: str, status: int, sentence: str) -> None:
+def test_other_requests_are_refused(
+    client: TestClient, method: str, path: str, status: int, sentence: str
+) -> None:
     response = client.request(method, path)
     assert response.status_code == status
     assert sentence in response.json()["error"]
 
 
-def test_other_names_and_other_sites_are_refused(bundle: Bundle, client: TestClient, photo: bytes) -> None:
+def test_other_names_and_other_sites_are_refused(
+    bundle: Bundle, client: TestClient, photo: bytes
+) -> None:
     assert client.get("/", headers={"host": "evil.example"}).status_code == 400
     assert client.get("/", headers={"host": "localhost:9000"}).status_code == 200
     upload = {"image": photo}
     response = client.post("/predict", files=upload, headers={"sec-fetch-site": "cross-site"})
     assert (response.status_code, "another site" in response.json()["error"]) == (403, True)
-    answer = client.post("/predict?map=none", files=upload, headers={"origin": "http://evil.example"})
+    answer = client.post(
+        "/predict?map=none", files=upload, headers={"origin": "http://evil.example"}
+    )
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    named = TestClient(serve.build_app(bundle, hosts=["photos.example"]), base_url="http://photos.example")
+    named = TestClient(
+        serve.build_app(bundle, hosts=["photos.example"]), base_url="http://photos.example"
+    )
     assert named.get("/").status_code == 200
 
 
@@ -166,7 +199,10 @@ def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0 if (body := next(sent, b"")) else 30)
         return {"type": "http.request", "body": body, "more_body": True}
 
-    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in FORM.items()]}
+    scope = {
+        "type": "http",
+        "headers": [(name.encode(), value.encode()) for name, value in FORM.items()],
+    }
     with pytest.raises(HTTPException, match="took more than") as error:
         asyncio.run(serve._receive(Request(scope, receive)))
     assert error.value.status_code == 408
@@ -204,7 +240,9 @@ def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
 
 def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(photo: bytes) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
     size = vit.bundle.Preprocess((16, 16))
     plain = Bundle.from_model(model, class_names=["a", "b", "c", "d"], preprocess=size)
     client = TestClient(serve.build_app(plain), base_url="http://127.0.0.1")
@@ -214,7 +252,8 @@ def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(phot
         serve.build_app(plain, method="nonsense")
 
 
-# --- the command and the page ------------------------------------------------------------------------------
+# --- the command and the page
+# ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -231,7 +270,9 @@ def serving(cli: Launcher, *arguments: object) -> Iterator[str]:
     assert (process.returncode, rest) == (0, "")
 
 
-def test_mistakes_of_the_command_are_one_line(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+def test_mistakes_of_the_command_are_one_line(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         line = cli.fail("serve", tiny_run, "--port", taken.getsockname()[1])
     assert "can't be used" in line
@@ -258,7 +299,10 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
         rows = [row.text for row in browser.find_elements("css selector", "#classes tbody tr")]
         assert [row.split()[0] for row in rows] == [name for _, name, _ in expected.classes]
         assert rows[0].endswith(f"{100 * expected.classes[0][2]:.1f} %")
-        wait_for(browser, "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)")
+        wait_for(
+            browser,
+            "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)",
+        )
         assert "attention rollout" in browser.find_element("id", "about").text
 
         field.send_keys(str(tmp_path / "broken.png"))
@@ -269,9 +313,16 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
         browser.execute_script(DROP)
         wait_for(browser, "return !document.getElementById('result').hidden")
         for width, height in ((1400, 900), (390, 844)):
-            screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+            screen = {
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": 1,
+                "mobile": width < 500,
+            }
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-            widths = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            widths = browser.execute_script(
+                "return [document.documentElement.scrollWidth, innerWidth]"
+            )
             browser.save_screenshot(str(tmp_path / f"{width}.png"))
             assert widths == [width, width]
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,4 +1,5 @@
-"""The pretend device for the tests named `test_on_device_…`; commands take it as "npu" for as long."""
+"""The pretend device for the tests named `test_on_device_…`; commands take it as "npu" for as
+long."""
 
 import collections
 import sys
@@ -25,12 +26,14 @@ Counter = collections.Counter[str]
 
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """`--device npu` and `train.device=npu` work while the test runs; gives what was transferred, by line.
+    """`--device npu` and `train.device=npu` work while the test runs; gives what was transferred,
+    by line.
 
-    Where code chooses by the kind of device, a CPU gets meanwhile what other devices get, so that the results of the
-    two can be the same to the last bit: the same attention kernel, and batches that are not divided among threads."""
+    Where code chooses by the kind of device, a CPU gets meanwhile what other devices get, so that
+    the results of the two can be the same to the last bit: the same attention kernel, and batches
+    that are not divided among threads."""
     from vit import api  # noqa: F401  (and with it all that choose a device)
-    from vit.build import automatic, run  # noqa: F401
+    from vit.factory import automatic, run  # noqa: F401
     from vit.model import attention
     from vit.runtime.device import choose_device
 
@@ -54,7 +57,9 @@ class Meter:
 
     def read(self) -> Count:
         self.lines, self.before = self.counter - self.before, Counter(self.counter)
-        return Count(*(sum(n for line, n in self.lines.items() if line.startswith(kind)) for kind in _KINDS))
+        return Count(
+            *(sum(n for line, n in self.lines.items() if line.startswith(kind)) for kind in _KINDS)
+        )
 
 
 _KINDS = ("host→device", "device→host", "wait")
@@ -67,5 +72,5 @@ def meter(npu: Counter) -> Meter:
 
 @pytest.fixture
 def table() -> Callable[[str, Count], None]:
-    """table(what, count) prints a row of docs/benchmarks.md; to be seen with `pytest -s`."""
+    """table(what, count) prints a row of docs/benchmark-record.md; to be seen with `pytest -s`."""
     return lambda what, count: print(f"\n| {what} | {' | '.join(map(str, count))} |", end="")

@@ -10,7 +10,9 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     for name in ("gpu", "mps"):
         with pytest.raises(ValueError, match=f"unknown device '{name}'; use auto, cpu, cuda"):
             choose_device(name)
-    with pytest.raises(ValueError, match="unknown precision 'float16'; known: auto, bfloat16, float32"):
+    with pytest.raises(
+        ValueError, match="unknown precision 'float16'; known: auto, bfloat16, float32"
+    ):
         choose_precision("float16", torch.device("cpu"))
 
 

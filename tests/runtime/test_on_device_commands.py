@@ -16,19 +16,27 @@ from safetensors.torch import load_file
 
 from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.runtime.conftest import Counter
-from vit.build.export_model import export_model
 from vit.bundle import load_bundle
-from vit.evaluation import cost
+from vit.evaluation import evaluate
+from vit.factory.export_model import export_model
 
-CLOCKS = {"images_per_second", "elapsed_seconds", "milliseconds_per_image", "conditions", "cost", "device", "model"}
+CLOCKS = {
+    "images_per_second",
+    "elapsed_seconds",
+    "milliseconds_per_image",
+    "conditions",
+    "cost",
+    "device",
+    "model",
+}
 Both = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def both(npu: Counter, cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Both:
     """both(command, …) runs it on "npu" and on the CPU; gives its two outcomes and directories."""
-    monkeypatch.setattr(cost, "_MOST", 3)
-    monkeypatch.setattr(cost, "_WARM_UP", 1)
+    monkeypatch.setattr(evaluate, "_MAX_REPETITIONS", 3)
+    monkeypatch.setattr(evaluate, "_WARM_UP", 1)
 
     def run(*command: object, output: bool = True) -> list[Any]:
         found = []
@@ -48,7 +56,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(48):
         folder = root / ("ant", "bee", "cow")[number % 3]
         folder.mkdir(exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(
+            folder / f"{number}.png"
+        )
     return root
 
 
@@ -63,7 +73,11 @@ def read_json(path: Path) -> Any:
     def strip(value: Any) -> Any:
         if isinstance(value, list):
             return [strip(each) for each in value]
-        return {k: strip(v) for k, v in value.items() if k not in CLOCKS} if isinstance(value, dict) else value
+        return (
+            {k: strip(v) for k, v in value.items() if k not in CLOCKS}
+            if isinstance(value, dict)
+            else value
+        )
 
     return strip(json.loads(path.read_text()))
 
@@ -75,26 +89,51 @@ def assert_same_arrays(found: Path, expected: Path) -> None:
             np.testing.assert_array_equal(arrays[name], others[name], name)
 
 
-def test_train_resume_and_export(npu: Counter, cli: Launcher, empty_yaml: Path, tmp_path: Path) -> None:
+def test_train_resume_and_export(
+    npu: Counter, cli: Launcher, empty_yaml: Path, tmp_path: Path
+) -> None:
     """With all that a run shows: pages, curves, attention maps of validation images."""
-    overrides = [*TINY_RUN, "train.max_steps=4", "train.epochs=1", "train.ema_decay=0.9", "train.attention_maps=2"]
+    overrides = [
+        *TINY_RUN,
+        "train.max_steps=4",
+        "train.epochs=1",
+        "train.ema_decay=0.9",
+        "train.attention_maps=2",
+    ]
     for device in ("npu", "cpu"):
-        cli.succeed("train", empty_yaml, *overrides, f"train.device={device}", "--output", tmp_path / device)
-    assert read_json(tmp_path / "npu" / "metrics.jsonl") == read_json(tmp_path / "cpu" / "metrics.jsonl")
-    found, expected = (load_file(tmp_path / device / "model.safetensors") for device in ("npu", "cpu"))
+        cli.succeed(
+            "train", empty_yaml, *overrides, f"train.device={device}", "--output", tmp_path / device
+        )
+    assert read_json(tmp_path / "npu" / "metrics.jsonl") == read_json(
+        tmp_path / "cpu" / "metrics.jsonl"
+    )
+    found, expected = (
+        load_file(tmp_path / device / "model.safetensors") for device in ("npu", "cpu")
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     npu.clear()
     cli.succeed("train", "--output", tmp_path / "npu", "--resume", "train.device=npu")
     assert any(line.startswith("host→device") for line in npu)  # the checkpoint
     bundle = load_bundle(tmp_path / "npu", device=torch.device("npu", 0))
-    for form in ("timm", "huggingface", "torch-export"):  # from where the model lies
+    for form in ("timm", "huggingface"):  # from where the model lies
         assert export_model(bundle, to=form, output=tmp_path / form).exists()
         bundle.model.to("npu")
 
 
 def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Path) -> None:
-    options = ("--mirrored", "--shift", "--rotate", "--precision", "float32", "--pictures", 2, "--batch-size", 64)
+    options = (
+        "--tta",
+        "hflip",
+        "--robustness",
+        "shift,rotation",
+        "--precision",
+        "float32",
+        "--pictures",
+        2,
+        "--batch-size",
+        64,
+    )
     (_, found), (_, expected) = both("evaluate", model, "--data", photos, *options)
     assert read_json(found / "evaluation.json") == read_json(expected / "evaluation.json")
     assert (found / "predictions.csv").read_bytes() == (expected / "predictions.csv").read_bytes()
@@ -102,14 +141,23 @@ def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Pa
 
 
 def test_predict(both: Both, model: Path, photos: Path) -> None:
-    (found, _), (expected, _) = both("predict", model, photos / "ant" / "0.png", "--format", "csv", output=False)
+    (found, _), (expected, _) = both(
+        "predict", model, photos / "ant" / "0.png", "--format", "csv", output=False
+    )
     rows = [list(csv.reader(io.StringIO(outcome.out))) for outcome in (found, expected)]
     assert len(rows[0]) > 1
     assert rows[0] == rows[1]
 
 
 def test_attention_with_pages_and_curves(both: Both, tiny_run: Path) -> None:
-    options = ("--method", "rollout,libra-removal", "--format", "png,npz,html,tensorboard", "--images", 4)
+    options = (
+        "--method",
+        "rollout,libra-removal",
+        "--format",
+        "png,npz,html,tensorboard",
+        "--images",
+        4,
+    )
     (_, found), (_, expected) = both("attention", tiny_run, *options)
     assert_same_arrays(found / "maps.npz", expected / "maps.npz")
     pictures = [path.name for path in expected.glob("*.png")]
@@ -117,10 +165,14 @@ def test_attention_with_pages_and_curves(both: Both, tiny_run: Path) -> None:
     assert all((found / name).read_bytes() == (expected / name).read_bytes() for name in pictures)
 
 
-def test_faithfulness_which_failed_at_87603b9(both: Both, save_model: SaveModel, photos: Path, tmp_path: Path) -> None:
-    """Orders of patches were made on the host there and met the device's numbers: `dropping.py: a host tensor among
-    device tensors`, as on CUDA."""
-    model = save_model(tmp_path / "model.safetensors", img_size=8, depth=1)  # of four patches: each pass costs time
+def test_faithfulness_which_failed_at_87603b9(
+    both: Both, save_model: SaveModel, photos: Path, tmp_path: Path
+) -> None:
+    """Orders of patches were made on the host there and met the device's numbers: `dropping.py: a
+    host tensor among device tensors`, as on CUDA."""
+    model = save_model(
+        tmp_path / "model.safetensors", img_size=8, depth=1
+    )  # of four patches: each pass costs time
     options = ("--data", photos, "--methods", "gae", "--images", 8)
     (_, found), (_, expected) = both("faithfulness", model, *options)
     assert read_json(found / "faithfulness.json") == read_json(expected / "faithfulness.json")
@@ -131,12 +183,16 @@ def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photo
     httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed")
     serve = pytest.importorskip("vit.pages.serve", reason="the extra serve is not installed")
 
-    async def run_here(function: Callable[..., Any], *arguments: Any) -> Any:  # the pretend device is one thread's
+    async def run_here(
+        function: Callable[..., Any], *arguments: Any
+    ) -> Any:  # the pretend device is one thread's
         return function(*arguments)
 
     async def ask(device: str) -> Any:
         app = serve.build_app(load_bundle(model, device=torch.device(device)))
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1"
+        ) as client:
             files = {"image": (photos / "ant" / "0.png").read_bytes()}
             return (await client.post("/predict?map=array", files=files)).raise_for_status().json()
 

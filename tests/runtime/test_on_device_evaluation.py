@@ -8,25 +8,32 @@ import pytest
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import load_model
-from vit.evaluation.predictor import Predictor
+from vit.evaluation.prediction import Predictor
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("tta", ["none", "hflip"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_batch_is_copied_in_and_its_logits_out(
-    meter: Meter, table: Callable[..., None], save_model: Any, tmp_path: Any, precision: str, mirrored: bool
+    meter: Meter,
+    table: Callable[..., None],
+    save_model: Any,
+    tmp_path: Any,
+    precision: str,
+    tta: str,
 ) -> None:
     path, counts = save_model(tmp_path / "model.safetensors"), list[Count]()
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
-    options: dict[str, Any] = {"batch_size": 8, "precision": precision, "mirrored": mirrored}
+    options: dict[str, Any] = {"batch_size": 8, "precision": precision, "tta": tta}
 
     def predict(device: str) -> np.ndarray:
         predictor = Predictor.from_bundle(load_model(path, device=device), **options)
         return predictor.predict(
-            lambda start, stop: pixels[start:stop], count=40, on_progress=lambda done: counts.append(meter.read())
+            lambda start, stop: pixels[start:stop],
+            count=40,
+            on_progress=lambda done: counts.append(meter.read()),
         )
 
     found = predict("npu")
-    table(f"evaluation batch, {precision}{', mirrored' if mirrored else ''}", max(counts[1:]))
+    table(f"evaluation batch, {precision}, tta {tta}", max(counts[1:]))
     assert set(counts[1:]) == {Count(1, 1, 0)}, meter.lines
     assert np.array_equal(found, predict("cpu"))

@@ -1,7 +1,6 @@
 """Explanations: every method with its checks, one copy in and one out for each batch."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ from PIL import Image
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import load_model
-from vit.explanation.explain import collect_explanations, fit_settings
+from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
-from vit.explanation.methods.table import METHODS, MapOptions
-from vit.explanation.render.explained import ExplainedImage, Settings
+from vit.explanation.methods.registry import METHODS, MapOptions
+from vit.explanation.records import ImageResult
+from vit.options import ExplainOptions
 
 MODELS = {
     "4×4 patches, each left out": {"reg_tokens": 1},
@@ -22,16 +22,37 @@ MODELS = {
     "attention pooling": {"global_pool": "attention", "mlp": "relu2"},
 }
 SETTINGS = {
-    "every method": Settings(tuple(METHODS), batch_size=2),
-    "three classes": Settings(("gae", "libra-removal", "rollout"), target="top3", batch_size=2),
-    "a class": Settings(("legrad", "rollout"), target="bee", batch_size=2, precision="bfloat16"),
-    "options": Settings(
-        ("rollout", "raw", "removal-gradient"),
-        MapOptions(head_fusion="max", discard_ratio=0.5, layer=None, head=None, passes=3),
+    "every method": ExplainOptions(sanity_checks=True, methods=tuple(METHODS), batch_size=2),
+    "three classes": ExplainOptions(
+        sanity_checks=True, methods=("gae", "libra-removal", "rollout"), target="top3", batch_size=2
+    ),
+    "a class": ExplainOptions(
+        sanity_checks=True,
+        methods=("legrad", "rollout"),
+        target="bee",
+        batch_size=2,
+        precision="bfloat16",
+    ),
+    "options": ExplainOptions(
+        sanity_checks=True,
+        methods=("rollout", "raw", "removal-gradient"),
+        map_options=MapOptions(head_fusion="max", discard_ratio=0.5, layer="all", head="all"),
         batch_size=2,
     ),
 }
-CASES = [(model, "every method") for model in MODELS] + [(next(iter(MODELS)), name) for name in list(SETTINGS)[1:]]
+CASES = [
+    ("4×4 patches, each left out", "three classes"),
+    ("attention pooling", "every method"),
+    *(
+        pytest.param(model, name, marks=pytest.mark.extended)
+        for model, name in [
+            ("4×4 patches, each left out", "every method"),
+            ("4×4 patches, each left out", "a class"),
+            ("4×4 patches, each left out", "options"),
+            ("6×6 patches, by the removal gradient", "every method"),
+        ]
+    ),
+]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
@@ -42,17 +63,16 @@ def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
     pixels = np.random.default_rng(0).integers(0, 256, (5, 30, 30, 3), dtype=np.uint8)
     counts: list[Count] = []
 
-    def explain(device: str) -> list[ExplainedImage]:
-        bundle, found = load_model(path, device=device), list[ExplainedImage]()
-        settings = fit_settings(bundle, replace(SETTINGS[name]))
-
-        def observe(batch: list[ExplainedImage]) -> None:
-            counts.append(meter.read())
-            found.extend(batch)
-
-        items = items_from_images([Image.fromarray(image) for image in pixels])
-        collect_explanations(bundle, items, settings, observers=[observe], token_bytes=50_000)
-        return found
+    def explain(device: str) -> list[ImageResult]:
+        explainer = Explainer(load_model(path, device=device), SETTINGS[name])
+        images: list[ImageResult] = []
+        explainer.explain(
+            items_from_images([Image.fromarray(image) for image in pixels]),
+            images.extend,
+            lambda batch: counts.append(meter.read()),
+            token_bytes=lambda: 50_000,
+        )
+        return images
 
     found = explain("npu")
     table(f"explanation batch: {name}; {model}", max(counts[1:]))

@@ -10,38 +10,50 @@ import torch
 from PIL import Image
 
 from tests.runtime.conftest import Count, Counter, Meter
-from vit.data.augment import Augment
+from vit.config import AugmentConfig
 from vit.data.cache import decode_dataset
-from vit.data.dataset import DecodedDataset
+from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
-from vit.data.loaders import Batch, ResidentLoader, WorkerLoader
+from vit.data.loader import Batch, TrainLoader
 from vit.data.open import open_dataset
 
 PREPROCESS = Preprocess((16, 20), crop_pct=0.8)
 AUGMENTS = {
-    "none": Augment(),
-    "crop and flip": Augment(crop_padding=2, flip="random"),
-    "cutout": Augment(flip="alternating", cutout=4),
-    "resized crop": Augment(resized_crop_scale=(0.3, 1.0), flip="random"),
-    "jitter and erasing": Augment(color_jitter=0.3, re_prob=0.4),
-    "RandAugment": Augment(rand_augment=(2, 9.0)),
-    "TrivialAugment": Augment(trivial_augment=True),
-    "mixup": Augment(mixup=0.8),
-    "cutmix": Augment(cutmix=1.0),
-    "all": Augment(crop_padding=2, flip="random", cutout=4, color_jitter=0.2, re_prob=0.3, mixup=0.8, cutmix=1.0),
+    "none": AugmentConfig(),
+    "crop and flip": AugmentConfig(crop_padding=2, flip="random"),
+    "cutout": AugmentConfig(flip="alternating", cutout=4),
+    "resized crop": AugmentConfig(resized_crop_scale=(0.3, 1.0), flip="random"),
+    "jitter and erasing": AugmentConfig(color_jitter=0.3, re_prob=0.4),
+    "RandAugment": AugmentConfig(rand_augment=(2, 9.0)),
+    "mixup": AugmentConfig(mixup=0.8),
+    "cutmix": AugmentConfig(cutmix=1.0),
+    "all": AugmentConfig(
+        crop_padding=2,
+        flip="random",
+        cutout=4,
+        color_jitter=0.2,
+        re_prob=0.3,
+        mixup=0.8,
+        cutmix=1.0,
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[type, DecodedDataset]:
-    """Thirty-six photos, decoded for one loader and only looked at for the other."""
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset]:
+    """Thirty-six photos, decoded for one pipeline and only looked at for the other."""
     root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for name in "abc":
         (root / name).mkdir()
         for number in range(12):
-            Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
-    source, options = open_dataset("folder", root=root).split("all"), {"cache_dir": root / "cache", "progress": False}
-    sizes = {ResidentLoader: PREPROCESS.resize_size, WorkerLoader: None}
+            Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(
+                root / name / f"{number}.png"
+            )
+    source, options = (
+        open_dataset("folder", root=root).split("all"),
+        {"cache_dir": root / "cache", "progress": False},
+    )
+    sizes = {"resident": PREPROCESS.resize_size, "workers": None}
     return {kind: decode_dataset(source, size=size, **options) for kind, size in sizes.items()}
 
 
@@ -50,11 +62,20 @@ def mirror(image: np.ndarray) -> np.ndarray:
 
 
 def read(
-    datasets: dict[type, DecodedDataset], kind: type, device: str, on_batch: Callable[[], object], **changes: Any
+    datasets: dict[str, ImageDataset],
+    kind: str,
+    device: str,
+    on_batch: Callable[[], object],
+    **changes: Any,
 ) -> list[Batch]:
-    options: dict[str, Any] = {"batch_size": 12, "seed": 3, "device": device, "preprocess": PREPROCESS}
-    options |= {"num_classes": 3} | ({"workers": 0} if kind is WorkerLoader else {}) | changes
-    loader, batches = kind(datasets[kind], **options), []
+    options: dict[str, Any] = {
+        "batch_size": 12,
+        "seed": 3,
+        "device": device,
+        "preprocess": PREPROCESS,
+    }
+    options |= {"num_classes": 3, "workers": 0} | changes
+    loader, batches = TrainLoader(datasets[kind], **options), []
     for epoch, size in ((0, None), (1, (8, 12))):
         for batch in loader.epoch(epoch, image_size=size):
             batches.append(Batch(*(tensor.cpu() for tensor in batch)) if device == "cpu" else batch)
@@ -64,26 +85,36 @@ def read(
 
 
 @pytest.mark.parametrize("name", AUGMENTS)
-@pytest.mark.parametrize("kind", [ResidentLoader, WorkerLoader])
+@pytest.mark.parametrize("kind", ["resident", "workers"])
 def test_batches_equal_the_cpus_and_take_one_copy(
-    datasets: dict[type, DecodedDataset], meter: Meter, table: Callable[..., None], kind: type, name: str
+    datasets: dict[str, ImageDataset],
+    meter: Meter,
+    table: Callable[..., None],
+    kind: str,
+    name: str,
 ) -> None:
     counts: list[Count] = []
     found = read(datasets, kind, "npu", lambda: counts.append(meter.read()), augment=AUGMENTS[name])
-    table(f"{kind.__name__}, {name}", max(counts[1:]))
+    table(f"{kind}, {name}", max(counts[1:]))
     assert set(counts[1:]) == {Count(1, 0, 0)}, meter.lines
     expected = read(datasets, kind, "cpu", lambda: None, augment=AUGMENTS[name])
     for batch, of_cpu in zip(found, expected, strict=True):
         assert all(tensor.device.type == "npu" for tensor in batch)
-        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True))
+        assert all(
+            torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [(ResidentLoader, {"transform": mirror}), (WorkerLoader, {"workers": 1}), (ResidentLoader, {"balanced": True})],
+    [
+        ("resident", {"transform": mirror}),
+        ("workers", {"workers": 1}),
+        ("resident", {"balanced": True}),
+    ],
 )
 def test_transforms_workers_and_balance_take_one_copy_too(
-    datasets: dict[type, DecodedDataset], meter: Meter, kind: type, changes: dict[str, Any]
+    datasets: dict[str, ImageDataset], meter: Meter, kind: str, changes: dict[str, Any]
 ) -> None:
     counts: list[Count] = []
     changes = {"augment": AUGMENTS["all"]} | changes
@@ -91,7 +122,9 @@ def test_transforms_workers_and_balance_take_one_copy_too(
     assert set(counts[1:]) == {Count(1, 0, 0)}, meter.lines
     expected = read(datasets, kind, "cpu", lambda: None, **changes)
     for batch, of_cpu in zip(found, expected, strict=True):
-        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True))
+        assert all(
+            torch.equal(tensor.cpu(), other) for tensor, other in zip(batch, of_cpu, strict=True)
+        )
 
 
 def test_the_fixture_counts_a_blocking_copy_as_a_wait(npu: Counter, tmp_path: Path) -> None:

@@ -15,50 +15,100 @@ from tests.pretend_device import DeviceTensor
 from tests.runtime.conftest import Count, Counter, Meter
 from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_graphs import Recorder
-from vit.build import run as build
-from vit.build.run import Run
 from vit.config import load_config
+from vit.factory import run as build
+from vit.factory.run import Run
 from vit.runtime.device import cpu_multiplies_bfloat16
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
-from vit.training.state import collect_state
-from vit.training.step import TrainStep
+from vit.training.train_step import TrainStep
 
 TINY = [
-    *("data.image_size=8", "model.patch_size=4", "model.embed_dim=16", "model.depth=2", "model.num_heads=2"),
+    *(
+        "data.image_size=8",
+        "model.patch_size=4",
+        "model.embed_dim=16",
+        "model.depth=2",
+        "model.num_heads=2",
+    ),
     *("train.batch_size=32", "train.epochs=1", "train.max_steps=4", "train.attention_maps=0"),
 ]
-# without instructions for bfloat16, gradients of a convolution in it are rounded otherwise on the pretended device
+# without instructions for bfloat16, gradients of a convolution in it are rounded otherwise on the
+# pretended device
 HALF_STEM = "conv" if cpu_multiplies_bfloat16() else "patch"
 RECIPES = {
     "resident, muon, average, two micro-batches": [
         *("augment.crop_padding=1", "augment.flip=random", "augment.cutout=2", "augment.mixup=0.8"),
-        *("optimizer.name=muon", "train.ema_decay=0.9", "train.grad_accum_steps=2", "train.clip_grad=1.0"),
+        *(
+            "optimizer.name=muon",
+            "train.ema_decay=0.9",
+            "train.grad_accum_steps=2",
+            "train.clip_grad=1.0",
+        ),
         *("model.drop_path_rate=0.2", "model.global_pool=attention", "train.precision=float32"),
     ],
     "resident, muon in bfloat16": [
-        *("augment.rand_augment=[2,9]", "augment.color_jitter=0.3", "augment.re_prob=0.3", "augment.cutmix=1.0"),
-        *("optimizer.name=muon", "train.precision=bfloat16", f"model.stem={HALF_STEM}", "model.mlp=relu2"),
+        *(
+            "augment.rand_augment=[2,9]",
+            "augment.color_jitter=0.3",
+            "augment.re_prob=0.3",
+            "augment.cutmix=1.0",
+        ),
+        *(
+            "optimizer.name=muon",
+            "train.precision=bfloat16",
+            f"model.stem={HALF_STEM}",
+            "model.mlp=relu2",
+        ),
     ],
     "resident, adamw, several sizes, unequal classes": [
-        *("augment.resized_crop_scale=[0.5,1]", "augment.trivial_augment=true", "train.class_balance=weights"),
-        *("optimizer.name=adamw", "optimizer.layer_decay=0.8", "train.label_smoothing=0.1", "train.epochs=2"),
+        *(
+            "augment.resized_crop_scale=[0.5,1]",
+            "augment.rand_augment=[2, 9]",
+            "train.class_balance=weights",
+        ),
+        *(
+            "optimizer.name=adamw",
+            "optimizer.layer_decay=0.8",
+            "train.label_smoothing=0.1",
+            "train.epochs=2",
+        ),
         *(
             "train.image_sizes=[[0.5,0.5],[1,1]]",
             "train.patch_drop_rates=[[1,0.5]]",
             "train.max_steps=22",
             "train.precision=float32",
         ),
-        *("train.batch_size=128", "model.reg_tokens=2", "model.qk_norm=true", "model.init_values=0.1"),
+        *(
+            "train.batch_size=128",
+            "model.reg_tokens=2",
+            "model.qk_norm=true",
+        ),
     ],
     "workers, adamw in bfloat16": [
-        *("data.name=folder", "data.pipeline=workers", "data.workers=0", "train.batch_size=8", "train.epochs=2"),
+        *(
+            "data.name=folder",
+            "data.pipeline=workers",
+            "data.workers=0",
+            "train.batch_size=8",
+            "train.epochs=2",
+        ),
         *("augment.resized_crop_scale=[0.5,1]", "augment.flip=random", "train.precision=bfloat16"),
         *("optimizer.name=adamw", "train.ema_decay=0.9", "train.class_balance=sampler"),
     ],
     "resident, sgd, gradients recomputed, swiglu": [
-        *("optimizer.name=sgd", "train.grad_checkpointing=true", "train.precision=float32", "model.freeze=1"),
-        *("model.global_pool=avg", "model.mlp=swiglu", "model.pos_embed=sincos", "augment.flip=alternating"),
+        *(
+            "optimizer.name=sgd",
+            "train.grad_checkpointing=true",
+            "train.precision=float32",
+            "model.freeze=1",
+        ),
+        *(
+            "model.global_pool=avg",
+            "model.mlp=swiglu",
+            "model.pos_embed=sincos",
+            "augment.flip=alternating",
+        ),
     ],
 }
 
@@ -69,11 +119,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in "abc":
         (root / name).mkdir()
         for number in range(20):
-            Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
+            Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(
+                root / name / f"{number}.png"
+            )
     return root
 
 
-def make(directory: Path, overrides: list[str], photos: Path, device: str, *observers: Observer) -> Run:
+def make(
+    directory: Path, overrides: list[str], photos: Path, device: str, *observers: Observer
+) -> Run:
     directory.mkdir(exist_ok=True)
     root = [f"data.root={photos}"] if "data.name=folder" in overrides else []
     config = load_config(None, [*TINY, *overrides, *root])
@@ -93,7 +147,7 @@ class Steps(Observer):
         self.epoch_ended = True
 
     def watch(self, step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.step, run, made = step, step.run, list[Any]()
+        self.step, run, made = step, step.run_on_device, list[Any]()
         make = DeviceTensor.__init__
 
         def make_and_note(tensor: DeviceTensor, host: Tensor) -> None:
@@ -106,26 +160,40 @@ class Steps(Observer):
             with Recorder(list(step.module.state_dict(keep_vars=True).values())) as recorder:
                 result = run(images, targets)
             self.operations.append((tuple(images.shape), recorder.operations))
-            known = before | {place(tensor): f"result's {name}" for name, tensor in result._asdict().items()}
+            known = before | {
+                place(tensor): f"result's {name}" for name, tensor in result._asdict().items()
+            }
             known |= {
-                place(t): "the optimizer's" for t in (step.optimizer.found_inf, step.optimizer.grad_scale) if _on(t)
+                place(t): "the optimizer's"
+                for t in (step.optimizer.found_inf, step.optimizer.grad_scale)
+                if _on(t)
             }
             left = [tensor for each in made if (tensor := each()) is not None]
-            if step.step:  # the first step makes the optimizer's state
-                self.left_behind |= {str(list(tensor.shape)) for tensor in left if place(tensor) not in known}
+            if step.num_steps:  # the first step makes the optimizer's state
+                self.left_behind |= {
+                    str(list(tensor.shape)) for tensor in left if place(tensor) not in known
+                }
             return result
 
         monkeypatch.setattr(DeviceTensor, "__init__", make_and_note)
-        monkeypatch.setattr(step, "run", run_and_note)
+        monkeypatch.setattr(step, "run_on_device", run_and_note)
 
     def name_tensors(self) -> dict[str, Any]:
-        tensors = flatten(collect_state(self.step))
-        tensors |= {f"gradient {n}": p.grad for n, p in self.step.model.named_parameters() if p.grad is not None}
-        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DeviceTensor)}
+        tensors = flatten(self.step.state_dict())
+        tensors |= {
+            f"gradient {n}": p.grad
+            for n, p in self.step.model.named_parameters()
+            if p.grad is not None
+        }
+        return {
+            name: tensor for name, tensor in tensors.items() if isinstance(tensor, DeviceTensor)
+        }
 
     def on_step(self, metrics: dict[str, Any]) -> None:
         count = self.meter.read()
-        if not self.epoch_ended:  # the first one of an epoch has the evaluation, the checkpoint and the start in it
+        if (
+            not self.epoch_ended
+        ):  # the first one of an epoch has the evaluation, the checkpoint and the start in it
             self.counts[metrics["step"]], self.lines[metrics["step"]] = count, self.meter.lines
         self.epoch_ended = False
         self.places.append({name: place(tensor) for name, tensor in self.name_tensors().items()})
@@ -144,54 +212,69 @@ def _on(tensor: Any) -> bool:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
-    meter: Meter, table: Callable[..., None], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    meter: Meter,
+    table: Callable[..., None],
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    """To the last bit, but for SwiGLU, whose derivative torch computes by a kernel of the CPU's own."""
+    """To the last bit, but for SwiGLU, whose derivative torch computes by a kernel of the CPU's
+    own."""
     steps = Steps(meter)
     run = make(tmp_path / "npu", RECIPES[name], photos, "npu", steps)
     with monkeypatch.context() as patch:
-        steps.watch(run.trainer.step, patch)
-        run.trainer.run()
+        steps.watch(run.trainer.train_step, patch)
+        run.trainer.train()
     silent = {count for step, count in steps.counts.items() if step % LOG_EVERY_STEPS}
     table(f"training step: {name}", max(silent))
     assert silent == {Count(1, 0, 0)}, steps.lines
     assert all(count.waits <= 1 for count in steps.counts.values())  # where it logs
-    # what a CUDA graph asks: weights, gradients, average and optimizer stay where they are; a step does what the one
-    # before did; and it leaves nothing behind but its results
+    # what a CUDA graph asks: weights, gradients, average and optimizer stay where they are; a step
+    # does what the one before did; and it leaves nothing behind but its results
     assert len({tuple(sorted(places.items())) for places in steps.places[1:]}) == 1
     for size in {size for size, _ in steps.operations}:
         first, *others = [operations for of, operations in steps.operations[1:] if of == size]
         assert all(each == first for each in others)
     assert steps.left_behind == set()
     of_cpu = make(tmp_path / "cpu", RECIPES[name], photos, "cpu")
-    of_cpu.trainer.run()
-    states = [flatten(collect_state(each.trainer.step)) for each in (of_cpu, run)]
+    of_cpu.trainer.train()
+    states = [flatten(each.trainer.train_step.state_dict()) for each in (of_cpu, run)]
     assert states[0].keys() == states[1].keys()
     limit = 1e-5 if "swiglu" in name else 0
     for key, expected in states[0].items():
         difference = (states[1][key].cpu().double() - expected.double()).norm()
         assert difference <= limit * float(expected.double().norm()), key
-    for found, expected in zip(*(read_metrics(tmp_path / device) for device in ("npu", "cpu")), strict=True):
+    for found, expected in zip(
+        *(read_metrics(tmp_path / device) for device in ("npu", "cpu")), strict=True
+    ):
         assert found == pytest.approx(expected, rel=limit, abs=limit)
 
 
 def test_a_resumed_run_ends_with_the_same_bytes(npu: Counter, photos: Path, tmp_path: Path) -> None:
-    overrides = [*RECIPES["resident, muon, average, two micro-batches"], "train.checkpoint_every_steps=2"]
+    overrides = [
+        *RECIPES["resident, muon, average, two micro-batches"],
+        "train.checkpoint_every_steps=2",
+    ]
     whole = make(tmp_path / "whole", overrides, photos, "npu")
-    whole.trainer.run()
+    whole.trainer.train()
     run_until(make(tmp_path / "broken", overrides, photos, "npu"), 4)
     resumed = make(tmp_path / "broken", overrides, photos, "npu")
     assert resumed.trainer.resume()
     assert resumed.trainer.progress.step == 2
-    resumed.trainer.run()
-    states: list[dict[str, Tensor]] = [flatten(collect_state(run.trainer.step)) for run in (whole, resumed)]
+    resumed.trainer.train()
+    states: list[dict[str, Tensor]] = [
+        flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)
+    ]
     assert all(torch.equal(states[0][key].cpu(), states[1][key].cpu()) for key in states[0])
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")
 
 
 def test_a_step_that_is_not_finite_is_named(npu: Counter, photos: Path, tmp_path: Path) -> None:
-    run = make(tmp_path / "run", RECIPES["resident, sgd, gradients recomputed, swiglu"], photos, "npu")
+    run = make(
+        tmp_path / "run", RECIPES["resident, sgd, gradients recomputed, swiglu"], photos, "npu"
+    )
     with torch.no_grad():
         run.model.head.weight[0, 0] = float("nan")  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match=r"step 1: .*first seen in head; images .*, … \(32\)"):
-        run.trainer.run()
+        run.trainer.train()

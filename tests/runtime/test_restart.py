@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from torch.distributed import TCPStore
+
+pytestmark = pytest.mark.chaos
 
 PROCESS = """
 import os, sys, time
@@ -22,9 +25,19 @@ with join_processes("cpu"):
 
 
 def test_processes_started_again_do_not_call_those_that_are_gone() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)  # torchrun's
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
+    )  # torchrun's
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+    }
+    environment |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     for restart in range(2):
         processes = [
             subprocess.Popen(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.build.run import Run, build_run
 from vit.config import load_config
+from vit.factory.run import Run, build_run
 from vit.runtime.processes import Process
 from vit.training.observers import MetricsFile, TensorBoard
 
@@ -59,10 +59,10 @@ class Killed(Exception):
 
 def run_until(run: Run, step: int) -> None:
     """Train, and die in the middle of step number `step`."""
-    whole_step = run.trainer.step.__class__.__call__
+    whole_step = run.trainer.train_step.__class__.__call__
     count = 0
 
-    class Dying(run.trainer.step.__class__):  # type: ignore[name-defined, misc]
+    class Dying(run.trainer.train_step.__class__):  # type: ignore[name-defined, misc]
         def __call__(self, images: Tensor, targets: Tensor) -> Any:
             nonlocal count
             if run.trainer.progress.step == step - 1:
@@ -70,16 +70,19 @@ def run_until(run: Run, step: int) -> None:
             count += 1
             return whole_step(self, images, targets)
 
-    run.trainer.step.__class__ = Dying
+    run.trainer.train_step.__class__ = Dying
     with pytest.raises(Killed):
-        run.trainer.run()
+        run.trainer.train()
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the times."""
     clocks = {"images_per_second", "elapsed_seconds"}
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in clocks} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in clocks}
+        for line in lines
+    ]
 
 
 def read_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -101,4 +104,8 @@ def flatten(value: Any, name: str = "") -> dict[str, Tensor]:
         items = enumerate(value)
     else:
         return {name: torch.tensor(value)} if isinstance(value, int | float) else {}
-    return {key: tensor for place, child in items for key, tensor in flatten(child, f"{name}/{place}").items()}
+    return {
+        key: tensor
+        for place, child in items
+        for key, tensor in flatten(child, f"{name}/{place}").items()
+    }

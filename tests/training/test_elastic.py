@@ -1,5 +1,5 @@
-"""Four machines of one elastic job, each played by a torchrun of its own: killed again and again, it ends as if nothing
-had happened."""
+"""Four machines of one elastic job, each played by a torchrun of its own: killed again and again,
+it ends as if nothing had happened."""
 
 import contextlib
 import os
@@ -18,12 +18,21 @@ from tests.conftest import Launcher
 from tests.training.test_distributed import OVERRIDES, assert_close, list_children
 from tests.training.test_kill import done_steps
 
-RENDEZVOUS = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
+pytestmark = pytest.mark.chaos
+
+RENDEZVOUS = (
+    "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
+)
 PLACE = ("--nnodes=1:4", "--nproc-per-node=1", "--local-addr=127.0.0.1")
 PROGRAM = ("-m", "torch.distributed.run", *PLACE, "--max-restarts=100")
-LONG = ["train.epochs=20", "train.checkpoint_every_steps=1", "train.batch_size=96"]  # for 1, 2, 3 and 4 processes
-# The gradient of keys' biases is rounding alone (softmax takes no notice of them), and AdamW divides by its size: after
-# 260 steps they differ by 3e-4 between numbers of processes, with nothing lost. One step moves other weights as far.
+LONG = [
+    "train.epochs=20",
+    "train.checkpoint_every_steps=1",
+    "train.batch_size=96",
+]  # for 1, 2, 3 and 4 processes
+# The gradient of keys' biases is rounding alone (softmax takes no notice of them), and AdamW
+# divides by its size: after 260 steps they differ by 3e-4 between numbers of processes, with
+# nothing lost. One step moves other weights as far.
 LONG += ["model.qkv_bias=false", "optimizer.lr=3e-4"]
 
 
@@ -37,7 +46,8 @@ def kill(process: int) -> bool:
 
 @dataclass
 class Job:
-    """The machines of a job. They meet at a store that none of them holds, as any of them may fail."""
+    """The machines of a job. They meet at a store that none of them holds, as any of them may
+    fail."""
 
     cli: Launcher
     directory: Path
@@ -45,14 +55,24 @@ class Job:
     machines: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
         self.log = (self.directory.parent / f"{self.directory.name}.log").open("a")
 
     def add(self) -> None:
         """Start a machine: it joins the job."""
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}", "--rdzv-id=job"]
+        meeting = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.store.port}",
+            "--rdzv-id=job",
+        ]
         program = (*PROGRAM, *meeting, f"--rdzv-conf={RENDEZVOUS}", "-m", "vit")
-        streams = {"stdout": self.log, "stderr": self.log, "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+        streams = {
+            "stdout": self.log,
+            "stderr": self.log,
+            "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        }
         arguments = ("train", *self.settings, "--output", str(self.directory), "--resume")
         self.machines.append(self.cli.start(*arguments, program=program, **streams))
 
@@ -106,7 +126,9 @@ def job(cli: Launcher, empty_yaml: Path, tmp_path: Path) -> Iterator[Job]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
-def test_an_elastic_job_survives_20_kills(job: Job, cli: Launcher, tmp_path: Path, seed: int) -> None:
+def test_an_elastic_job_survives_20_kills(
+    job: Job, cli: Launcher, tmp_path: Path, seed: int
+) -> None:
     cli.finish(cli.start("train", *job.settings, "--output", tmp_path / "whole"))
     whole = done_steps(tmp_path / "whole")
     rng, sizes, kills = random.Random(seed), [], 0

@@ -1,4 +1,5 @@
-"""The step of every packaged recipe as graphs: compiled whole, and replayed as a CUDA graph is replayed.
+"""The step of every packaged recipe as graphs: compiled whole, and replayed as a CUDA graph is
+replayed.
 
 No GPU is needed: the graph of a step on a CPU stands for a captured one.
 """
@@ -20,19 +21,32 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vit.build.recipe import list_recipes
-from vit.model import patch_embed
+from vit.factory.recipe import list_recipes
+from vit.model import cpu_kernels
+from vit.model.attention import MultiHeadAttention
 
-# two narrow blocks, one without drop path, one with it, of which some recipes read the first token only: all others
-# have the structure of one of these
-SHORT = ["model.depth=2", "model.embed_dim=64", "model.num_heads=2", "train.batch_size=4", "train.max_steps=100"]
+# two narrow blocks, one without drop path, one with it, of which some recipes read the first token
+# only: all others have the structure of one of these
+SHORT = [
+    "model.depth=2",
+    "model.embed_dim=64",
+    "model.num_heads=2",
+    "train.batch_size=4",
+    "train.max_steps=100",
+]
+# one for a CPU, one for a GPU; all others are extended tests
+COMMON_RECIPES = ("cifar10/cpu", "cifar10/speedrun")
+RECIPES = [
+    pytest.param(name, marks=[] if name in COMMON_RECIPES else pytest.mark.extended)
+    for name in list_recipes()
+]
 
 
 def flatten(model: torch.nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", RECIPES)
 def test_forward_loss_and_backward_are_one_graph_for_each_image_size(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,17 +54,26 @@ def test_forward_loss_and_backward_are_one_graph_for_each_image_size(
 
     def count(direction: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs[direction] += 1
-        assert not any(isinstance(given, torch.SymInt) for given in inputs)  # a CUDA graph's sizes are fixed
+        assert not any(
+            isinstance(given, torch.SymInt) for given in inputs
+        )  # a CUDA graph's sizes are fixed
         return make_boxed_func(graph)
 
     compilers = {f"{way}_compiler": partial(count, way) for way in ("fw", "bw")}
     whole = partial(torch.compile, fullgraph=True, backend=aot_autograd(**compilers))
     monkeypatch.setattr(torch, "compile", whole)
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the tests' own checks of shapes break graphs
-    monkeypatch.setattr(patch_embed, "_run_uncompiled", patch_embed._run)  # on CPUs a convolutional stem is left out
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # the tests' own checks of shapes break graphs
+    monkeypatch.setattr(
+        cpu_kernels, "_convolve_uncompiled", cpu_kernels._convolve
+    )  # on CPUs a convolutional stem is left out
     torch._dynamo.reset()
-    config = load_recipe(name, *SHORT, "train.precision=bfloat16", "model.attention_backend=fused")
+    config = load_recipe(name, *SHORT, "train.precision=bfloat16")
     step = build(config, compile=True)
+    for module in step.module.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.backend = "fused"  # as on a GPU
     for number, (_, size) in enumerate(list_sizes(config), start=1):
         for seed in range(2):
             assert step(*draw_batch(config, size, seed=seed)).finite
@@ -58,14 +81,17 @@ def test_forward_loss_and_backward_are_one_graph_for_each_image_size(
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation of a step, its numbers and the tensors that live beyond the step, told by what they are."""
+    """Every operation of a step, its numbers and the tensors that live beyond the step, told by
+    what they are."""
 
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
         self.names = {id(tensor): number for number, tensor in enumerate(kept)}
         self.operations: list[tuple[str, list[Any]]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         told = [self._tell(leaf) for leaf in tree_leaves((arguments, named))]
         self.operations.append((str(function), told))
         return function(*arguments, **(named or {}))
@@ -76,10 +102,11 @@ class Recorder(TorchDispatchMode):
         return self.names.get(id(leaf), (tuple(leaf.shape), leaf.dtype, leaf.device))
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> None:
-    """A step that read a value of the device would wait for it; one that took another number from the host each time
-    could not be captured, for a CUDA graph keeps the numbers that it was captured with."""
+    """A step that read a value of the device would wait for it; one that took another number from
+    the host each time could not be captured, for a CUDA graph keeps the numbers that it was
+    captured with."""
     config = load_recipe(name, *SHORT, "train.precision=bfloat16")
     _, size = list_sizes(config)[0]
     step, batch = build(config), draw_batch(config, size)
@@ -93,15 +120,17 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
     recorded = []
     for _ in range(2):
         rates.append(step.optimizer.param_groups[0]["lr"])
-        step.set_numbers()
+        step.set_schedule_values()
         with Recorder(kept) as recorder:
-            step.run(*batch)
+            step.run_on_device(*batch)
         step.schedule.step()
-        step.step += 1
+        step.num_steps += 1
         recorded.append(recorder.operations)
     assert rates[0] != rates[1]
     assert recorded[0] == recorded[1]
-    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & {name for name, _ in recorded[0]}
+    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & {
+        name for name, _ in recorded[0]
+    }
 
 
 # Muon with an average and mixed images; AdamW with clipping; Muon alone
@@ -120,12 +149,12 @@ def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
         for step in (plain, replayed):
             step(*seeded(seed))
     plain(*seeded(2))
-    replayed.set_numbers()
-    graph = make_fx(lambda images, targets: replayed.run(images, targets))(*seeded(2))
+    replayed.set_schedule_values()
+    graph = make_fx(lambda images, targets: replayed.run_on_device(images, targets))(*seeded(2))
     for seed in range(3, 5):
         replayed.schedule.step()
-        replayed.step += 1
-        replayed.set_numbers()
+        replayed.num_steps += 1
+        replayed.set_schedule_values()
         expected = plain(*seeded(seed))
         with torch.no_grad():  # the backward pass is in the graph
             result = graph(*seeded(seed))
@@ -134,9 +163,10 @@ def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
     assert torch.equal(flatten(replayed.averaged_model), flatten(plain.averaged_model))
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", RECIPES)
 def test_forward_and_loss_are_traced_for_cuda_with_every_tensor_there(name: str) -> None:
-    """By tensors without memory. Torch's autograd, autocast and compiler ask the driver, so this is all without one."""
+    """By tensors without memory. Torch's autograd, autocast and compiler ask the driver, so this is
+    all without one."""
     config = load_recipe(name, *SHORT, "train.precision=float32")
     _, size = list_sizes(config)[0]
     step, batch = build(config), draw_batch(config, size)
@@ -145,16 +175,22 @@ def test_forward_and_loss_are_traced_for_cuda_with_every_tensor_there(name: str)
 
         def move(tensor: Tensor) -> Tensor:
             trains = tensor.requires_grad
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda", requires_grad=trains)
+            return torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cuda", requires_grad=trains
+            )
 
         model = step.module
-        moved = {key: move(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+        moved = {
+            key: move(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
 
         def compute_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             with _reparametrize_module(model, moved):
                 return step._compute_loss(images, targets)
 
         graph = make_fx(compute_loss)(*map(move, batch))
-    made = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    made = [
+        node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)
+    ]
     assert len(made) > 100
     assert {tensor.device.type for tensor in made} == {"cuda"}

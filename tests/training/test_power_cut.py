@@ -1,7 +1,9 @@
-"""Whatever a power cut leaves of a run's directory, --resume ends at the same bytes or refuses with a reason.
+"""Whatever a power cut leaves of a run's directory, --resume ends at the same bytes or refuses with
+a reason.
 
-The writes, renames, deletions and fsyncs of a short run are recorded. After each of them the directory is rebuilt as a
-file system may leave it: a file's content is sure after its own fsync, its name after its directory's.
+The writes, renames, deletions and fsyncs of a short run are recorded. After each of them the
+directory is rebuilt as a file system may leave it: a file's content is sure after its own fsync,
+its name after its directory's.
 """
 
 import os
@@ -21,6 +23,8 @@ from vit import api
 from vit.bundle import load_bundle
 from vit.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.chaos
+
 OVERRIDES = [*TINY, "train.epochs=2", "train.max_steps=8", "train.checkpoint_every_steps=2"]
 
 
@@ -35,8 +39,8 @@ class Event(NamedTuple):
 
 @contextmanager
 def record(root: Path, events: list[Event], *, without: str = "") -> Iterator[None]:
-    """Note what happens below `root`, but for TensorBoard's files, which nothing is resumed from. `without` is the kind
-    of event that is left out: what a program without it would leave."""
+    """Note what happens below `root`, but for TensorBoard's files, which nothing is resumed from.
+    `without` is the kind of event that is left out: what a program without it would leave."""
     fsync, replace, unlink, rmtree = os.fsync, Path.replace, Path.unlink, shutil.rmtree
     save = CheckpointStore.save
 
@@ -50,7 +54,11 @@ def record(root: Path, events: list[Event], *, without: str = "") -> Iterator[No
         if (name := below(path)) is not None:
             kind = "sync directory" if os.path.isdir(path) else "sync"
             if kind != without:
-                events.append(Event(kind, name, content=b"" if os.path.isdir(path) else Path(path).read_bytes()))
+                events.append(
+                    Event(
+                        kind, name, content=b"" if os.path.isdir(path) else Path(path).read_bytes()
+                    )
+                )
 
     def noting_replace(self: Path, target: Path) -> Path:
         if (name := below(self)) is not None:
@@ -90,7 +98,8 @@ def apply(files: Files, event: Event) -> None:
 
 
 def list_outcomes(events: list[Event]) -> list[Files]:
-    """What may be on disk after these events: with all that was not yet sure, without it, and with parts of it."""
+    """What may be on disk after these events: with all that was not yet sure, without it, and with
+    parts of it."""
     sure: Files = {}
     contents: Files = {}
     pending: list[Event] = []
@@ -98,22 +107,37 @@ def list_outcomes(events: list[Event]) -> list[Files]:
         if event.kind == "sync":
             contents[event.path] = event.content
         elif event.kind == "sync directory":
-            for done in [other for other in pending if os.path.dirname(other.target or other.path) in (event.path, "")]:
-                if os.path.normpath(os.path.dirname(done.target or done.path) or ".") == os.path.normpath(event.path):
+            for done in [
+                other
+                for other in pending
+                if os.path.dirname(other.target or other.path) in (event.path, "")
+            ]:
+                if os.path.normpath(
+                    os.path.dirname(done.target or done.path) or "."
+                ) == os.path.normpath(event.path):
                     sure.setdefault(done.path, contents.get(done.path, b""))
                     apply(sure, done)
                     pending.remove(done)
         elif event.kind != "saved":
             pending.append(event)
     outcomes = []
-    for chosen in ([], pending, *([each] for each in pending), *(pending[:count] for count in range(1, len(pending)))):
+    for chosen in (
+        [],
+        pending,
+        *([each] for each in pending),
+        *(pending[:count] for count in range(1, len(pending))),
+    ):
         files = dict(sure)
         for event in chosen:
             if event.kind == "rename":
                 files.setdefault(event.path, contents.get(event.path, b""))
             apply(files, event)
         # a temporary file that was being written may be there, half of it
-        half = {name: contents[name][: len(contents[name]) // 2] for name in contents if name.endswith(".tmp")}
+        half = {
+            name: contents[name][: len(contents[name]) // 2]
+            for name in contents
+            if name.endswith(".tmp")
+        }
         outcomes += [files, half | files] if chosen is pending else [files]
     return outcomes
 
@@ -122,7 +146,11 @@ def find_steps(files: Files) -> list[int]:
     """The steps of the checkpoints whose content is whole."""
     pattern = re.compile(r"checkpoints/step-(\d+)-([0-9a-f]{16})\.pt")
     found = [(pattern.fullmatch(name), content) for name, content in files.items()]
-    return [int(match[1]) for match, content in found if match and sha256(content).hexdigest().startswith(match[2])]
+    return [
+        int(match[1])
+        for match, content in found
+        if match and sha256(content).hexdigest().startswith(match[2])
+    ]
 
 
 def rebuild(directory: Path, files: Files) -> None:
@@ -133,11 +161,19 @@ def rebuild(directory: Path, files: Files) -> None:
         path.write_bytes(content)
 
 
-def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(tmp_path: Path, empty_yaml: Path) -> None:
+def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(
+    tmp_path: Path, empty_yaml: Path
+) -> None:
     whole, events = tmp_path / "whole", list[Event]()
     with record(whole, events):
         api.train(empty_yaml, output=whole, overrides=OVERRIDES)
-    assert {event.kind for event in events} == {"sync", "sync directory", "rename", "delete", "saved"}
+    assert {event.kind for event in events} == {
+        "sync",
+        "sync directory",
+        "rename",
+        "delete",
+        "saved",
+    }
     states: dict[frozenset[tuple[str, bytes]], Files] = {}
     for count in range(len(events) + 1):
         for files in list_outcomes(events[:count]):
@@ -148,9 +184,14 @@ def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(tmp_path:
     for number, files in enumerate(states.values()):
         broken = tmp_path / "broken"
         rebuild(broken, files)
-        api.train(empty_yaml, output=broken, overrides=OVERRIDES, resume=True)  # none of them is refused
+        api.train(
+            empty_yaml, output=broken, overrides=OVERRIDES, resume=True
+        )  # none of them is refused
         weights = load_bundle(broken).model.state_dict()
-        assert all(torch.equal(weights[name], expected[name]) for name in expected), (number, sorted(files))
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), (
+            number,
+            sorted(files),
+        )
         assert read_metrics(broken) == metrics, (number, sorted(files))
         assert not list(broken.glob("checkpoints/.step-*")), sorted(files)
 
@@ -169,7 +210,11 @@ def test_what_was_saved_is_there_after_a_power_cut_and_without_fsync_it_is_not(
             if max(find_steps(files), default=0) < saved:
                 lost.add(f"checkpoint {saved}")
     assert saved == 8
-    written = {event.target for event in events if event.kind == "rename" and (whole / event.target).is_file()}
+    written = {
+        event.target
+        for event in events
+        if event.kind == "rename" and (whole / event.target).is_file()
+    }
     assert {"config.yaml", "model.safetensors", "metrics.jsonl"} <= written
     for files in list_outcomes(events):  # the run has ended: all of it is there
         lost |= {name for name in written if files.get(name) != (whole / name).read_bytes()}

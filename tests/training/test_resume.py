@@ -7,7 +7,6 @@ import torch
 
 from tests.training.conftest import Killed, MakeRun, flatten, read_curves, read_metrics, run_until
 from vit.bundle import load_bundle
-from vit.training.state import collect_state
 
 
 @pytest.fixture(scope="module")
@@ -33,44 +32,25 @@ def test_resumed_run_equals_uninterrupted_run(
     make_run: MakeRun, tmp_path: Path, overrides: list[str], step: int
 ) -> None:
     whole = make_run(tmp_path / "whole", *overrides)
-    whole.trainer.run()
+    whole.trainer.train()
     broken = make_run(tmp_path / "broken", *overrides)
     run_until(broken, step)
     resumed = make_run(tmp_path / "broken", *overrides)
     resumed.trainer.resume()
     done = step - 1  # checkpoints are written every second step, and after each epoch of five
     assert resumed.trainer.progress.step == max(done // 2 * 2, done // 5 * 5)
-    resumed.trainer.run()
+    resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-    states = [flatten(collect_state(run.trainer.step)) for run in (whole, resumed)]
+    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_run_whose_checkpoints_are_shards_resumes_bit_for_bit(make_run: MakeRun, tmp_path: Path) -> None:
-    overrides = ["train.parallel=fsdp", "optimizer.name=adamw", "train.checkpoint_every_steps=2"]
-    make_run(tmp_path / "whole", *overrides).trainer.run()
-    broken = make_run(tmp_path / "broken", *overrides)
-    run_until(broken, 8)
-    (latest,) = (tmp_path / "broken" / "checkpoints").glob("step-00000006-*")
-    assert {file.suffix for file in latest.iterdir()} == {".pt", ".safetensors"}
-    resumed = make_run(tmp_path / "broken", *overrides)
-    resumed.trainer.resume()
-    assert resumed.trainer.progress.step == 6
-    resumed.trainer.run()
-    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-
-
-def test_shards_that_cannot_be_written_are_one_error(make_run: MakeRun, tmp_path: Path) -> None:
-    (tmp_path / "a file").touch()
-    step = make_run(tmp_path / "run", "optimizer.name=adamw").trainer.step
-    with pytest.raises(OSError, match=r"process 0 could not write its part of the checkpoint: .*a file"):
-        collect_state(step, tmp_path / "a file")
-
-
-def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     overrides = ["train.checkpoint_every_steps=5"]  # an epoch's steps
-    make_run(tmp_path / "whole", *overrides).trainer.run()
+    make_run(tmp_path / "whole", *overrides).trainer.train()
     broken = make_run(tmp_path / "broken", *overrides)
     save = broken.trainer._save
 
@@ -81,26 +61,30 @@ def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(make
 
     broken.trainer._save = die_after_the_metrics  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        broken.trainer.run()
+        broken.trainer.train()
     resumed = make_run(tmp_path / "broken", *overrides)
     assert resumed.trainer.resume()
     assert resumed.trainer.progress.epoch == 1
-    resumed.trainer.run()
+    resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
 
 
-def test_two_equal_runs_are_bit_equal_and_another_seed_is_not(make_run: MakeRun, tmp_path: Path) -> None:
+def test_two_equal_runs_are_bit_equal_and_another_seed_is_not(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_run(tmp_path / name, f"train.seed={seed}").trainer.run()
+        make_run(tmp_path / name, f"train.seed={seed}").trainer.train()
     assert_equal_runs(tmp_path / "a", tmp_path / "b")
-    weights = [load_bundle(tmp_path / name).model.state_dict()["head.weight"] for name in ("a", "c")]
+    weights = [
+        load_bundle(tmp_path / name).model.state_dict()["head.weight"] for name in ("a", "c")
+    ]
     assert not torch.equal(*weights)
 
 
 def test_a_finished_run_has_nothing_left_to_do(make_run: MakeRun, tmp_path: Path) -> None:
-    make_run(tmp_path).trainer.run()
+    make_run(tmp_path).trainer.train()
     before = read_metrics(tmp_path)
     again = make_run(tmp_path)
     assert again.trainer.resume()
-    again.trainer.run()
+    again.trainer.train()
     assert read_metrics(tmp_path) == before

@@ -1,5 +1,5 @@
-"""Several processes of one run without torchrun: children of a server that has imported everything, so that a process
-costs a fraction of a second."""
+"""Several processes of one run without torchrun: children of a server that has imported everything,
+so that a process costs a fraction of a second."""
 
 import functools
 import multiprocessing
@@ -14,19 +14,35 @@ from typing import Any
 
 
 def start_world(target: Callable[..., None], *arguments: Any, size: int) -> list[BaseProcess]:
-    """target(*arguments) in each of `size` processes, with the environment that torchrun would give them."""
+    """target(*arguments) in each of `size` processes, with the environment that torchrun would give
+    them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["vit.api", "vit.cli.main", "processes", "torch.utils.tensorboard", "sklearn.datasets"]
+        [
+            "vit.api",
+            "vit.cli.main",
+            "tests.training.recorded",
+            "torch.utils.tensorboard",
+            "sklearn.datasets",
+        ]
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "VIT_CACHE": os.environ["VIT_CACHE"]}
+    place = {
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "VIT_CACHE": os.environ["VIT_CACHE"],
+    }
     started: list[BaseProcess] = []
     for rank in range(size):
-        environment = {key: str(value) for key, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        run = functools.partial(_run, environment if size > 1 else {"VIT_CACHE": environment["VIT_CACHE"]}, target)
+        environment = {
+            key: str(value) for key, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
+        run = functools.partial(
+            _run, environment if size > 1 else {"VIT_CACHE": environment["VIT_CACHE"]}, target
+        )
         started.append(context.Process(target=run, args=arguments))
         started[-1].start()
     return started
@@ -44,23 +60,13 @@ def join_world(processes: list[BaseProcess], *, timeout: float = 120) -> list[in
 
 
 def run_command(directory: Path, *arguments: str) -> None:
-    """`vit train …` into `directory`, what it says in RANK.txt beside it; with `--slow`, rank 1 is."""
+    """`vit train …` into `directory`, what it says in RANK.txt beside it."""
     rank = os.environ.get("RANK", "0")
     descriptor = os.open(directory.parent / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 2)
-    if "--slow" in arguments and rank == "1":
-        from vit.model.encoder import Block
-
-        forward = Block.forward
-
-        def forward_slowly(block: Any, *arguments: Any, **options: Any) -> Any:
-            time.sleep(0.015)
-            return forward(block, *arguments, **options)
-
-        Block.forward = forward_slowly  # type: ignore[method-assign]
     from vit.cli.main import main
 
-    main(["train", *(text for text in arguments if text != "--slow"), "--output", str(directory)])
+    main(["train", *arguments, "--output", str(directory)])
 
 
 def _run(environment: dict[str, str], target: Callable[..., None], *arguments: Any) -> None:

@@ -1,41 +1,48 @@
-"""`vit compare`: differences between evaluations, their significance, and the classes and images behind them."""
+"""`vit compare`: differences between evaluations, their significance, and the classes and images
+behind them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from vit.cli.common import Overwrite, build_console
+from vit.cli.common import build_console, build_table
+from vit.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
     from vit.evaluation.comparison import Group, Pair
 
-ALL_DIFFERENCES = "directory for comparison.json: all classes, all images"
-
 
 def compare(
-    evaluations: Annotated[list[Path], typer.Argument(help="two or more directories of vit evaluate")],
+    evaluations: list[Path],
     *,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help=ALL_DIFFERENCES)] = None,
-    examples: Annotated[int, typer.Option(min=0, help="classes and images to show")] = 5,
-    overwrite: Overwrite = False,
+    output: Path | None = None,
+    examples: Annotated[int, Option(min=0)] = 5,
+    overwrite: bool = False,
 ) -> None:
     """Compare evaluations on the same images: paired bootstrap and McNemar's test.
 
-    Runs of one recipe with different seeds are shown as mean ± standard deviation. Everything is compared
-    with the first.
+    Runs of one recipe with different seeds are shown as mean ± standard deviation. Everything is
+    compared with the first.
+
+    Args:
+        evaluations: two or more directories of vit evaluate
+        output: directory for comparison.json: all classes, all images
+        examples: classes and images to show
+        overwrite: replace an earlier result
     """
+    # torch, which `vit --help` does without
     from vit import api
-    from vit.runtime.output_dir import check_output
+    from vit.runtime.files import check_output
 
     if output is not None:
         check_output(output, overwrite=overwrite)
-    comparison, console = api.compare(evaluations), build_console()
-    _show_groups(console, comparison.groups)
+    comparison = api.compare(evaluations)
+    console = build_console()
+    console.print(_build_groups_table(comparison.groups))
     for pair in comparison.pairs:
         _show_pair(console, pair, examples=examples)
     if output is not None:
@@ -43,31 +50,41 @@ def compare(
         console.print(f"written to {output}")
 
 
-def _show_groups(console: "Console", groups: "Sequence[Group]") -> None:
-    from rich.table import Table
-
-    evaluation = groups[0].evaluations[0].evaluation
-    table = Table(title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})")
-    table.add_column("evaluation", overflow="fold")
-    for column in ("seeds", "top-1", "± sd or 95 % interval", "loss"):
-        table.add_column(column, justify="right")
+def _build_groups_table(groups: "Sequence[Group]") -> "Table":
+    rows = []
     for group in groups:
-        low, high = group.evaluations[0].evaluation.intervals["top1"]
-        spread = f"{low:.4f} … {high:.4f}" if group.deviation is None else f"± {group.deviation:.4f}"
-        top1, loss = f"{group.top1.mean():.4f}", f"{group.loss:.4f}"
-        table.add_row(group.name, str(len(group.evaluations)), top1, spread, loss)
-    console.print(table)
+        # of one seed, the interval of its images; of several, how far these differ
+        if group.deviation is None:
+            low, high = group.evaluations[0].evaluation.intervals["top1"]
+            spread = f"{low:.4f} … {high:.4f}"
+        else:
+            spread = f"± {group.deviation:.4f}"
+        top1 = f"{group.top1.mean():.4f}"
+        rows.append((group.name, len(group.evaluations), top1, spread, f"{group.loss:.4f}"))
+    evaluation = groups[0].evaluations[0].evaluation
+    return build_table(
+        rows,
+        ("evaluation", "seeds", "top-1", "± sd or 95 % interval", "loss"),
+        title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})",
+    )
 
 
 def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     low, high = pair.interval
-    verdict = "not significant (95 % interval holds 0)" if low <= 0 <= high else "significant (95 % interval without 0)"
-    test = "" if pair.p_value is None else f", McNemar p = {pair.p_value:.2g}"
-    top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f}{test})"
+    verdict = "significant (95 % interval without 0)"
+    if low <= 0 <= high:
+        verdict = "not significant (95 % interval holds 0)"
+    interval = f"95 % {low:+.4f} … {high:+.4f}"
+    if pair.p_value is not None:
+        interval += f", McNemar p = {pair.p_value:.2g}"
+    top1 = f"top-1 {pair.difference:+.4f} ({interval})"
     console.print(f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}")
+
     for change in pair.recall_changes[:examples]:
-        text = f"  {change.name}: {change.recall_a:.4f} → {change.recall_b:.4f} of {change.support}"
-        console.print(text)
+        recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"
+        console.print(f"  {change.name}: {recalls} of {change.support}")
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
-        shown = ", ".join(images[:examples]) + (", …" if len(images) > examples else "")
+        shown = ", ".join(images[:examples])
+        if len(images) > examples:
+            shown += ", …"
         console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}")

@@ -2,34 +2,54 @@
 
 from pathlib import Path
 
-from vit.cli.common import OptionalModel, build_console, build_facts_table
+from vit.cli.common import build_console, build_table
+
+_SHOWN_CLASSES = 10
 
 
-def info(model: OptionalModel = None) -> None:
-    """Versions, device, threads and precision; or a model's architecture, classes, preprocessing and data."""
+def info(model: str | None = None) -> None:
+    """Versions, device, threads and precision; or a model's architecture, classes, preprocessing
+    and data.
 
+    Args:
+        model: model.safetensors, a training directory or timm:NAME
+    """
     facts = _describe_model(model) if model else _describe_machine()
-    build_console().print(build_facts_table(facts))
+    build_console().print(build_table(facts.items(), num_text_columns=2))
 
 
 def _describe_machine() -> dict[str, object]:
+    # it takes seconds, and `vit --help` does without
     import torch
 
     from vit.bundle import collect_versions
     from vit.runtime.device import choose_device, choose_precision, describe_device
 
-    device, threads = choose_device("auto"), torch.get_num_threads()
-    facts = {"device": describe_device(device), "threads": threads, "precision": choose_precision("auto", device)}
-    return {**collect_versions(), **facts}
+    device = choose_device("auto")
+    return {
+        **collect_versions(),
+        "device": describe_device(device),
+        "threads": torch.get_num_threads(),
+        "precision": choose_precision("auto", device),
+    }
 
 
 def _describe_model(source: str) -> dict[str, object]:
+    # torch, which `vit --help` does without
     from vit.bundle import describe, load_bundle
 
     facts = describe(load_bundle(source))
-    names = facts["classes"]
-    classes = ", ".join(names[:10]) + (f", … ({len(names)})" if len(names) > 10 else "")
-    shown = {"model": str(Path(source)), "parameters": f"{facts['parameters']:,}", "classes": classes}
+    class_names = facts["classes"]
+    classes = ", ".join(class_names[:_SHOWN_CLASSES])
+    if len(class_names) > _SHOWN_CLASSES:
+        classes += f", … ({len(class_names)})"
+    shown: dict[str, object] = {
+        "model": str(Path(source)),
+        "parameters": f"{facts['parameters']:,}",
+        "classes": classes,
+    }
     for section in ("architecture", "module", "preprocess", "data", "versions"):
-        shown |= {f"{section}.{key}": value for key, value in (facts[section] or {}).items()}
-    return shown | {"sha256": facts["sha256"]}
+        for key, value in (facts[section] or {}).items():
+            shown[f"{section}.{key}"] = value
+    shown["sha256"] = facts["sha256"]
+    return shown

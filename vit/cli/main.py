@@ -1,4 +1,5 @@
-"""The `vit` command: registers the subcommands and turns a user's mistake into one line and exit code 2."""
+"""The `vit` command: registers the subcommands and turns a user's mistake into one line and exit
+code 2."""
 
 import os
 import re
@@ -10,19 +11,21 @@ from typing import Annotated, Any
 import typer
 
 import vit
-from vit.cli.attention import attention
 from vit.cli.compare import compare
 from vit.cli.evaluate import evaluate
+from vit.cli.explain import explain
 from vit.cli.export import export
 from vit.cli.faithfulness import faithfulness
 from vit.cli.info import info
+from vit.cli.parameters import build_command
 from vit.cli.predict import predict
 from vit.cli.recipes import recipes
 from vit.cli.serve import serve
 from vit.cli.train import train
-from vit.runtime.arguments import first_line, printable, shorten
+from vit.runtime.arguments import first_line, replace_control_characters, shorten
 
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # Click's UsageError, of which Typer has a copy
+# Typer has a private copy of Click and exports only this subclass of its UsageError
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="vit",
@@ -31,8 +34,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, recipes, evaluate, attention, info, predict, compare, faithfulness, export, serve):
-    app.command()(command)
+for command in (
+    train,
+    recipes,
+    evaluate,
+    explain,
+    info,
+    predict,
+    compare,
+    faithfulness,
+    export,
+    serve,
+):
+    app.command()(build_command(command))
+# `vit attention` is `vit explain`; the list of commands names it once
+app.command("attention", hidden=True)(build_command(explain))
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,87 +60,131 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[  # printed while the options are read: without a command nothing is called
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None: ...
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; it ends with one line, never a traceback, and with the exit code
+    """Run the command line. It ends with one line, never a traceback, and with the exit code 2 for
+    a user's mistake (ValueError, OSError, an unknown option, too little memory), or 70 for an
+    internal error; that line says where the report is. With VIT_DEBUG=1 in the environment the
+    traceback is shown.
 
-    2 for a mistake that is the user's to mend (ValueError, OSError, an unknown option, too little memory), and 70 for a
-    defect of ours: the line says where the report of it is. With VIT_DEBUG=1 in the environment the traceback is shown.
+    Args:
+        arguments: of the command; None: those of this process.
     """
-    # Read when torch loads its OpenMP runtime. Threads that wait for one another spin long by default, which brings
-    # a machine shared with other work to a crawl (28 images/s instead of 1,500 on the digits, one of 2 cores taken);
-    # sleeping at once costs a quiet machine 15 to 37 %. A short spin is as fast as a long one there.
+    # Read when torch loads its OpenMP runtime. Threads that wait for one another spin long by
+    # default, which brings a machine shared with other work to a crawl (28 images/s instead of
+    # 1,500 on the digits, one of 2 cores taken); sleeping at once costs a quiet machine 15 to 37 %.
+    # A short spin is as fast as a long one there.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    hook, threading.excepthook = threading.excepthook, _report_thread
+
+    if arguments is None:
+        arguments = sys.argv[1:]
+    original_hook = threading.excepthook
+    threading.excepthook = _report_thread
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
     except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
-        code = _report(error, sys.argv[1:] if arguments is None else arguments)
+        code = _report(error, arguments)
     finally:
-        threading.excepthook = hook
-    sys.exit(code if isinstance(code, int) else 0)
+        threading.excepthook = original_hook
+    sys.exit(code)
 
 
-def _report_thread(failed: Any) -> None:
-    """Of a library, such as TensorBoard's writer; what it did is missed where it is needed."""
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """One line about an error in a library's thread, such as TensorBoard's writer."""
     print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
 
 
 def _report(error: Exception, arguments: list[str]) -> int:
-    """Tell the user about an error in one line; the exit code."""
-    code = 2
-    if isinstance(error, BrokenPipeError):  # what read our output has ended
+    """Tell the user about an error in one line.
+
+    Returns:
+        The exit code.
+    """
+    # what read our output, such as `head`, has ended
+    if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if isinstance(error, _USAGE_ERROR):
-        where = error.ctx.command_path if error.ctx else "vit"
-        if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()
-            return code
-        text = f"{error.format_message()} ({where} --help lists the options)"
-        if where == "vit train" and (option := getattr(error, "option_name", None)):
-            text = _suggest_override(option, arguments) or text
-    elif isinstance(error, OSError) and error.strerror:
-        text = error.strerror + (f": {error.filename}" if error.filename else "")
-    elif isinstance(error, ValueError | OSError):
-        text = str(error) or type(error).__name__
-    elif isinstance(error, MemoryError) or re.search("OutOfMemory|allocate memory|not enough memory", repr(error)):
-        text = f"not enough memory ({first_line(error)}); try a smaller batch size, image size or model"
-    else:
-        code, text = 70, f"{type(error).__name__}: {first_line(error)}; this is a defect of vit, {_save_report(error)}"
-    print(f"vit: error: {printable(shorten(' '.join(text.split()), 2000))}", file=sys.stderr)
+    # of `vit` alone: its message is the help
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # type: ignore[attr-defined]  # of Typer's copy of Click
+        return 2
+
+    text = _describe_user_error(error, arguments)
+    code = 2
+    if text is None:
+        report = _save_report(error)
+        text = (
+            f"internal error, a bug in vit: {type(error).__name__}: {first_line(error)}; {report}"
+        )
+        code = 70
+    one_line = replace_control_characters(shorten(" ".join(text.split()), 2000))
+    print(f"vit: error: {one_line}", file=sys.stderr)
     return code
+
+
+def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
+    """The sentence for a user's mistake; None for an error that is ours."""
+    if isinstance(error, _USAGE_ERROR):
+        command = error.ctx.command_path if error.ctx else "vit"
+        option = getattr(error, "option_name", None)
+        suggestion = None
+        if command == "vit train" and option:
+            suggestion = _suggest_override(option, arguments)
+        return suggestion or f"{error.format_message()} ({command} --help lists the options)"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, ValueError | OSError):
+        return str(error) or type(error).__name__
+    # torch has several errors for it
+    is_out_of_memory = re.search("OutOfMemory|allocate memory|not enough memory", repr(error))
+    if isinstance(error, MemoryError) or is_out_of_memory:
+        hint = "try a smaller batch size, image size or model"
+        return f"not enough memory ({first_line(error)}); {hint}"
+    return None
 
 
 def _suggest_override(option: str, arguments: list[str]) -> str | None:
     """What to write in place of an option that is the name of a configuration key."""
+    # pydantic and yaml, which `vit --help` does without
     from vit.config import Config, flatten_config
 
     name = option.lstrip("-").replace("-", "_")
-    if not (keys := [key for key in flatten_config(Config()) if key.partition(".")[2] == name]):
+    keys = [key for key in flatten_config(Config()) if key.partition(".")[2] == name]
+    if not keys:
         return None
-    given = next((text for text in arguments if text.partition("=")[0] == option), option)
-    after = arguments[arguments.index(given) + 1 :] if given == option else [given.partition("=")[2]]
-    value = after[0] if after and not after[0].startswith("-") else "VALUE"
+    # --epochs=3 or --epochs 3
+    match = re.search(rf"{option}(?:=| (?!-))(\S+)", " ".join(arguments))
+    value = match[1] if match else "VALUE"
     return f"there is no option {option}; use {' or '.join(f'{key}={value}' for key in keys)}"
 
 
 def _save_report(error: Exception) -> str:
-    """Write the traceback to a file; where it is, as the end of a sentence."""
+    """Write the traceback to a file.
+
+    Returns:
+        Where it is, as the end of a sentence.
+    """
+    # only after an internal error
     import tempfile
     import traceback
 
-    lines = [f"vit {vit.__version__}, Python {sys.version}", shorten(shlex.join(sys.argv), 2000)]
+    command = shorten(shlex.join(sys.argv), 2000)
+    lines = [f"vit {vit.__version__}, Python {sys.version}", command]
+    lines += traceback.format_exception(error)
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="vit-report-", suffix=".txt", delete=False) as file:
-            file.write("\n".join([*lines, *traceback.format_exception(error)]))
+        descriptor, path = tempfile.mkstemp(prefix="vit-report-", suffix=".txt")
+        with open(descriptor, "w") as file:
+            file.write("\n".join(lines))
     except OSError:
-        return "and its report could not be written; VIT_DEBUG=1 shows it"
-    return f"please send us {file.name}"
+        return "its report could not be written; VIT_DEBUG=1 shows it"
+    return f"please report it with {path}"

@@ -2,43 +2,54 @@
 
 import sys
 from io import TextIOWrapper
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from vit.cli.common import Device, Model, Precision, list_names
+from vit.cli.common import list_names
+from vit.options import Option, PredictOptions
 
 
 def predict(
-    model: Model,
-    images: Annotated[list[str], typer.Argument(help="files, folders, or - for a list on standard input")],
+    model: str,
+    images: list[str],
     *,
-    top_k: Annotated[int, typer.Option(min=1, help="classes an image")] = 5,
-    output_format: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="of standard output")] = "jsonl",
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
-    device: Device = "auto",
-    precision: Precision = "auto",
+    options: PredictOptions,
+    output_format: Annotated[Literal["jsonl", "csv"], Option(flag="--format")] = "jsonl",
 ) -> None:
     """Predict the most probable classes of images, in the order given.
 
-    An image that can't be read gets a line with an error in its place. Progress goes to standard error.
+    An image that can't be read gets a line with an error in its place. Progress goes to standard
+    error.
+
+    Args:
+        model: model.safetensors, a training directory or timm:NAME
+        images: files, folders, or - for a list on standard input
+        output_format: of standard output
     """
+    # torch, which `vit --help` does without
     from vit import api
     from vit.evaluation.prediction import write_csv, write_jsonl
     from vit.runtime.progress import show_progress
 
+    # file names of any bytes pass through
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names of any bytes pass through
-    running: dict[str, Any] = {"batch_size": batch_size, "device": device, "precision": precision}
-    given = images[0] if len(images) == 1 and images[0] != "-" else list_names(images)
-    predictions = api.iterate_predictions(model, given, top_k=top_k, **running)
-    write = write_jsonl if output_format == "jsonl" else write_csv
-    count = unreadable = 0
+        sys.stdout.reconfigure(errors="surrogateescape")
+    # a folder that is named alone is an error if it holds no images
+    is_one_path = len(images) == 1 and images[0] != "-"
+    predictions = api.iterate_predictions(
+        model, images[0] if is_one_path else list_names(images), options
+    )
+    write = {"jsonl": write_jsonl, "csv": write_csv}[output_format]
+    count = 0
+    num_unreadable = 0
     with show_progress("images", None) as advance:
         for prediction in write(predictions, file=sys.stdout):
-            count, unreadable = count + 1, unreadable + (prediction.error is not None)
+            count += 1
+            num_unreadable += prediction.error is not None
             advance(1)
     if count == 0:
         raise ValueError("there were no images to predict")
-    if unreadable:
-        typer.echo(f"{unreadable} of {count} images could not be read; their lines say why", err=True)
+    if num_unreadable:
+        message = f"{num_unreadable} of {count} images could not be read; their lines say why"
+        typer.echo(message, err=True)

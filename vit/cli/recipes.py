@@ -1,15 +1,14 @@
 """`vit recipes`: the packaged configurations, and what they measured."""
 
-from vit.cli.common import build_console
+from vit.cli.common import build_console, build_table
 
 
 def recipes() -> None:
-    """List the recipes that `vit train NAME` takes, with the accuracy on the test images and the time they took."""
-    from rich.table import Table
+    """List the recipes that `vit train NAME` takes, with the accuracy on the test images and the
+    time they took."""
+    # yaml and pydantic, which `vit --help` does without
+    from vit.factory.recipe import list_recipes
 
-    from vit.build.recipe import list_recipes
-
-    table = Table("name", "task", "test top-1", "time", box=None, padding=(0, 2, 0, 0))
-    for name, facts in list_recipes().items():
-        table.add_row(name, *facts.values())
-    build_console().print(table)
+    rows = [(name, *recipe) for name, recipe in list_recipes().items()]
+    headings = ("name", "task", "test top-1", "time")
+    build_console().print(build_table(rows, headings, num_text_columns=4))

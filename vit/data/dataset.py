@@ -1,88 +1,229 @@
-"""Labelled images of one split, all of them decoded or scanned; a subclass learns of its images as they are decoded."""
+"""Labelled images of one split: the one type of images from a source to the loader."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from vit.data.sets.source import ImageSource
-
-if TYPE_CHECKING:
-    from vit.data.random import SampleIds, StatelessRandom
-    from vit.runtime.processes import Process
+from vit.data.sources.base import Classes, ImageReader, choose_classes
 
 
-@dataclass(frozen=True, eq=False)
-class DecodedDataset:
-    """Decoded images with their labels; what could not be decoded is only in `unreadable`, (id, reason)."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageDataset:
+    """Labelled images of one split.
+
+    A source gives the labels, and a reader that decodes an image when it is needed.
+    `vit.data.cache.decode_dataset` adds the pixels of all images and their hashes, and leaves out
+    what can't be read.
+    """
 
     name: str
-    split: str
+    split: str = "all"
     class_names: tuple[str, ...]
     labels: np.ndarray  # int64 [n]
-    ids: tuple[str, ...]
-    images: np.ndarray | None  # uint8 [n, H, W, 3], mapped from disk; None after a scan
-    digests: np.ndarray  # uint64 [n], of size and pixels of the original
-    perceptual: np.ndarray  # uint64 [n], difference hash
-    unreadable: Sequence[tuple[str, str]]
-    notes: tuple[str, ...]
-    source: ImageSource  # the same images in full size: those of the source that are readable
+    # each a path below the root, or such as "test/00012"
+    ids: Sequence[str]
+    # of the original images, in full size
+    reader: ImageReader
+    # for the user: files ignored, a split under another name
+    notes: tuple[str, ...] = ()
+    # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
+    images: np.ndarray | None = None
+    # uint64 [2, n], `vit.data.duplicates`; None: not known
+    hashes: np.ndarray | None = None
+    # (id, reason) of the images that were left out
+    unreadable: Sequence[tuple[str, str]] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def image(self, index: int) -> Image.Image:
+        """The RGB image at `index` in full size.
+
+        Raises:
+            ValueError, OSError: it can't be decoded; the message names it.
+        """
+        return self.reader.image(index)
+
+    def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
+        """The images at `indices` that can be read. Raises ValueError where none can."""
+        # fetched together: object storage answers many requests at once
+        sample = self.subset(list(indices))
+        sample.reader.fetch(range(len(sample)))
+        is_empty = True
+        for index in range(len(sample)):
+            try:
+                image = sample.image(index)
+            except (ValueError, OSError):
+                continue
+            is_empty = False
+            yield image
+        if is_empty:
+            text = f"none of {len(sample)} images of {self.name} {self.split} can be read"
+            raise ValueError(f"{text}; the first is {self.ids[0]}")
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Hashes of size and pixels, uint64 [n], of images that were decoded."""
+        assert self.hashes is not None
+        digests: np.ndarray = self.hashes[0]
+        return digests
+
     @property
     def fingerprint(self) -> str:
-        """sha256 over class names, split and the images' labels and pixels; not file names, nor their order.
+        """Hexadecimal sha256 by which the images are known.
 
-        JPEG files decode to the same pixels with the same decoder only: libjpeg versions may differ in a bit.
+        With hashes: over class names, split and the images' labels and pixels, not their names nor
+        order. JPEG files decode to the same pixels with the same decoder only: libjpeg versions may
+        differ in a bit. Without: over the names of the images too, in their order, and the sizes of
+        their files.
         """
-        pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
-        ordered = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
-        return hashlib.sha256(json.dumps([self.split, *self.class_names]).encode() + ordered).hexdigest()
+        if self.hashes is not None:
+            # sorted, so that neither names nor order of the files count
+            pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
+            ordered = pairs[np.lexsort(pairs.T)].astype("<u8")
+            names = json.dumps([self.split, *self.class_names])
+            return hashlib.sha256(names.encode() + ordered.tobytes()).hexdigest()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the hashes of all images are known."""
-        return True
+        # sizes and not times, which are others on another machine
+        names = json.dumps(["listed", self.split, *self.class_names, *self.ids])
+        sizes = self.reader.sizes()
+        contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
+        labels = self.labels.astype("<i8").tobytes()
+        return hashlib.sha256(names.encode() + labels + contents).hexdigest()
 
-    def completed(self) -> DecodedDataset:
-        """The readable images with their hashes and the fingerprint of their pixels, when all is known; these until
-        then."""
-        return self
+    def cache_key(self) -> str:
+        """Hexadecimal sha256 that changes with the files (name, size, time), labels, class names or
+        split; found without decoding any."""
+        texts = ("\n".join(self.class_names), self.split, "\n".join(self.ids))
+        names = "".join(text + "\0" for text in texts).encode(errors="surrogateescape")
+        contents = names + self.labels.tobytes() + self.reader.cache_key()
+        return hashlib.sha256(contents).hexdigest()
 
-    def record(self, indices: np.ndarray, hashes: np.ndarray, unreadable: Mapping[int, str]) -> None:
-        """Note the hashes of images, uint64 [2, m], where they are not 0, and why others can't be read. Raises
-        ValueError for one that could be before, and where they are too many."""
-        for index, reason in unreadable.items():
-            raise ValueError(f"{self.ids[index]} was readable before, but no longer: {reason}")
+    def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
+        """The images at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return replace(
+            self,
+            labels=self.labels[chosen],
+            ids=[self.ids[index] for index in chosen],
+            reader=self.reader.subset(chosen),
+            images=None if self.images is None else self.images[chosen],
+            hashes=None if self.hashes is None else self.hashes[:, chosen],
+        )
 
-    def replace_unreadable(self, ids: SampleIds, rng: StatelessRandom) -> SampleIds:
-        """The ids, with another drawn for each whose image is known to be unreadable."""
-        return ids
+    def keep_classes(self, classes: Classes) -> ImageDataset:
+        """The images of `classes` (None: all), renumbered in the order of `class_names`. Raises
+        ValueError as `choose_classes`."""
+        class_names = choose_classes(self.class_names, classes)
+        # label before → label after, -1 for classes that are left out
+        label_of = {name: label for label, name in enumerate(class_names)}
+        new_labels = np.array([label_of.get(name, -1) for name in self.class_names])
 
-    def finish_epoch(self, process: Process) -> None:
-        """Find out what is not known when an epoch has ended; all processes take part, as in `collect`."""
-
-    def collect(self, process: Process) -> dict[str, Any]:
-        """What the processes know that a scan finds, for a checkpoint."""
-        return {}
-
-    def restore(self, found: Mapping[str, Any]) -> None:
-        """Add what `collect` gave."""
-
-    def take_news(self) -> list[str]:
-        """A sentence for each image that turned out to be unreadable since the last call."""
-        return []
+        chosen = self.subset(np.flatnonzero(new_labels[self.labels] >= 0))
+        return replace(chosen, labels=new_labels[chosen.labels], class_names=class_names)
 
 
-def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, most: float) -> None:
-    """Raise ValueError where more than a fraction of `count` images can't be read, or none can."""
-    if (bad := len(unreadable)) > most * count or bad == count:
-        what = f"{bad} of {count} images can't be read, more than the allowed fraction of {most}"
-        raise ValueError(f"{what}; the first is {': '.join(unreadable[0])}")
+class Source(NamedTuple):
+    """The splits that a data set has of its own, out of "train", "validation" and "test"."""
+
+    # split → where its images are, as a name in a sentence: "train/"
+    origins: Mapping[str, str]
+    # lists the images of a split
+    load: Callable[[str], ImageDataset]
+
+    def with_test_split(self) -> Source:
+        """The same where a validation split without a test split, as in ImageNet, is the test
+        split."""
+        origins = dict(self.origins)
+        if "validation" not in origins or "test" in origins:
+            return self
+        origins["test"] = origins.pop("validation")
+        note = f"{origins['test']} is the test split; validation images are held out of the others"
+
+        def load(split: str) -> ImageDataset:
+            dataset = self.load("validation" if split == "test" else split)
+            return replace(dataset, notes=(*dataset.notes, note))
+
+        return Source(origins, load)
+
+
+def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
+    """The images of several datasets, which name the same classes, as the split "all"."""
+    first = datasets[0]
+    assert all(dataset.class_names == first.class_names for dataset in datasets)
+    if len(datasets) == 1:
+        return replace(first, split="all")
+
+    # image by image: which of the readers has it, and its index there
+    parts = np.repeat(np.arange(len(datasets)), [len(dataset) for dataset in datasets])
+    indices = np.concatenate([np.arange(len(dataset)) for dataset in datasets])
+    readers = [dataset.reader for dataset in datasets]
+    notes = [note for dataset in datasets for note in dataset.notes]
+    return replace(
+        first,
+        split="all",
+        labels=np.concatenate([dataset.labels for dataset in datasets]),
+        ids=[name for dataset in datasets for name in dataset.ids],
+        reader=_JoinedReader(readers, parts, indices),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _JoinedReader(ImageReader):
+    readers: Sequence[ImageReader]
+    # int64 [n]: which of the readers has an image
+    parts: np.ndarray
+    indices: np.ndarray  # int64 [n]: its index there
+
+    def image(self, index: int) -> Image.Image:
+        reader = self.readers[int(self.parts[index])]
+        return reader.image(int(self.indices[index]))
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        chosen = np.array(list(indices), dtype=np.int64)
+        for number, reader in enumerate(self.readers):
+            reader.fetch(self.indices[chosen[self.parts[chosen] == number]].tolist())
+
+    def cache_key(self) -> bytes:
+        keys = [reader.cache_key() for reader in self.readers]
+        places = np.stack([self.parts, self.indices], axis=1)
+        return b"".join(keys) + places.tobytes()
+
+    def subset(self, indices: np.ndarray) -> _JoinedReader:
+        # each reader is cut to its own images, which are then counted from 0
+        parts = self.parts[indices]
+        new_indices = np.zeros(len(parts), dtype=np.int64)
+        readers = []
+        for number, reader in enumerate(self.readers):
+            chosen = parts == number
+            readers.append(reader.subset(self.indices[indices][chosen]))
+            new_indices[chosen] = np.arange(chosen.sum())
+        return _JoinedReader(readers, parts, new_indices)
+
+
+def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction: float) -> None:
+    """Refuse images of which too many can't be read.
+
+    Args:
+        unreadable: (id, reason) of each that can't be read.
+        count: the number of all images.
+        fraction: of them may be unreadable, 0 to 1.
+
+    Raises:
+        ValueError: more are, or all.
+    """
+    num_unreadable = len(unreadable)
+    if num_unreadable > fraction * count or num_unreadable == count:
+        text = f"{num_unreadable} of {count} images can't be read"
+        first = ": ".join(unreadable[0])
+        raise ValueError(
+            f"{text}, more than the allowed fraction of {fraction}; the first is {first}"
+        )

@@ -1,20 +1,19 @@
 """From a file to RGB pixels, and from RGB pixels to what the model takes.
 
-torch is imported only where tensors are made, so that decoding processes start in a fraction of a second.
+torch is imported only where tensors are made, so that decoding processes start in a fraction of a
+second.
 """
 
 from __future__ import annotations
 
-import fcntl
-import math
 import os
 import re
 import threading
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vit.runtime.arguments import MOST_PIXELS
+from vit.runtime.arguments import MAX_SIDE, check_choice
 from vit.runtime.files import open_regular
 
 if TYPE_CHECKING:
@@ -32,150 +31,121 @@ if TYPE_CHECKING:
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+ImageInput = str | Path | Image.Image | np.ndarray
+ImageInputs = ImageInput | Iterable[ImageInput]
 Interpolation = Literal["bicubic", "bilinear"]
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
-
-# what image files are opened as, whatever their names: some of Pillow's other formats start programs
+IMAGE_SUFFIXES = (
+    ".avif",
+    ".bmp",
+    ".gif",
+    ".jfif",
+    ".jpe",
+    ".jpeg",
+    ".jpg",
+    ".pgm",
+    ".png",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
+# what image files are opened as, whatever their names: some of Pillow's other formats start
+# programs
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_BAND = 2**22  # pixels that are converted at once
-_LARGE = 50_000_000  # pixels of an image that one process decodes at a time: a file of some kB may hold so many
+
+# A file of some kB may hold very many pixels. The threads of a pool decode images of more than this
+# one at a time, each in a new thread: glibc keeps the memory that a thread's allocations took, so
+# that eight threads would keep eight large images. Pillow refuses images of 179 million pixels.
+_LARGE_PIXELS = 50_000_000
+_large_image_lock = threading.Lock()
+
+# that are converted to RGB at once
+_BAND_PIXELS = 2**22
 
 
 def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
-    """Decode an image file of any mode into upright RGB; `name` stands for it in messages.
+    """Decode an image file of any mode into upright RGB.
 
-    EXIF rotation is applied, 16-bit grey is scaled to 8, transparency is laid on white, an animation gives its first
-    frame. Raises ValueError when the file is truncated or no image, FileNotFoundError when it is absent.
+    EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is laid on white, and of
+    an animation the first frame is taken.
+
+    Args:
+        file: a path, or a file opened for reading bytes.
+        name: stands for the file in messages; by default its path.
+
+    Raises:
+        ValueError: the file is truncated, is not an image, or has more pixels than Pillow reads.
+        FileNotFoundError: there is no such file.
     """
-    with open_image(file, name=name) as image:
-        return image
-
-
-@contextmanager
-def open_image(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
-    """`read_image` for as long as the context lasts: of all threads together only so many pixels are decoded at once
-    that they fit into memory, and of all processes one large image. Open no second one inside it."""
-    with ExitStack() as stack:
-        with open_header(file, name=name) as image:
-            stack.enter_context(_in_flight.hold(image.width * image.height))
-            if image.width * image.height > _LARGE:
-                stack.enter_context(_wait_for_other_processes())
-            encoding = image.format, _estimate_jpeg_quality(getattr(image, "quantization", None))
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            image = to_rgb(image)
-        image.info["encoding"] = encoding
-        yield image
-
-
-@contextmanager
-def open_header(file: Path | BinaryIO, *, name: str | None = None) -> Iterator[Image.Image]:
-    """An image file of which format and size were read, and no pixel yet; raises as `read_image`, also for what fails
-    inside the context."""
     name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
     with ExitStack() as stack:
         try:
             opened = stack.enter_context(open_regular(file)) if isinstance(file, Path) else file
         except IsADirectoryError as error:
-            raise ValueError(f"{name} is a folder that holds no images, or can't be read") from error
+            text = "is a folder that holds no images, or can't be read"
+            raise ValueError(f"{name} {text}") from error
+
         try:
-            # Pillow warns about odd metadata and big pictures; neither changes the pixels we return
+            # Pillow warns about odd metadata and large images; neither changes the pixels
             with warnings.catch_warnings(action="ignore"):
-                yield stack.enter_context(Image.open(opened, formats=FORMATS))
+                image = stack.enter_context(Image.open(opened, formats=FORMATS))
+                is_large = image.width * image.height > _LARGE_PIXELS
+                # the main thread doesn't wait: a process forked while the lock is held would wait
+                # for ever
+                if is_large and threading.current_thread() is not threading.main_thread():
+                    with _large_image_lock, ThreadPoolExecutor(1) as decoder:
+                        return decoder.submit(_decode, image).result()
+                return _decode(image)
         except UnidentifiedImageError as error:
-            raise ValueError(f"{name} can't be read as an image: it is none of {', '.join(FORMATS)}") from error
-        except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
+            text = f"it is not one of {', '.join(FORMATS)}"
+            raise ValueError(f"{name} can't be read as an image: {text}") from error
+        except Exception as error:
+            # Pillow's decoders answer broken bytes with nearly any
             reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
             raise ValueError(f"{name} can't be read as an image: {reason}") from error
 
 
-def check_header(file: Path | BinaryIO, *, name: str | None = None) -> None:
-    """Read format and size of an image file; raises as `read_image`."""
-    with open_header(file, name=name):
-        pass
-
-
-def _estimate_jpeg_quality(tables: Mapping[int, Sequence[int]] | None) -> float:
-    """libjpeg's quality, 1 to 100, whose luminance table sums up to the same; NaN without tables."""
-    scale = sum(tables[0]) / 3688 if tables and 0 in tables else math.nan  # the sum at quality 50
-    return scale if math.isnan(scale) else round(100 - 50 * scale if scale <= 1 else 50 / scale)
-
-
-def keep_pixels(image: Image.Image) -> Image.Image | None:
-    """The image, where its pixels and those of all others that are kept so fit into memory."""
-    return image if _kept.keep(image) else None
-
-
-class _PixelsInFlight:
-    """Lets threads hold at most `most` pixels together; one image may have more."""
-
-    def __init__(self, most: int) -> None:
-        self.most = self._free = most
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def hold(self, count: int) -> Iterator[None]:
-        count = min(count, self.most)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= count)
-            self._free -= count
-        try:
-            yield
-        finally:
-            self._release(count)
-
-    def keep(self, image: Image.Image) -> bool:
-        """Whether there is room for the image: it is taken until the image is freed."""
-        count = image.width * image.height
-        with self._changed:
-            if count > self._free:
-                return False
-            self._free -= count
-        weakref.finalize(image, self._release, count).atexit = False
-        return True
-
-    def _release(self, count: int) -> None:
-        with self._changed:
-            self._free += count
-            self._changed.notify_all()
-
-
-_in_flight, _kept = _PixelsInFlight(100_000_000), _PixelsInFlight(100_000_000)
-os.register_at_fork(after_in_child=lambda: _in_flight.__init__(_in_flight.most))  # type: ignore[misc]
-
-
-@contextmanager
-def _wait_for_other_processes() -> Iterator[None]:
-    """Those that decode large images, too: each has an `_in_flight` of its own."""
-    with open(__file__, "rb") as file:  # any that all of them have
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _decode(image: Image.Image) -> Image.Image:
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
+    return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as RGB: 16-bit grey scaled to 8, transparency laid on white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    rows = max(_BAND // max(image.width, 1), 1)
-    if image.height <= rows:
+
+    # in bands: the copies in between take up to 8 times the memory of the result
+    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
+    if image.height <= band_height:
         return _convert(image)
-    whole = Image.new("RGB", image.size)
-    for top in range(0, image.height, rows):
-        whole.paste(_convert(image.crop((0, top, image.width, min(top + rows, image.height)))), (0, top))
-    return whole
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, image.height, band_height):
+        bottom = min(top + band_height, image.height)
+        band = image.crop((0, top, image.width, bottom))
+        rgb.paste(_convert(band), (0, top))
+    return rgb
 
 
 def _convert(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey, also when Pillow widens it to 32 bits
+    # 16-bit grey, also when Pillow widens it to 32 bits
+    if image.mode.startswith("I"):
         grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
         return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits a channel")
+        raise ValueError(
+            "floating-point pixels have no fixed range; save it with 8 or 16 bits a channel"
+        )
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        image = (image.convert(image.mode.upper()) if image.mode in ("La", "RGBa") else image).convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        # premultiplied: Pillow converts these to LA and RGBA alone
+        if image.mode in ("La", "RGBa"):
+            image = image.convert(image.mode.upper())
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
     return image.convert("RGB")
 
 
@@ -183,16 +153,28 @@ def _convert(image: Image.Image) -> Image.Image:
 class Geometry:
     """Where the model's input lies on an upright image."""
 
-    original_size: tuple[int, int]  # width, height
-    box: tuple[float, float, float, float]  # left, top, right, bottom in that image's pixels
+    # width, height
+    original_size: tuple[int, int]
+    # left, top, right, bottom in that image's pixels
+    box: tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Preprocess:
     """From a PIL image to the model's input, the same way in training, evaluation and explanation.
 
-    The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` (H, W) is cut from
-    its centre. `mean` and `std` are of pixels in [0, 1].
+    The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` is cut
+    from its centre.
+
+    Args:
+        image_size: height and width of the model's input.
+        crop_pct: the input's part of the scaled image, in (0, 1].
+        mean: of each channel, for pixels in [0, 1].
+        std: of each channel, for pixels in [0, 1].
+        interpolation: Pillow's filter.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     image_size: tuple[int, int]
@@ -206,40 +188,52 @@ class Preprocess:
             raise ValueError(f"image_size {self.image_size} must be two positive numbers")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct {self.crop_pct} must be in (0, 1]")
-        if not max(self.image_size) <= self.crop_pct * MOST_PIXELS:
-            sides = f"image_size {self.image_size} and crop_pct {self.crop_pct}"
-            raise ValueError(f"{sides} ask for images of more than {MOST_PIXELS:,} pixels a side")
-        # of pixels in [0, 1], or of 0..255; far beyond, normalised pixels overflow and the logits are NaN
-        if not all(abs(value) <= 1e3 for value in self.mean) or not all(1e-6 <= value <= 1e6 for value in self.std):
-            raise ValueError(f"mean {self.mean} must be within ±1000, and std {self.std} from 1e-6 to 1e6")
-        if self.interpolation not in _RESAMPLING:
-            raise ValueError(f"unknown interpolation {self.interpolation!r}; known: {', '.join(_RESAMPLING)}")
+        if not max(self.image_size) <= self.crop_pct * MAX_SIDE:
+            raise ValueError(
+                f"image_size {self.image_size} and crop_pct {self.crop_pct} ask for images of more "
+                f"than {MAX_SIDE:,} pixels a side"
+            )
+        # far beyond these, normalised pixels overflow and the logits are NaN
+        has_mean = all(abs(value) <= 1e3 for value in self.mean)
+        has_std = all(1e-6 <= value <= 1e6 for value in self.std)
+        if not has_mean or not has_std:
+            raise ValueError(
+                f"mean {self.mean} must be within ±1000, and std {self.std} from 1e-6 to 1e6"
+            )
+        check_choice(self.interpolation, _RESAMPLING, name="interpolation")
 
     @property
     def resize_size(self) -> tuple[int, int]:
-        """(H', W') that the whole image covers before the centre crop."""
+        """Height and width that the image covers before the centre crop."""
         height, width = self.image_size
         return round(height / self.crop_pct), round(width / self.crop_pct)
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Pixels [H, W, 3] of an image of any mode."""
-        size, image = self.resize_size[::-1], image if image.mode == "RGB" else to_rgb(image)
-        if image.size != size:
-            image = image.resize(size, _RESAMPLING[self.interpolation], box=self._cover(image.size))
+        if image.mode != "RGB":
+            image = to_rgb(image)
+        height, width = self.resize_size
+        if image.size != (width, height):
+            resampling = _RESAMPLING[self.interpolation]
+            image = image.resize((width, height), resampling, box=self._cover(image.size))
         return self.crop(np.asarray(image))
 
     def crop(self, pixels: np.ndarray) -> np.ndarray:
         """Cut the centre [..., H, W, 3] from pixels stored at `resize_size`, [..., H', W', 3]."""
+        height, width = self.image_size
         top, left = self._margins()
-        return pixels[..., top : top + self.image_size[0], left : left + self.image_size[1], :]
+        return pixels[..., top : top + height, left : left + width, :]
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
         """What `to_uint8` takes of an image of `size` (width, height)."""
+        height, width = self.image_size
         left, top, right, _ = self._cover(size)
-        pixel = (right - left) / self.resize_size[1]  # original pixels per pixel of the input
-        (margin_top, margin_left), (height, width) = self._margins(), self.image_size
-        left, top = left + margin_left * pixel, top + margin_top * pixel
-        return Geometry(original_size=size, box=(left, top, left + width * pixel, top + height * pixel))
+        # original pixels per pixel of the input
+        scale = (right - left) / self.resize_size[1]
+        margin_top, margin_left = self._margins()
+        left += margin_left * scale
+        top += margin_top * scale
+        return Geometry(size, box=(left, top, left + width * scale, top + height * scale))
 
     def normalize(self, pixels: UInt8[Tensor, "B _ _ _"]) -> Float[Tensor, "B 3 H W"]:
         """Pixels 0..255, [B, H, W, 3] or [B, 3, H, W], to the model's input range."""
@@ -251,44 +245,161 @@ class Preprocess:
         return torch.addcmul(shift.view(3, 1, 1), pixels.float(), scale.view(3, 1, 1))
 
     def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """(scale, shift), each [3]: a pixel of 0..255 becomes pixel * scale + shift. The same two tensors each time."""
+        """Two tensors [3]: a pixel of 0..255 becomes pixel * scale + shift."""
         return _scale_and_shift(tuple(self.mean), tuple(self.std), str(device))
 
     def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:
         """The model's input for RGB images of any sizes."""
         import torch
 
-        return self.normalize(torch.from_numpy(np.stack([self.to_uint8(image) for image in images])))
+        pixels = np.stack([self.to_uint8(image) for image in images])
+        return self.normalize(torch.from_numpy(pixels))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """The inverse of `to_dict`; reads the earlier name of `crop_pct`, crop_fraction, too."""
-        values = {"crop_pct" if key == "crop_fraction" else key: value for key, value in values.items()}
-        tuples: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**tuples)
+        """The inverse of `to_dict`; what is missing is the default."""
+        arguments: Any = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**arguments)
 
     def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
         """The centred box of the original (width, height) that has the aspect of `resize_size`."""
-        (width, height), (target_height, target_width) = size, self.resize_size
-        pixel = min(width / target_width, height / target_height)
+        width, height = size
+        target_height, target_width = self.resize_size
+        # original pixels per target pixel, as many as fit in both directions
+        scale = min(width / target_width, height / target_height)
+        box_width = target_width * scale
+        box_height = target_height * scale
         # max, min: Pillow refuses a box that rounding pushed over an edge
-        left = max((width - target_width * pixel) / 2, 0.0)
-        top = max((height - target_height * pixel) / 2, 0.0)
-        return left, top, min(left + target_width * pixel, width), min(top + target_height * pixel, height)
+        left = max((width - box_width) / 2, 0.0)
+        top = max((height - box_height) / 2, 0.0)
+        return left, top, min(left + box_width, width), min(top + box_height, height)
 
     def _margins(self) -> tuple[int, int]:
-        (height, width), (inner_height, inner_width) = self.resize_size, self.image_size
-        return (height - inner_height) // 2, (width - inner_width) // 2
+        """Above and to the left of the centre crop."""
+        height, width = self.resize_size
+        crop_height, crop_width = self.image_size
+        return (height - crop_height) // 2, (width - crop_width) // 2
 
 
-@lru_cache  # else each batch would copy them to the device again
-def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
+# else each batch would copy them to the device again
+@lru_cache
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], device: str
+) -> tuple[Tensor, Tensor]:
     import torch
 
-    with torch.inference_mode(False):  # or what is made in it could not be differentiated through elsewhere
+    # what is made in inference mode could not be differentiated through elsewhere
+    with torch.inference_mode(False):
         means, stds = torch.tensor([mean, std], dtype=torch.float64)
-        return (1 / (255 * stds)).float().to(device), (-means / stds).float().to(device)
+        scale = 1 / (255 * stds)
+        shift = -means / stds
+        return scale.float().to(device), shift.float().to(device)
+
+
+def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
+    """Each image as the path of a file or as an upright PIL image in RGB, in order.
+
+    Args:
+        images: paths, PIL images or arrays, one or several. A folder stands for the image files
+            below it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, of several
+            images, [N, H, W, 3]. A path that doesn't exist is passed on, since reading it says so,
+            and in a list a folder without images too.
+
+    Raises:
+        ValueError: a folder by itself has no images, or an array is of another kind.
+    """
+    if isinstance(images, str | Path):
+        # not Path.is_dir, which raises for a name of 300 characters
+        if not os.path.isdir(images):
+            yield str(images)
+            return
+        paths = _list_folder(images)
+        if not paths:
+            raise ValueError(f"{images} holds no images")
+        yield from paths
+    elif isinstance(images, Image.Image):
+        yield to_rgb(ImageOps.exif_transpose(images))
+    # before sequences: arrays and tensors are iterable, too
+    elif hasattr(images, "__array__"):
+        yield from _list_array(np.asarray(images))
+    else:
+        for image in images:
+            if isinstance(image, str | Path) and os.path.isdir(image):
+                yield from _list_folder(image) or [str(image)]
+            else:
+                yield from list_images(image)
+
+
+def _list_array(pixels: np.ndarray) -> Iterator[Image.Image]:
+    is_color = pixels.ndim in (3, 4) and pixels.shape[-1] == 3
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or is_color):
+        raise ValueError(
+            f"an array of {pixels.dtype} {list(pixels.shape)} is not an image; pass uint8 of 0 to "
+            "255, [H, W, 3] or [H, W]"
+        )
+    if pixels.ndim < 4:
+        pixels = pixels[None]
+    for image in pixels:
+        yield Image.fromarray(image).convert("RGB")
+
+
+def _list_folder(folder: str | Path) -> list[str]:
+    paths = list_files(folder)
+    return sorted(path for path in paths if Path(path).suffix.lower() in IMAGE_SUFFIXES)
+
+
+def list_files(
+    folder: str | Path, *, follow_links: bool = False, hidden: bool = True
+) -> Iterator[str]:
+    """Files below a folder, those of each directory in sorted order.
+
+    Args:
+        folder: its directories that can't be read are left out.
+        follow_links: whether links to directories are followed.
+        hidden: whether directories whose names begin with a dot are read.
+
+    Raises:
+        ValueError: a link leads back to a directory that it lies in: every image would be found
+            again below it.
+    """
+    # directories to read, each with the real places of the links on the way to it
+    waiting: list[tuple[str, tuple[str, ...]]] = [(os.fspath(folder), ())]
+    while waiting:
+        directory, places = waiting.pop()
+        subfolders = []
+        with suppress(OSError), os.scandir(directory) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not _is_folder(entry, follow_links=follow_links):
+                    yield entry.path
+                elif hidden or not entry.name.startswith("."):
+                    subfolders.append(entry.path)
+
+        # the last of `waiting` is read first
+        for subfolder in reversed(subfolders):
+            if not os.path.islink(subfolder):
+                waiting.append((subfolder, places))
+                continue
+            # a link is followed, unless it leads to one of the directories on the way to it
+            passed = (*places, os.path.realpath(directory))
+            target = os.path.realpath(subfolder)
+            if any(os.path.commonpath([place, target]) == target for place in passed):
+                text = f"{subfolder} leads back to {target}, in which it lies"
+                raise ValueError(f"{text}; remove the link")
+            waiting.append((subfolder, passed))
+
+
+def _is_folder(entry: os.DirEntry[str], *, follow_links: bool) -> bool:
+    # DirEntry.is_dir raises for a link to itself
+    if follow_links and entry.is_symlink():
+        return os.path.isdir(entry.path)
+    return entry.is_dir(follow_symlinks=False)

@@ -1,11 +1,11 @@
-"""The one door to images: a data set's name, folder, table or shards → its splits, found once and decoded once.
+"""The one door to images: the name of a data set, a folder, a table or shards → its splits.
 
-A split with a folder of its own is that folder. What is missing is held out of the training images, stratified by
-class, by the rank of a hash of (seed, id): adding images moves few others between splits. A validation folder without a
-test folder (as in ImageNet) is the *test* split, and validation is held out of the training images.
+A split with a folder of its own is that folder. What is missing is held out of the training images,
+stratified by class, by the rank of a hash of (seed, id): adding images moves few others between
+splits. A validation folder without a test folder (as in ImageNet) is the *test* split, and
+validation is held out of the training images.
 """
 
-import difflib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.cache import decode_dataset
-from vit.data.class_names import name_classes, read_words
-from vit.data.dataset import DecodedDataset
-from vit.data.images import Preprocess
-from vit.data.sets import folders, huggingface, named, remote, shards, tables
-from vit.data.sets.given import GIVEN
-from vit.data.sets.source import FindOptions, FoundSplit, FoundSplits, ImageSource, Root, join_sources
-from vit.runtime.arguments import shorten
+from vit.data.dataset import ImageDataset, Source, join_datasets
+from vit.data.sources import folders, huggingface, named, remote, shards, tables
+from vit.data.sources.base import Root, read_words, resolve_class_names
+from vit.data.sources.python_objects import FROM_PYTHON
+from vit.runtime.arguments import check_choice
 from vit.runtime.files import default_cache_dir
 
-# data.name → what finds the splits of that set: a new data set is one line here
-FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {
+# data.name → what finds the splits of that set, from root, classes and cache_dir: a new data set is
+# one line here
+FINDERS: Mapping[str, Callable[..., Source]] = {
     "cifar10": partial(named.find_cifar, "cifar10"),
     "cifar100": partial(named.find_cifar, "cifar100"),
     "digits": named.find_digits,
@@ -36,82 +34,110 @@ FINDERS: Mapping[str, Callable[[FindOptions], FoundSplits]] = {
     "imagenette": named.find_imagenette,
     "webdataset": shards.find_shards,
 }
-_OWN_IMAGES = ("folder", "huggingface", "webdataset")  # named by their root
+_NAMED_BY_ROOT = ("folder", "huggingface", "webdataset")
 SPLITS = ("train", "validation", "test", "all")
-TEST_FRACTION = 0.2  # of the images, where a set has no test split of its own
+# of the images, where a set has no test split of its own
+TEST_FRACTION = 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class ImageDataset:
-    """A data set whose splits are listed when they are asked for, each at most once."""
+class DatasetSplits:
+    """The splits of a data set, whose images are listed when a split is asked for, once.
+
+    Attributes:
+        name: the data.name.
+        source: the splits that the set has of its own; the others are held out of "train".
+        validation_fraction: of the training images, where there is no validation split.
+        split_seed: which images are held out.
+        cache_dir: of decoded images.
+        default_split: the split that is meant where none is named.
+        title: for readers: the name of a named set, or that of the folder of own images.
+        test_fraction: of the images, where there is no test split.
+        class_names: where the classes get other names, see `data.class_names` in docs/data.md.
+        renamed_classes: class → its other name, of the splits that were listed.
+    """
 
     name: str
-    found: FoundSplits
+    source: Source
     validation_fraction: float
     split_seed: int
     cache_dir: Path
     default_split: str = "test"
-    title: str = ""  # for readers: the name of a named set, or that of the folder of own images
-    test_fraction: float = TEST_FRACTION  # of the images, where there is no test split
-    # class → name for those that were given one, of the splits that were listed
-    class_names: dict[str, str] = field(default_factory=dict)
-    _sources: dict[str, ImageSource] = field(default_factory=dict, init=False)
+    title: str = ""
+    test_fraction: float = TEST_FRACTION
+    class_names: Path | Mapping[str, str] | None = None
+    renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
+    _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
 
-    def split(self, name: str | None = None) -> ImageSource:
-        """The images of "train", "validation", "test" or "all"; of `default_split` for None.
+    def split(self, name: str | None = None) -> ImageDataset:
+        """The images of a split.
 
-        Raises ValueError for an unknown split, and for one that isn't there or would be empty.
+        Args:
+            name: "train", "validation", "test" or "all"; None is `default_split`.
+
+        Raises:
+            ValueError: the split is unknown, isn't there or would be empty.
         """
         split = name or self.default_split
-        if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
-        if split not in self._sources:
-            if split == "all":
-                self._sources[split] = join_sources([found.load() for found in self.found.values()])
-            elif split in self.found and split != "train":
-                self._sources[split] = replace(self.found[split].load(), split=split)
-            elif "train" not in self.found:
-                raise ValueError(f"there is no {split} split here, only {', '.join(self.found)}")
-            else:
-                self._hold_out()
-        if split not in self._sources:
-            fraction = dict(self._held_out)[split]
-            raise ValueError(f"the {split} split is empty: {fraction:g} of {len(self._sources['train'])} images")
-        return self._sources[split]
+        own_splits = self.source.origins
+        check_choice(split, SPLITS, name="split")
+        if split in self._listed:
+            return self._listed[split]
 
-    def decode(self, split: str | None, preprocess: Preprocess | None, **options: Any) -> DecodedDataset:
-        """A split, decoded to what `preprocess` crops from, or scanned for None; options as of `decode_dataset`."""
-        scaling: dict[str, Any] = {"size": None}
-        if preprocess is not None:
-            scaling = {"size": preprocess.resize_size, "interpolation": preprocess.interpolation}
-        return decode_dataset(self.split(split), cache_dir=self.cache_dir, **scaling, **options)
+        # a split that is held out is listed together with the rest of the training images
+        if split == "all":
+            self._listed[split] = join_datasets([self._load(own) for own in own_splits])
+        elif split in own_splits and split != "train":
+            self._listed[split] = replace(self._load(split), split=split)
+        elif "train" not in own_splits:
+            raise ValueError(f"there is no {split} split here, only {', '.join(own_splits)}")
+        else:
+            self._hold_out()
+
+        if split not in self._listed:
+            text = f"{self._held_out[split]:g} of {len(self._listed['train'])} images"
+            raise ValueError(f"the {split} split is empty: {text}")
+        return self._listed[split]
 
     def describe_splits(self) -> list[str]:
         """What the test and the validation split are made of, a sentence each."""
-        rest = self.found["train"].origin if "train" in self.found else ""
-        drawn, sentences = dict(self._held_out), []
+        origins = self.source.origins
+        rest = origins.get("train", "")
+        sentences = []
         for split in ("test", "validation"):
-            if split in self.found:
-                sentences.append(f"{self.found[split].origin} is the {split} split")
-            elif rest and drawn[split]:
-                sentences.append(f"{split} is {100 * drawn[split]:g} % of {rest} (seed {self.split_seed})")
+            if split in origins:
+                sentences.append(f"{origins[split]} is the {split} split")
+            elif rest and self._held_out[split]:
+                percent = f"{100 * self._held_out[split]:g} %"
+                sentences.append(f"{split} is {percent} of {rest} (seed {self.split_seed})")
                 rest = "the rest"
         return sentences
 
     @property
-    def _held_out(self) -> list[tuple[str, float]]:
-        """Splits that are drawn from the training images, and the fraction of what is left of these."""
-        fractions = (("test", self.test_fraction), ("validation", self.validation_fraction))
-        return [(split, fraction) for split, fraction in fractions if split not in self.found]
+    def _held_out(self) -> dict[str, float]:
+        """Split → the fraction of the remaining training images that is held out for it."""
+        fractions = {"test": self.test_fraction, "validation": self.validation_fraction}
+        own_splits = self.source.origins
+        return {split: part for split, part in fractions.items() if split not in own_splits}
+
+    def _load(self, split: str) -> ImageDataset:
+        """A split that the data set has of its own."""
+        dataset = self.source.load(split)
+        if self.class_names is None:
+            return dataset
+        names = resolve_class_names(dataset.class_names, self.class_names)
+        self.renamed_classes.update(zip(dataset.class_names, names, strict=True))
+        return replace(dataset, class_names=names)
 
     def _hold_out(self) -> None:
-        rest = self.found["train"].load()
-        for split, fraction in self._held_out:
-            drawn = _stratified(rest, fraction, f"{self.split_seed}:{split}")
-            if drawn.any():
-                self._sources[split] = replace(rest.subset(np.flatnonzero(drawn)), split=split)
-            rest = rest.subset(np.flatnonzero(~drawn))
-        self._sources["train"] = replace(rest, split="train")
+        # the test split first: it doesn't depend on the fraction for validation
+        rest = self._load("train")
+        for split, fraction in self._held_out.items():
+            mask = _choose_stratified(rest, fraction, salt=f"{self.split_seed}:{split}")
+            if mask.any():
+                self._listed[split] = replace(rest.subset(np.flatnonzero(mask)), split=split)
+            rest = rest.subset(np.flatnonzero(~mask))
+        self._listed["train"] = replace(rest, split="train")
 
 
 def open_dataset(
@@ -123,100 +149,156 @@ def open_dataset(
     validation_fraction: float = 0.1,
     split_seed: int = 0,
     cache_dir: Path | None = None,
-    remote_cache_gb: float = 32.0,
-) -> ImageDataset:
-    """Find a data set by its name in `FINDERS`.
+) -> DatasetSplits:
+    """Find a data set by its name.
 
-    `root`: where the data is or goes; `classes` keeps only those in the set's order, `class_names` names them in words
-    (`vit.data.class_names`), `cache_dir` takes decoded images, and of object storage at most `remote_cache_gb`.
-    Raises ValueError for an unknown name or class, FileNotFoundError for a missing root, OSError if a download fails.
+    Args:
+        name: one of `FINDERS`.
+        root: where the data is or goes.
+        classes: those to keep, in the order of the set; None keeps all.
+        class_names: their names in words, see `data.class_names` in docs/data.md.
+        validation_fraction: of the training images, where there is no validation split.
+        split_seed: which images are held out.
+        cache_dir: takes decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
+
+    Raises:
+        ValueError: the name or a class is unknown.
+        FileNotFoundError: the root is missing.
+        OSError: a download fails.
     """
-    if name == GIVEN:
-        cure = "give them to vit.train(dataset=…) again, or name other images with --data"
-        raise ValueError(f"the images of this model came from a program, not from a file; {cure}")
-    if name not in FINDERS:
-        near = difflib.get_close_matches(name, FINDERS, n=3) or list(FINDERS)
-        raise ValueError(f"unknown data.name {name!r}; nearest: {', '.join(near)}")
+    if name == FROM_PYTHON:
+        hint = "pass them to vit.train(dataset=…) again, or name other images with --data"
+        raise ValueError(f"the images of this model were passed from Python; {hint}")
+    check_choice(name, FINDERS, name="data.name")
     if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1")
-    cache_dir = cache_dir or default_cache_dir()
+        text = f"validation_fraction {validation_fraction}"
+        raise ValueError(f"{text} must be at least 0 and below 1")
+
     if class_names is not None and classes is not None:
+        # classes may be named in words, too
         words = class_names if isinstance(class_names, Mapping) else read_words(class_names)
-        of_word = {word: of_class for of_class, word in words.items()}
-        classes = [of_word.get(given, given) for given in classes]
-    found = FINDERS[name](FindOptions(root, classes, cache_dir, remote_cache_gb))
-    in_words: dict[str, str] = {}
+        class_of = {word: class_name for class_name, word in words.items()}
+        classes = [class_of.get(word, word) for word in classes]
 
-    def load(of_split: FoundSplit) -> ImageSource:
-        source = of_split.load()
-        if class_names is None:
-            return source
-        names = name_classes(source.class_names, class_names)
-        in_words.update(zip(source.class_names, names, strict=True))
-        return replace(source, class_names=names)
+    cache_dir = cache_dir or default_cache_dir()
+    source = FINDERS[name](root=root, classes=classes, cache_dir=cache_dir)
+    # "all" and "train" are listed from the same folders, which are walked once
+    source = source._replace(load=cache(source.load))
 
-    once = {split: FoundSplit(of_split.origin, cache(partial(load, of_split))) for split, of_split in found.items()}
-    title = Path(root).expanduser().absolute().name if root and name in _OWN_IMAGES else name
-    shown: dict[str, Any] = {"title": title, "class_names": in_words}
-    return ImageDataset(name, once, validation_fraction, split_seed, cache_dir, **shown)
+    title = name
+    if root and name in _NAMED_BY_ROOT:
+        title = Path(root).expanduser().absolute().name
+    return DatasetSplits(
+        name,
+        source,
+        validation_fraction,
+        split_seed,
+        cache_dir,
+        title=title,
+        class_names=class_names,
+    )
 
 
 def find_kind(data: Path | str) -> str | None:
-    """The `data.name` of a data set's name, or of what is at a path, pattern or "hf:NAME"; None for anything else."""
-    text, path = str(data), Path(data).expanduser()
-    if text in FINDERS and text not in _OWN_IMAGES:
+    """The `data.name` of a data set's name, or of what is at a path, pattern or "hf:NAME"; None for
+    anything else."""
+    text = str(data)
+    path = Path(data).expanduser()
+    if text in FINDERS and text not in _NAMED_BY_ROOT:
         return text
+    # a folder may be several of these: what is most particular comes first
     if remote.is_remote(text):
         return "webdataset"
     if text.startswith("hf:") or huggingface.is_dataset(path):
         return "huggingface"
-    if text.startswith("pipe:") or ".tar" in text or (path.is_dir() and shards.list_shards(path.glob)):
+    if ".tar" in text or (path.is_dir() and shards.list_shards(str(path))):
         return "webdataset"
-    return "folder" if tables.is_table(path) or path.is_dir() else None
+    if tables.is_table(path) or path.is_dir():
+        return "folder"
+    return None
 
 
-def open_for_model(data: Root, *, trained_on: Mapping[str, Any], root: Root = None) -> ImageDataset:
+def open_for_model(
+    data: Root, *, trained_on: Mapping[str, Any], root: Root = None
+) -> DatasetSplits:
     """The data set on which a trained model is evaluated or explained.
 
-    `data` is a data set's name (at `root`, where that is given), or what `find_kind` knows; None is what the model was
-    trained on: `trained_on`, the data section of its configuration. The default split is "test", and "all" for files
-    without one: as far as we know, the model has seen none of it. Classes get the names that the model has for them.
+    The default split is "test", and "all" for files without one: as far as we know, the model has
+    seen none of it. Classes get the names that the model has for them.
+
+    Args:
+        data: the name of a data set, or what `find_kind` knows; None is what the model was trained
+            on.
+        trained_on: the data section of the model's configuration.
+        root: where a data set of a name is.
+
+    Raises:
+        ValueError: there are no such images, or None is given for a model that names none.
     """
-    recorded = trained_on.get("cache_dir")  # used while it exists
-    cache_dir, names = Path(recorded) if recorded and Path(recorded).is_dir() else None, trained_on.get("class_names")
-    options: dict[str, Any] = {"cache_dir": cache_dir, "class_names": Path(names) if isinstance(names, str) else names}
     if data is None and not trained_on:
-        raise ValueError("this model doesn't say what it was trained on; name the images with --data")
-    if root is None and "pipe:" in (command := str(trained_on.get("root"))) and str(data) != command:
-        cure = f"if you trust it, add --data {shorten(command)!r}"
-        raise ValueError(f"this model's file would start a program for its images; {cure}")
+        text = "this model doesn't say what it was trained on"
+        raise ValueError(f"{text}; name the images with --data")
+
+    # the cache of the training is used while it exists
+    cache_dir = trained_on.get("cache_dir")
+    if cache_dir is not None:
+        cache_dir = Path(cache_dir) if Path(cache_dir).is_dir() else None
+    class_names = trained_on.get("class_names")
+    if isinstance(class_names, str):
+        class_names = Path(class_names)
+    open_named = partial(open_dataset, cache_dir=cache_dir, class_names=class_names)
+
     if data is None or _is_same(str(data), trained_on):
-        kept = {key: trained_on[key] for key in ("classes", "validation_fraction", "split_seed") if key in trained_on}
-        return open_dataset(trained_on["name"], root=root or trained_on.get("root"), **options, **kept)
-    if (kind := find_kind(data)) is None:
-        sets = ", ".join(name for name in FINDERS if name not in _OWN_IMAGES)
-        files = "no table (.csv, .jsonl, .parquet), no folder and no shards (.tar)"
-        raise ValueError(f"--data {data} is no data set ({sets}), {files}")
-    if kind not in _OWN_IMAGES:
-        return open_dataset(kind, root=root, **options)
-    dataset = open_dataset(kind, root=data, **options)
-    return replace(dataset, default_split="test" if "test" in dataset.found else "all")
+        return open_named(
+            trained_on["name"],
+            root=root or trained_on.get("root"),
+            classes=trained_on.get("classes"),
+            validation_fraction=trained_on.get("validation_fraction", 0.1),
+            split_seed=trained_on.get("split_seed", 0),
+        )
+
+    kind = find_kind(data)
+    if kind is None:
+        names = ", ".join(name for name in FINDERS if name not in _NAMED_BY_ROOT)
+        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar)"
+        raise ValueError(f"--data {data} is not a data set ({names}), {files}")
+    if kind not in _NAMED_BY_ROOT:
+        return open_named(kind, root=root)
+
+    # own images are named by their root, and others lie at it
+    splits = open_named(kind, root=data)
+    default_split = "test" if "test" in splits.source.origins else "all"
+    return replace(splits, default_split=default_split)
 
 
 def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
+    """Whether a model was trained on what `data` names."""
     if data in FINDERS:
         return data == trained_on.get("name")
     root = trained_on.get("root")
-    return root is not None and Path(data).expanduser().resolve() == Path(root).expanduser().resolve()
+    if root is None:
+        return False
+    return Path(data).expanduser().resolve() == Path(root).expanduser().resolve()
 
 
-def _stratified(source: ImageSource, fraction: float, salt: str) -> np.ndarray:
-    """Mask [n] of a fraction of every class, at least one of two or more: the ids whose hashes rank lowest."""
-    hashes = [hashlib.blake2b(f"{salt}:{name}".encode(errors="surrogateescape")) for name in source.ids]
-    ranks = np.array([int.from_bytes(digest.digest()[:8], "big") for digest in hashes], dtype=np.uint64)
-    sizes, mask = np.bincount(source.labels), np.zeros(len(source), dtype=bool)
-    counts = np.minimum(np.maximum(np.rint(fraction * sizes), fraction > 0), sizes - 1)
-    order = np.lexsort((ranks, source.labels))  # class by class
-    place = np.arange(len(source)) - (np.cumsum(sizes) - sizes)[source.labels[order]]
-    mask[order] = place < counts[source.labels[order]]
+def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
+    """Mask, bool [n], of a fraction of every class, at least one image of two or more: those whose
+    hashes of (salt, id) rank lowest."""
+    texts = (f"{salt}:{name}" for name in dataset.ids)
+    digests = (hashlib.blake2b(text.encode(errors="surrogateescape")).digest() for text in texts)
+    ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
+
+    # at least one image, but never all of a class
+    class_sizes = np.bincount(dataset.labels)
+    num_chosen = np.maximum(np.rint(fraction * class_sizes), fraction > 0)
+    num_chosen = np.minimum(num_chosen, class_sizes - 1)
+
+    # class by class, each by rank
+    order = np.lexsort((ranks, dataset.labels))
+    labels = dataset.labels[order]
+    class_starts = np.cumsum(class_sizes) - class_sizes
+    rank_in_class = np.arange(len(dataset)) - class_starts[labels]
+
+    mask = np.zeros(len(dataset), dtype=bool)
+    mask[order] = rank_in_class < num_chosen[labels]
     return mask

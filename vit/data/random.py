@@ -1,7 +1,8 @@
 """Stateless random numbers: a hash of (seed, epoch, sample id, stream).
 
-The same bits on CPU and CUDA, in any order, in any process, for any number of workers. Integers are hashed
-with the finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int64 arithmetic of torch.
+The same bits on CPU and CUDA, in any order, in any process, for any number of workers. Integers are
+hashed with the finaliser of splitmix64 (Steele, Lea & Flood 2014), in the wrapping int64 arithmetic
+of torch.
 """
 
 import hashlib
@@ -13,53 +14,66 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-SampleIds = Int64[Tensor, " B"]  # each sample's index in its dataset, on the host
+# each sample's index in its dataset, on the host
+SampleIds = Int64[Tensor, " B"]
 
 # splitmix64's constants as the int64 of the same bits
-_GOLDEN, _FIRST, _SECOND = (bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _shift_right(value: Int64[Tensor, " n"], bits: int) -> Int64[Tensor, " n"]:
-    """Logical shift: torch's own copies the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(frozen=True)
 class StatelessRandom:
-    """The random numbers of one epoch of one run."""
+    """The random numbers of one epoch of one run.
+
+    A `stream` names what the numbers are for: those of two streams are independent.
+    """
 
     seed: int
     epoch: int
 
     def bits(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """64 random bits a sample: splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio, one to one."""
+        """64 random bits for each sample; different ids have different bits.
+
+        They are splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio.
+        """
         name = f"{self.seed}/{self.epoch}/{stream}".encode()
         key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
-        mixed = (sample_ids + 1) * _GOLDEN + key
-        mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
-        mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
+        mixed = (sample_ids + 1) * _GOLDEN_RATIO + key
+        mixed = (mixed ^ _shift_right(mixed, 30)) * _MULTIPLIER_1
+        mixed = (mixed ^ _shift_right(mixed, 27)) * _MULTIPLIER_2
         return mixed ^ _shift_right(mixed, 31)
 
     def uniform(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Float32[Tensor, " n"]:
-        """In [0, 1), multiples of 2⁻²⁴: exact in float32."""
+        """Numbers in [0, 1), multiples of 2⁻²⁴: exact in float32."""
         return _shift_right(self.bits(stream, sample_ids), 40).float() * 2.0**-24
 
-    def integers(self, stream: str, sample_ids: Int64[Tensor, " n"], *, below: int) -> Int64[Tensor, " n"]:
-        """In 0 … below - 1; `below` < 2³¹ (its bias is below / 2³²)."""
-        return _shift_right(_shift_right(self.bits(stream, sample_ids), 32) * below, 32)
+    def integers(
+        self, stream: str, sample_ids: Int64[Tensor, " n"], *, below: int
+    ) -> Int64[Tensor, " n"]:
+        """Integers in 0 … below - 1; `below` < 2³¹ (their bias is below / 2³²)."""
+        upper_bits = _shift_right(self.bits(stream, sample_ids), 32)
+        return _shift_right(upper_bits * below, 32)
 
     def permutation(self, n: int) -> Int64[Tensor, " n"]:
-        """An order of 0 … n - 1: the hash has no ties, so sorting by it is well defined."""
+        """A random order of 0 … n - 1; the hash has no ties, so sorting by it is well defined."""
         return torch.argsort(self.bits("order", torch.arange(n)))
 
 
-def seed_generators(value: int) -> None:
-    """Make what torch, numpy and random draw from here on a function of `value`, below 2³²."""
-    torch.manual_seed(value)
-    np.random.seed(value)  # noqa: NPY002 (a layer or transform of the user's may use it)
-    random.seed(value)
+def _shift_right(value: Int64[Tensor, " n"], num_bits: int) -> Int64[Tensor, " n"]:
+    """Logical shift: torch's own copies the sign."""
+    return (value >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, numpy and random; `seed` is below 2³²."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (a layer or transform of the user's may use it)
+    random.seed(seed)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make every generator's numbers in one step a function of (seed, step, rank), so that none needs saving."""
-    seed_generators(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+    """Seed every generator by (seed, step, rank), so that no generator's state needs saving."""
+    sequence = np.random.SeedSequence((seed, step, rank))
+    seed_generators(int(sequence.generate_state(1)[0]))

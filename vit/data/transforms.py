@@ -1,7 +1,4 @@
-"""Per-image geometry in decoding workers, and corruptions of test images, through albumentations.
-
-On import the library checks over the network for a newer version of itself; that is switched off first.
-"""
+"""Transforms of single images through albumentations: crops in workers, corruptions of test images."""
 
 import os
 import threading
@@ -13,76 +10,101 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vit.data.augment import Augment
+from vit.config import AugmentConfig
 from vit.data.images import Preprocess
 from vit.data.random import seed_generators
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 
 Transform = Callable[..., Any]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
-    """What a transform of the user's makes of an RGB image of any size. albumentations is seeded itself; before others,
-    the generators of torch, numpy and random are. Transforms of torchvision take a PIL image, others uint8 [H, W, 3].
-    Raises ValueError where the result is neither of these nor a uint8 tensor [3, H, W]."""
+    """What a transform of the user's makes of an RGB image of any size.
+
+    Args:
+        transform: one of albumentations or torchvision, or a function of uint8 [H, W, 3].
+        image: in RGB.
+        seed: of albumentations' own generator; for others, of torch's, numpy's and random's.
+
+    Raises:
+        ValueError: the result is neither an RGB image nor uint8 [H, W, 3] nor a uint8 tensor
+            [3, H, W].
+    """
+    # albumentations'
     if hasattr(transform, "set_random_seed"):
         transform.set_random_seed(seed)
-        changed = transform(image=np.array(image))["image"]
+        result = transform(image=np.array(image))["image"]
     else:
         seed_generators(seed)
-        changed = transform(image if type(transform).__module__.startswith("torchvision.") else np.array(image))
-    pixels = np.asarray(changed.permute(1, 2, 0) if isinstance(changed, torch.Tensor) else changed)
+        takes_pil = type(transform).__module__.startswith("torchvision.")
+        result = transform(image if takes_pil else np.array(image))
+
+    # torchvision's give [3, H, W], all others [H, W, 3]
+    if isinstance(result, torch.Tensor):
+        result = result.permute(1, 2, 0)
+    pixels = np.asarray(result)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        kind = f"{pixels.dtype} {list(pixels.shape)}"
         raise ValueError(
-            f"the transform gives {kind}, not uint8 [H, W, 3]; leave conversion and normalisation out of it"
+            f"the transform gives {pixels.dtype} {list(pixels.shape)}, not uint8 [H, W, 3]; leave "
+            "conversion and normalisation out of it"
         )
     return Image.fromarray(pixels)
 
 
-class ImageGeometry:
-    """From a decoded image to uint8 [H, W, 3]: a random crop of the full-size file, or the plain centre crop; before
-    that, the user's transform.
+class TrainTransform:
+    """From a decoded image to uint8 [H, W, 3]: the user's transform, then a crop.
 
-    albumentations 2.0.8 repeats its random numbers each epoch in workers, so each image is seeded on its own.
+    The crop is random, of the full-size image, where `augment` asks for one, else the centre crop.
     """
 
-    def __init__(self, augment: Augment, preprocess: Preprocess, transform: Transform | None) -> None:
-        self.size, self._plain, self._transform = preprocess.image_size, preprocess, transform
-        self._pipeline: Any = None
+    def __init__(
+        self, augment: AugmentConfig, preprocess: Preprocess, transform: Transform | None
+    ) -> None:
+        self.size = preprocess.image_size
+        self._preprocess = preprocess
+        self._transform = transform
+        self._random_crop: Any = None
         if augment.resized_crop_scale is not None:
-            import albumentations as A
-
-            crop = A.RandomResizedCrop(self.size, scale=augment.resized_crop_scale, area_for_downscale="image")
-            self._pipeline = A.Compose([crop, A.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)])
+            albumentations = _import_albumentations()
+            crop = albumentations.RandomResizedCrop(
+                self.size, scale=augment.resized_crop_scale, area_for_downscale="image"
+            )
+            flip = albumentations.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)
+            self._random_crop = albumentations.Compose([crop, flip])
         elif augment.crop_padding:
             # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
-            self._plain = Preprocess(self.size, interpolation=preprocess.interpolation)
+            self._preprocess = Preprocess(self.size, interpolation=preprocess.interpolation)
 
     def __call__(self, image: Image.Image, *, seed: int) -> np.ndarray:
+        # another seed than the crop's: both may be albumentations'
         if self._transform is not None:
             image = apply_transform(self._transform, image, seed=seed + 1)
-        if self._pipeline is None:
-            return self._plain.to_uint8(image)
-        self._pipeline.set_random_seed(seed)
-        pixels: np.ndarray = self._pipeline(image=np.asarray(image))["image"]
+        if self._random_crop is None:
+            return self._preprocess.to_uint8(image)
+        # for each image: albumentations 2.0.8 repeats its random numbers each epoch in workers
+        self._random_crop.set_random_seed(seed)
+        pixels: np.ndarray = self._random_crop(image=np.asarray(image))["image"]
         return pixels
 
 
 def use_one_thread(_worker: int) -> None:
-    """OpenCV would start a thread for each core in every worker."""
+    """Keep OpenCV from starting a thread for each core in every worker."""
+    # takes long to import
     import cv2
 
     cv2.setNumThreads(0)
 
 
-def corrupt_with_library(name: str, batch: np.ndarray, level: tuple[float, ...], seeds: Sequence[int]) -> np.ndarray:
-    """uint8 test images [B, H, W, 3], corrupted at a level that `vit.evaluation.corruptions` lists."""
+def corrupt_with_library(
+    name: str, batch: np.ndarray, level: tuple[float, ...], seeds: Sequence[int]
+) -> np.ndarray:
+    """Corrupt uint8 test images [B, H, W, 3], each with its seed.
+
+    `level` is one of those that `vit.evaluation.robustness` lists for the corruption `name`.
+    """
     # a transform keeps its random numbers: each thread has its own
-    transform = _build_corruption(name, level, min(batch.shape[1:3]), threading.get_ident())
+    side = min(batch.shape[1:3])
+    transform = _build_corruption(name, level, side, threading.get_ident())
     corrupted = np.empty_like(batch)
     for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
         transform.set_random_seed(seed)
@@ -90,20 +112,42 @@ def corrupt_with_library(name: str, batch: np.ndarray, level: tuple[float, ...],
     return corrupted
 
 
-@lru_cache(maxsize=32)  # to build one takes longer than to corrupt a small image
+# to build one takes longer than to corrupt a small image
+@lru_cache(maxsize=32)
 def _build_corruption(name: str, level: tuple[float, ...], side: int, _thread: int) -> Any:
-    import albumentations as A
+    # takes long to import
     import cv2
 
-    first, edges = (level[0], level[0]), cv2.BORDER_REFLECT_101
-    build: dict[str, Callable[[], Any]] = {
-        "gaussian_noise": lambda: A.GaussNoise(std_range=first, p=1),
-        "impulse_noise": lambda: A.SaltAndPepper(amount=first, salt_vs_pepper=(0.5, 0.5), p=1),
-        "glass_blur": lambda: A.GlassBlur(level[0], max_delta=int(level[1]), iterations=int(level[2]), p=1),
-        "zoom_blur": lambda: A.ZoomBlur(first, step_factor=(level[1], level[1]), p=1),
-        "elastic_transform": lambda: A.ElasticTransform(
-            level[0] * side, sigma=max(level[1] * side, 1), border_mode=edges, p=1
-        ),
-        "jpeg_compression": lambda: A.ImageCompression(quality_range=(int(level[0]), int(level[0])), p=1),
-    }
-    return build[name]()
+    albumentations = _import_albumentations()
+    strength = level[0]
+    fixed = (strength, strength)
+    if name == "gaussian_noise":
+        return albumentations.GaussNoise(std_range=fixed, p=1)
+    if name == "impulse_noise":
+        return albumentations.SaltAndPepper(amount=fixed, salt_vs_pepper=(0.5, 0.5), p=1)
+    if name == "glass_blur":
+        _, max_delta, iterations = level
+        return albumentations.GlassBlur(
+            strength, max_delta=int(max_delta), iterations=int(iterations), p=1
+        )
+    if name == "zoom_blur":
+        return albumentations.ZoomBlur(fixed, step_factor=(level[1], level[1]), p=1)
+    if name == "elastic_transform":
+        return albumentations.ElasticTransform(
+            strength * side,
+            sigma=max(level[1] * side, 1),
+            border_mode=cv2.BORDER_REFLECT_101,
+            p=1,
+        )
+    assert name == "jpeg_compression"
+    quality = int(strength)
+    return albumentations.ImageCompression(quality_range=(quality, quality), p=1)
+
+
+def _import_albumentations() -> Any:
+    """The library; on import it would ask over the network for a newer version of itself."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    # takes long to import
+    import albumentations
+
+    return albumentations

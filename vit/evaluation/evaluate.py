@@ -3,122 +3,211 @@
 import datetime
 import hashlib
 import json
+import resource
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle, update_metadata
-from vit.config import restore_old_keys
-from vit.evaluation import errors, metrics, schema
-from vit.evaluation.calibration import fit_temperature
-from vit.evaluation.cost import measure_cost
-from vit.evaluation.evaluated_images import Images, count_duplicates, printable
-from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import Ints, Scores, score_logits
-from vit.evaluation.plots import draw_confusion
-from vit.evaluation.predictor import Logits, Predictor
-from vit.evaluation.robustness import measure_corruptions, measure_rotations, measure_shifts
-from vit.evaluation.schema import Evaluation
-from vit.runtime.device import describe_device
-from vit.runtime.files import write_text
-from vit.runtime.output_dir import prepare_output
+from vit.evaluation.images import Images, count_duplicates, find_training_hashes, printable
+from vit.evaluation.metrics import (
+    Scores,
+    choose_examples,
+    compute_intervals,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    fit_temperature,
+    plot_confusion,
+    score_logits,
+)
+from vit.evaluation.prediction import Logits, Predictor
+from vit.evaluation.robustness import CORRUPTIONS, measure_robustness
+from vit.evaluation.schema import (
+    EVALUATION_FILE,
+    PREDICTIONS_FILE,
+    Calibration,
+    Cost,
+    Evaluation,
+    save_evaluation,
+    save_predictions,
+)
+from vit.model.logits import compute_logits
+from vit.options import EvaluateOptions
+from vit.runtime.device import Precision, autocast, describe_device
+from vit.runtime.files import prepare_output, write_atomically, write_text
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
-_OF_THE_MACHINE = {
-    "data": ("root", "workers", "cache_dir", "memory_share", "remote_cache_gb"),
+_WARM_UP = 3
+# spent on each of latency and throughput
+_SECONDS = 2.0
+_MIN_REPETITIONS = 5
+_MAX_REPETITIONS = 200
+# keys of the configuration that don't make another recipe: where the data lies, the machine, the
+# seed
+_MACHINE_KEYS = {
+    "data": ("root", "workers", "cache_dir", "memory_fraction", "remote_cache_gb"),
     "train": ("seed", "device"),
 }
 
 
+# the text of each page for readers, by its file name
+RenderPages = Callable[["EvaluationResult"], Mapping[str, str]]
+
+
 @dataclass(frozen=True)
 class EvaluationResult:
-    """An `Evaluation`, and what each image contributed to it.
-
-    `pages` are further files that `save` writes: names, and functions of this result that give the text.
-    """
+    """An `Evaluation`, and what each image contributed to it."""
 
     evaluation: Evaluation
     scores: Scores
     images: Images
     bundle: Bundle
-    is_main: bool = True  # of several processes the one that writes files
-    pages: Mapping[str, Callable[["EvaluationResult"], str]] = field(default_factory=dict)
+    # of several processes the one that writes files
+    is_main: bool = True
+    render_pages: RenderPages | None = None
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write evaluation.json (last), predictions.csv, confusion.png and the pages into a new `directory`.
+        """Write evaluation.json (last), predictions.csv, confusion.png and the pages.
 
-        Raises FileExistsError where it holds something already, unless `overwrite` is given and we made it.
+        Args:
+            directory: a new or empty directory.
+            overwrite: replace an earlier evaluation in it.
+
+        Raises:
+            FileExistsError: it holds files, and `overwrite` is not set or they are not ours.
         """
         if not self.is_main:
             return
-        names, ids = self.bundle.class_names, self.images.ids
-        texts = {name: build(self) for name, build in self.pages.items()}  # before anything is written
-        directory = prepare_output(Path(directory), overwrite=overwrite)
-        schema.save_predictions(directory / schema.PREDICTIONS_FILE, self.scores, ids=ids, class_names=names)
-        draw_confusion(self.scores, class_names=names, path=directory / "confusion.png")
-        for name, text in texts.items():
-            write_text(directory / name, text)
-        schema.save_evaluation(directory / schema.EVALUATION_FILE, self.evaluation)
+        # before anything is written: a page that fails leaves no directory
+        pages = self.render_pages(self) if self.render_pages else {}
+        output = prepare_output(Path(directory), overwrite=overwrite)
+        class_names = self.bundle.class_names
+        save_predictions(
+            output / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=class_names
+        )
+        figure = plot_confusion(self.scores, class_names=class_names)
+        write_atomically(output / "confusion.png", partial(figure.savefig, format="png", dpi=120))
+        for name, text in pages.items():
+            write_text(output / name, text)
+        save_evaluation(output / EVALUATION_FILE, self.evaluation)
 
 
 def evaluate_bundle(
     bundle: Bundle,
     images: Images,
-    *,
     validation: Images | None = None,
-    corruptions: bool = False,
-    shift: bool = False,
-    rotate: bool = False,
-    mirrored: bool = False,
-    num_examples: int = 16,
-    batch_size: int | None = None,
-    precision: str = "auto",
+    *,
+    options: EvaluateOptions,
+    render_pages: RenderPages | None = None,
 ) -> EvaluationResult:
-    """Measure `bundle`, on the device it is on, on `images`.
+    """Measure a model; in a process group all processes share the images, and each gets the result.
 
-    With `validation` images a temperature is fitted on them first and kept in the model file. `corruptions`,
-    `shift` and `rotate` add the top-1 accuracy on images changed so. In a process group all processes share the
-    images, and each gets the same result. Raises ValueError for a temperature without a model file to keep it.
+    Args:
+        bundle: the model, on its device.
+        images: to measure on.
+        validation: fit a temperature on these first, and keep it in the model file.
+        options: what is measured, and how.
+        render_pages: makes the pages that `save` writes.
+
+    Raises:
+        ValueError: a temperature, but no model file to keep it.
     """
     process = current_process()
-    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision, mirrored=mirrored)
+    predictor = Predictor.from_bundle(
+        bundle,
+        batch_size=options.batch_size,
+        precision=options.precision,
+        tta=options.tta,
+    )
     if validation is not None:
         bundle = _calibrate(bundle, validation, predictor)
     logits = _predict(predictor, images, title="evaluating")
-    corrupted = measure_corruptions(predictor, images) if corruptions else None
-    # their mean is the mean corruption error, here not divided by a baseline's
-    errors_of_corrupted = [1 - top1 for severities in (corrupted or {}).values() for top1 in severities]
-    sweeps = measure_shifts(predictor, images) if shift else {}
-    sweeps |= measure_rotations(predictor, images) if rotate else {}
-    cost = None
+
+    sweeps = measure_robustness(predictor, images, options.robustness)
+    corruptions = None
+    mean_corruption_error = None
+    if "corruptions" in options.robustness:
+        corruptions = {name: [top1 for _, top1 in sweeps.pop(name)] for name in CORRUPTIONS}
+        # here not divided by a baseline's
+        errors = [1 - top1 for severities in corruptions.values() for top1 in severities]
+        mean_corruption_error = sum(errors) / len(errors)
+
+    # the other processes wait: their work would slow what is timed
+    cost: Cost | None = None
     if process.is_main:
-        pixels = torch.from_numpy(images.read(0, predictor.batch_size).copy()).to(predictor.device)
-        cost = measure_cost(predictor.model, predictor.preprocess.normalize(pixels), precision=predictor.precision)
-    cost = process.broadcast(cost)  # the other processes wait: their work would slow what is timed
+        pixels = torch.from_numpy(np.array(images.read(0, predictor.batch_size)))
+        inputs = predictor.preprocess.normalize(pixels.to(predictor.device))
+        cost = measure_cost(predictor.model, inputs, precision=predictor.precision)
+    cost = process.broadcast(cost)
+    assert cost is not None
+
     scores = score_logits(logits, images.labels, temperature=bundle.temperature)
-    evaluation = Evaluation.model_validate(
-        {
-            **metrics.compute_metrics(scores),
-            "intervals": compute_intervals(scores),
-            "per_class": metrics.compute_per_class(scores, bundle.class_names),
-            "reliability": metrics.compute_reliability(scores),
-            "calibration": _describe_calibration(bundle, logits, images.labels),
-            "examples": _choose_examples(logits, scores, images.ids, bundle.class_names, count=num_examples),
-            "corruptions": corrupted,
-            "mean_corruption_error": sum(errors_of_corrupted) / len(errors_of_corrupted) if corrupted else None,
-            "sweeps": sweeps or None,
-            "cost": cost,
-            **_describe_origin(images, bundle),
-            "conditions": _describe_conditions(predictor),
-        }
+    metrics = compute_metrics(scores)
+    calibration = None
+    if "temperature" in bundle.metadata:
+        uncalibrated = compute_metrics(score_logits(logits, images.labels))
+        calibration = Calibration(
+            temperature=bundle.temperature,
+            fitted_on=bundle.metadata.get("temperature_fitted_on", {}),
+            before={name: uncalibrated[name] for name in ("ece", "brier", "nll")},
+            after={name: metrics[name] for name in ("ece", "brier", "nll")},
+        )
+    training_hashes = find_training_hashes(bundle)
+    overlap = None
+    if training_hashes is not None:
+        overlap = count_duplicates(images, training_hashes)
+    dataset = images.dataset
+    evaluation = Evaluation(
+        **metrics,
+        intervals=compute_intervals(scores),
+        per_class=compute_per_class(scores, bundle.class_names),
+        reliability=compute_reliability(scores),
+        calibration=calibration,
+        num_images=len(images),
+        unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
+        duplicates_of_training=overlap,
+        examples=choose_examples(
+            logits,
+            scores,
+            ids=images.ids,
+            class_names=bundle.class_names,
+            count=options.num_examples,
+        ),
+        corruptions=corruptions,
+        mean_corruption_error=mean_corruption_error,
+        sweeps=sweeps or None,
+        cost=cost,
+        data=dataset.name,
+        split=dataset.split,
+        notes=list(dataset.notes),
+        fingerprint=dataset.fingerprint,
+        model=bundle.name,
+        model_sha256=bundle.sha256,
+        run_id=bundle.metadata.get("run_id"),
+        recipe=_hash_recipe(bundle.config),
+        seed=bundle.config.get("train", {}).get("seed"),
+        conditions=_describe_conditions(predictor),
     )
-    return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
+    return EvaluationResult(
+        evaluation=evaluation,
+        scores=scores,
+        images=images,
+        bundle=bundle,
+        is_main=process.is_main,
+        render_pages=render_pages,
+    )
 
 
 def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
@@ -126,94 +215,114 @@ def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
 
+@torch.inference_mode()
+def measure_cost(
+    model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision
+) -> Cost:
+    """Time and count forward passes; takes about five seconds.
+
+    Args:
+        model: on its device.
+        images: a batch as the model takes them, on the same device.
+        precision: "float32" or "bfloat16".
+    """
+    # imports Triton, which other commands don't need
+    from torch.utils.flop_counter import FlopCounterMode
+
+    device = images.device
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with autocast(device, precision):
+        batch_seconds = _time_passes(model, images)
+        image_seconds = _time_passes(model, images[:1])
+        with FlopCounterMode(display=False) as counter:
+            # every token of every block, which is how FLOPs are quoted
+            features = cast(Any, model).forward_features(images[:1])
+            cast(Any, model).forward_head(features)
+
+    if on_cuda:
+        peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Cost(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops_per_image=int(counter.get_total_flops()),
+        batch_size=len(images),
+        images_per_second=float(len(images) / np.median(batch_seconds)),
+        latency_p50_seconds=float(np.quantile(image_seconds, 0.5)),
+        latency_p95_seconds=float(np.quantile(image_seconds, 0.95)),
+        peak_memory_bytes=peak_memory_bytes,
+        peak_memory_of="device" if on_cuda else "process",
+        threads=torch.get_num_threads(),
+    )
+
+
+def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
+    """Seconds of each forward pass, to the last one done on the device."""
+    seconds: list[float] = []
+    for repetition in range(_WARM_UP + _MAX_REPETITIONS):
+        start = time.perf_counter()
+        # reading the logits waits for them
+        compute_logits(model, images).cpu()
+        if repetition >= _WARM_UP:
+            seconds.append(time.perf_counter() - start)
+        if len(seconds) >= _MIN_REPETITIONS and sum(seconds) > _SECONDS:
+            break
+    return seconds
+
+
 def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bundle:
     """Fit the temperature on the validation images, keep it in the model file, load that again."""
-    path = Path(bundle.name, MODEL_FILE) if Path(bundle.name).is_dir() else Path(bundle.name)
+    path = Path(bundle.name)
+    if path.is_dir():
+        path = path / MODEL_FILE
     if not path.is_file():
-        raise ValueError(f"{bundle.name} is no model file; calibration keeps the temperature in one")
-    process, source = current_process(), validation.dataset
+        raise ValueError(
+            f"{bundle.name} is not a model file; calibration keeps the temperature in one"
+        )
+    process = current_process()
     logits = _predict(predictor, validation, title="calibrating")
     if process.is_main:
-        fitted_on = {"split": source.split, "num_images": len(validation), "fingerprint": source.fingerprint}
-        temperature = fit_temperature(logits, validation.labels)
-        update_metadata(path, temperature=temperature, temperature_fitted_on=fitted_on)
+        metadata = {
+            "temperature": fit_temperature(logits, validation.labels),
+            "temperature_fitted_on": {
+                "split": validation.dataset.split,
+                "num_images": len(validation),
+                "fingerprint": validation.dataset.fingerprint,
+            },
+        }
+        update_metadata(path, metadata)
     process.wait()
     return load_bundle(bundle.name, device=predictor.device)
 
 
-def _describe_origin(images: Images, bundle: Bundle) -> dict[str, Any]:
-    dataset, hashes = images.dataset, bundle.training_hashes
-    return {
-        "num_images": len(images),
-        "unreadable": [(printable(name), printable(why)) for name, why in dataset.unreadable],
-        "duplicates_of_training": None if hashes is None else count_duplicates(images, hashes),
-        "data": dataset.name,
-        "split": dataset.split,
-        "notes": list(dataset.notes),
-        "fingerprint": dataset.fingerprint,
-        "model": bundle.name,
-        "model_sha256": bundle.sha256,
-        "run_id": bundle.metadata.get("run_id"),
-        "recipe": _hash_recipe(bundle.config),
-        "seed": bundle.config.get("train", {}).get("seed"),
-    }
-
-
 def _hash_recipe(config: Mapping[str, Any]) -> str | None:
-    """The same for training configurations that differ in the seed or the machine alone; None without one."""
+    """The same for training configurations that differ in the seed or the machine alone; None
+    without one."""
     if not config:
         return None
-    # under the keys' first names: evaluations on disk hold hashes of those
-    kept = {
-        section: {key: value for key, value in values.items() if key not in _OF_THE_MACHINE.get(section, ())}
-        for section, values in restore_old_keys(config).items()
+    recipe = {
+        section: {
+            key: value for key, value in values.items() if key not in _MACHINE_KEYS.get(section, ())
+        }
+        for section, values in config.items()
     }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-def _describe_conditions(predictor: Predictor) -> dict[str, str]:
+def _describe_conditions(predictor: Predictor) -> dict[str, str | None]:
     program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = "vit"
     return {
         "device": describe_device(predictor.device),
         "processes": str(current_process().world_size),
         "precision": predictor.precision,
         "batch size": str(predictor.batch_size),
-        "test-time augmentation": "mirrored" if predictor.mirrored else "none",
-        "command": shlex.join(["vit" if program == "__main__.py" else program, *sys.argv[1:]]),
+        "tta": None if predictor.tta == "none" else predictor.tta,
+        "command": shlex.join([program, *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **collect_versions(),
     }
-
-
-def _describe_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> schema.Calibration | None:
-    if "temperature" not in bundle.metadata:
-        return None
-
-    def measure(temperature: float) -> dict[str, float]:
-        measured = metrics.compute_metrics(score_logits(logits, labels, temperature=temperature))
-        return {name: measured[name] for name in ("ece", "brier", "nll")}
-
-    fitted_on = bundle.metadata.get("temperature_fitted_on", {})
-    return schema.Calibration(bundle.temperature, fitted_on, measure(1.0), measure(bundle.temperature))
-
-
-def _choose_examples(
-    logits: Logits, scores: Scores, ids: Sequence[str], names: Sequence[str], *, count: int
-) -> schema.Examples:
-    def describe(indices: Ints) -> list[schema.Example]:
-        columns = (
-            [ids[index] for index in indices],
-            [names[label] for label in scores.labels[indices]],
-            [names[label] for label in scores.predicted[indices]],
-            scores.confidence[indices].tolist(),
-            scores.label_probability[indices].tolist(),
-        )
-        return [schema.Example(*row) for row in zip(*columns, strict=True)]
-
-    label_errors, num_label_errors = errors.find_label_errors(logits, scores, count=count)
-    return schema.Examples(
-        confident_mistakes=describe(errors.find_confident_mistakes(scores, count=count)),
-        uncertain_hits=describe(errors.find_uncertain_hits(scores, count=count)),
-        label_errors=describe(label_errors),
-        num_label_errors=num_label_errors,
-    )

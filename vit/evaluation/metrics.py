@@ -1,23 +1,43 @@
-"""From logits and labels to metrics, in float64.
+"""From logits and labels to metrics, in float64, with their intervals; the confusion matrix as a
+figure; and which images to look at.
 
-Each is a function of the images' weights: with weights of one it is the metric itself, with the counts of a draw with
-replacement one bootstrap replicate (`intervals.py`).
+Each metric is a function of the images' weights: with weights of one it is the metric itself, with
+those of a resample one bootstrap replicate.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
+from vit.runtime.bootstrap import compute_percentiles, draw_weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_BINS = 15
-_CHUNK, _CHUNK_LOGITS = 4096, 2**22  # images scored at a time, and their logits: bounds the float64 copies
-_TINY = np.finfo(float).tiny  # a ratio without a denominator is 0
+RESAMPLES = 1000
+# no means over images: resampling shifts them
+_BIASED = ("macro_f1", "macro_precision", "macro_recall", "ece")
+# images scored at a time, and their logits: bounds the float64 copies
+_CHUNK_IMAGES = 4096
+_CHUNK_LOGITS = 2**22
+# a ratio without a denominator is 0
+_TINY = np.finfo(float).tiny
+# classes whose counts are still legible in the cells
+_MAX_NUMBERS = 20
+# classes whose names are still legible at the axes
+_MAX_NAMES = 40
+# of more classes each is several: the picture has 1,400 pixels for them
+_MAX_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -26,12 +46,17 @@ class Scores:
 
     labels: Ints
     predicted: Ints
-    confidence: Floats  # probability of the predicted class
+    # probability of the predicted class
+    confidence: Floats
     label_probability: Floats
-    loss: Floats  # cross-entropy of the logits as they are, nats
-    nll: Floats  # cross-entropy after the temperature, nats
-    brier: Floats  # squared difference of probabilities and one-hot label, summed over classes, 0…2
-    rank: Ints  # classes ahead of the label, 0 if it is correct; of equal logits the first class is ahead
+    # cross-entropy of the logits as they are, nats
+    loss: Floats
+    # cross-entropy after the temperature, nats
+    nll: Floats
+    # squared difference of probabilities and one-hot label, summed over classes, 0…2
+    brier: Floats
+    # classes ahead of the label, 0 if it is correct; of equal logits the first class is ahead
+    rank: Ints
     num_classes: int
     temperature: float
 
@@ -45,6 +70,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class ClassMetrics:
+    """One row of the table of classes."""
+
     name: str
     precision: float
     recall: float
@@ -65,15 +92,44 @@ class Bin:
 
 
 def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: float = 1.0) -> Scores:
-    """Score logits [n, C] against labels [n] (0…C-1); probabilities are softmax(logits / temperature)."""
-    chunks = [_score_chunk(logits[rows].astype(np.float64), labels[rows], temperature) for rows in chunk_rows(logits)]
+    """Score logits against labels.
+
+    Args:
+        logits: [n, C].
+        labels: [n], 0…C-1.
+        temperature: probabilities are softmax(logits / temperature).
+    """
+    chunks = []
+    for rows in chunk_rows(logits):
+        chunk = logits[rows].astype(np.float64)
+        log_probabilities = compute_log_probabilities(chunk, temperature)
+        probabilities = np.exp(log_probabilities)
+        at_label = (np.arange(len(chunk)), labels[rows])
+
+        # counted from behind, so that an image with NaN among its logits is never correct
+        label_logits = chunk[at_label][:, None]
+        is_later_class = np.arange(chunk.shape[1]) >= labels[rows, None]
+        is_behind = (chunk < label_logits) | ((chunk == label_logits) & is_later_class)
+        predicted = chunk.argmax(axis=1)
+        chunks.append(
+            {
+                "predicted": predicted,
+                "confidence": probabilities[at_label[0], predicted],
+                "label_probability": probabilities[at_label],
+                "loss": -compute_log_probabilities(chunk, 1.0)[at_label],
+                "nll": -log_probabilities[at_label],
+                # sum over classes of (p - y)^2, with y one at the label
+                "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[at_label] + 1,
+                "rank": chunk.shape[1] - is_behind.sum(axis=1),
+            }
+        )
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return Scores(labels=labels, num_classes=logits.shape[1], temperature=temperature, **columns)
 
 
 def chunk_rows(logits: NDArray[np.float32]) -> Iterator[slice]:
     """Slices of [n, C] that together are all rows: fewer at a time of many classes."""
-    size = min(_CHUNK, max(_CHUNK_LOGITS // logits.shape[1], 1))
+    size = min(_CHUNK_IMAGES, max(_CHUNK_LOGITS // logits.shape[1], 1))
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
@@ -82,93 +138,283 @@ def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: fl
     return np.asarray(log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1))
 
 
-def _score_chunk(logits: Floats, labels: Ints, temperature: float) -> dict[str, NDArray[Any]]:
-    rows = np.arange(len(labels))
-    log_probabilities = compute_log_probabilities(logits, temperature)
-    probabilities = np.exp(log_probabilities)
-    own = logits[rows, labels][:, None]
-    # an image with NaN among its logits is never correct
-    behind = (logits < own) | ((logits == own) & (np.arange(logits.shape[1]) >= labels[:, None]))
-    predicted = logits.argmax(axis=1)
-    return {
-        "predicted": predicted,
-        "confidence": probabilities[rows, predicted],
-        "label_probability": probabilities[rows, labels],
-        "loss": -compute_log_probabilities(logits, 1.0)[rows, labels],
-        "nll": -log_probabilities[rows, labels],
-        # sum over classes of (p - y)^2, with y one at the label
-        "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[rows, labels] + 1,
-        "rank": logits.shape[1] - behind.sum(axis=1),
-    }
-
-
 def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, float]:
-    """The metrics of `Evaluation`, each image counted `weights` times (once by default).
+    """Compute the metrics of `Evaluation`.
 
-    Macro averages run over the classes that occur as a label or a prediction, with 0 for an undefined ratio, as
-    scikit-learn's do (which takes 20 times as long for a bootstrap). ECE is Guo et al. (2017), equation 3.
+    Macro averages run over the classes that occur as a label or a prediction, with 0 for an
+    undefined ratio, as scikit-learn's do (which takes 20 times as long for a bootstrap). ECE is Guo
+    et al. (2017), equation 3.
+
+    Args:
+        scores: of n images.
+        weights: how many times each image counts, [n]; once by default.
+
+    Returns:
+        Each metric by its name.
     """
-    weights = np.ones(len(scores)) if weights is None else weights
-    total, hits = weights.sum(), weights * scores.correct
-    support, predicted, correct = (
-        np.bincount(classes, weight, minlength=scores.num_classes)
-        for classes, weight in ((scores.labels, weights), (scores.predicted, weights), (scores.labels, hits))
-    )
-    occur = support + predicted > 0
-    support, predicted, correct = support[occur], predicted[occur], correct[occur]
-    # |mean confidence - accuracy| of a bin times its fraction of the images: the bin's count cancels
-    gaps = np.bincount(_bins(scores.confidence), weights * (scores.confidence - scores.correct), minlength=NUM_BINS)
+    if weights is None:
+        weights = np.ones(len(scores))
+    total = weights.sum()
+    correct_weights = weights * scores.correct
+
+    # of each class that occurs: how many images have it as label, prediction, and both
+    num_classes = scores.num_classes
+    support = np.bincount(scores.labels, weights, minlength=num_classes)
+    predicted = np.bincount(scores.predicted, weights, minlength=num_classes)
+    correct = np.bincount(scores.labels, correct_weights, minlength=num_classes)
+    occurs = support + predicted > 0
+    support, predicted, correct = (counts[occurs] for counts in (support, predicted, correct))
+
+    # |mean confidence - accuracy| of a bin times its fraction of the images: its count cancels
+    gaps = weights * (scores.confidence - scores.correct)
+    bin_gaps = np.bincount(_find_bins(scores.confidence), gaps, minlength=NUM_BINS)
     return {
-        "top1": float(hits.sum() / total),
+        "top1": float(correct_weights.sum() / total),
         "top5": float(weights @ (scores.rank < 5) / total),
         "loss": float(weights @ scores.loss / total),
         "macro_f1": float((2 * correct / (support + predicted)).mean()),
         "macro_precision": float((correct / np.maximum(predicted, _TINY)).mean()),
         "macro_recall": float((correct / np.maximum(support, _TINY)).mean()),
-        "ece": float(np.abs(gaps).sum() / total),
+        "ece": float(np.abs(bin_gaps).sum() / total),
         "brier": float(weights @ scores.brier / total),
         "nll": float(weights @ scores.nll / total),
     }
 
 
+def compute_intervals(
+    scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """95 % percentile intervals of every metric; each holds its metric.
+
+    They say how far a metric varies with the choice of test images, not with the training seed.
+    Repeated images raise the calibration error, so much that its replicates may all lie above it,
+    and lower macro averages of rare classes: these replicates are moved by their bias, the mean of
+    the replicates minus the metric (Efron & Tibshirani 1993, chapter 10).
+
+    Args:
+        scores: of the test images.
+        resamples: draws of the images with replacement.
+        seed: of the draws.
+
+    Returns:
+        The lower and the upper end by the metric's name.
+    """
+    generator = np.random.default_rng(seed)
+    replicates = [
+        compute_metrics(scores, draw_weights(len(scores), generator)) for _ in range(resamples)
+    ]
+    intervals = {}
+    for name, value in compute_metrics(scores).items():
+        values = np.array([replicate[name] for replicate in replicates])
+        if name in _BIASED:
+            values = np.clip(values + (value - values.mean()), 0, 1)
+        low, high = compute_percentiles(values)
+        # of few images the draws may be all alike
+        intervals[name] = (min(float(low), value), max(float(high), value))
+    return intervals
+
+
 def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
-    """Counts [C, C]: rows are the true classes, columns the predicted ones. With `group` each row and column is so many
-    classes side by side: of 20,000 classes the whole matrix would take 3 GB."""
-    count = -(-scores.num_classes // group)
-    pairs = scores.labels // group * count + scores.predicted // group
-    return np.bincount(pairs, minlength=count**2).reshape(count, count)
+    """Compute the confusion matrix.
+
+    Args:
+        scores: of n images of C classes.
+        group: classes side by side that share a row and a column; of 20,000 classes the whole
+            matrix would take 3 GB.
+
+    Returns:
+        Counts [C, C]: rows are the true classes, columns the predicted ones.
+    """
+    size = -(-scores.num_classes // group)
+    pairs = scores.labels // group * size + scores.predicted // group
+    return np.bincount(pairs, minlength=size**2).reshape(size, size)
+
+
+def plot_confusion(scores: Scores, *, class_names: tuple[str, ...]) -> Figure:
+    """Draw the fraction of each true class (row) that was predicted as each class (column)."""
+    # takes half a second, which training doesn't need
+    from matplotlib.figure import Figure
+
+    num_classes = len(class_names)
+    group = -(-num_classes // _MAX_ROWS)
+    confusion = compute_confusion(scores, group=group)
+    fractions = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
+
+    side = min(3 + 0.45 * num_classes, 14)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(fractions, vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(image, ax=axes, fraction=0.04, label="fraction of the true class")
+    axes.set(xlabel="predicted", ylabel="true")
+    if group > 1:
+        axes.set_ylabel(f"true ({group} classes a row)")
+    if num_classes <= _MAX_NAMES:
+        places = range(num_classes)
+        axes.set_xticks(places, class_names, rotation=60, ha="right", rotation_mode="anchor")
+        axes.set_yticks(places, class_names)
+    if num_classes <= _MAX_NUMBERS:
+        for row, column in np.argwhere(confusion).tolist():
+            axes.text(
+                column,
+                row,
+                str(confusion[row, column]),
+                ha="center",
+                va="center",
+                color="white" if fractions[row, column] > 0.5 else "black",
+                fontsize=8,
+            )
+    return figure
 
 
 def count_errors(scores: Scores) -> tuple[Ints, Ints]:
-    """The entries of the confusion matrix beside its diagonal that are not zero: (row, column) [m, 2] and counts [m],
-    the largest first, equal ones by row and column."""
-    wrong = scores.labels != scores.predicted
-    pairs, counts = np.unique((scores.labels * scores.num_classes + scores.predicted)[wrong], return_counts=True)
+    """The entries of the confusion matrix beside its diagonal that are not zero: (row, column) [m,
+    2] and counts [m], the largest first, equal ones by row and column."""
+    is_wrong = scores.labels != scores.predicted
+    pairs = scores.labels[is_wrong] * scores.num_classes + scores.predicted[is_wrong]
+    unique_pairs, counts = np.unique(pairs, return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    return np.stack(np.divmod(pairs[order], scores.num_classes), axis=1), counts[order]
+    entries = np.stack(np.divmod(unique_pairs[order], scores.num_classes), axis=1)
+    return entries, counts[order]
 
 
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
-    """Precision, recall, F1 and support of every class of the model, also of those without an image."""
-    from sklearn.metrics import precision_recall_fscore_support  # takes a second, which training doesn't need
+    """Precision, recall, F1 and support of every class of the model, also of those without an
+    image."""
+    # takes a second, which training doesn't need
+    from sklearn.metrics import precision_recall_fscore_support
 
-    classes = range(scores.num_classes)
-    columns = precision_recall_fscore_support(scores.labels, scores.predicted, labels=classes, zero_division=0)
+    columns = precision_recall_fscore_support(
+        scores.labels, scores.predicted, labels=range(scores.num_classes), zero_division=0
+    )
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
     rows = zip(class_names, *(column.tolist() for column in (*columns, predicted)), strict=True)
     return [ClassMetrics(*row) for row in rows]
 
 
 def compute_reliability(scores: Scores) -> list[Bin]:
-    """Mean confidence and accuracy of the images in 15 bins of confidence; 0 and 0 for an empty bin."""
-    bins = _bins(scores.confidence)
-    count = np.bincount(bins, minlength=NUM_BINS)
-    confidence = np.bincount(bins, scores.confidence, minlength=NUM_BINS) / np.maximum(count, 1)
-    accuracy = np.bincount(bins, scores.correct, minlength=NUM_BINS) / np.maximum(count, 1)
+    """Mean confidence and accuracy of the images in 15 bins of confidence; 0 and 0 for an empty
+    bin."""
+    bins = _find_bins(scores.confidence)
+    counts = np.bincount(bins, minlength=NUM_BINS)
+    divisors = np.maximum(counts, 1)
+    confidence = np.bincount(bins, scores.confidence, minlength=NUM_BINS) / divisors
+    accuracy = np.bincount(bins, scores.correct, minlength=NUM_BINS) / divisors
     edges = np.arange(NUM_BINS + 1) / NUM_BINS
-    columns = (edges[:-1], edges[1:], count, confidence, accuracy)
+    columns = (edges[:-1], edges[1:], counts, confidence, accuracy)
     return [Bin(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _bins(confidence: Floats) -> Ints:
+def _find_bins(confidence: Floats) -> Ints:
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+
+
+def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
+    """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
+
+    The cross-entropy is convex in 1/T, so its minimum is the only one; it is found to six digits.
+
+    Args:
+        logits: [n, C], of images that are neither trained nor tested on.
+        labels: [n].
+
+    Returns:
+        The temperature that minimises the cross-entropy of softmax(logits / T), 0.05…20.
+    """
+    # takes half a second, which other commands don't need
+    from scipy.optimize import minimize_scalar
+
+    def cross_entropy(log_temperature: float) -> float:
+        losses = []
+        for rows in chunk_rows(logits):
+            scaled = logits[rows].astype(np.float64) * np.exp(-log_temperature)
+            losses.append(log_softmax(scaled, axis=1)[np.arange(len(scaled)), labels[rows]])
+        return float(-np.concatenate(losses).mean())
+
+    minimum = minimize_scalar(
+        cross_entropy,
+        bounds=(np.log(0.05), np.log(20.0)),
+        method="bounded",
+        options={"xatol": 1e-7},
+    )
+    return float(np.exp(minimum.x))
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image and its prediction."""
+
+    path: str
+    label: str
+    predicted: str
+    # of the predicted class
+    probability: float
+    label_probability: float
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images to look at, the clearest cases of each kind first."""
+
+    most_confident_errors: list[Example]
+    least_confident_correct: list[Example]
+    label_errors: list[Example]
+    # of all images, by confident learning
+    num_label_errors: int
+
+
+def choose_examples(
+    logits: NDArray[np.float32],
+    scores: Scores,
+    *,
+    ids: Sequence[str],
+    class_names: Sequence[str],
+    count: int,
+) -> Examples:
+    """Choose up to `count` images of each kind; `ids` and `logits` [n, C] are those of the scored
+    images."""
+
+    def describe(indices: Ints) -> list[Example]:
+        return [
+            Example(
+                path=ids[index],
+                label=class_names[scores.labels[index]],
+                predicted=class_names[scores.predicted[index]],
+                probability=float(scores.confidence[index]),
+                label_probability=float(scores.label_probability[index]),
+            )
+            for index in indices.tolist()
+        ]
+
+    surest_first = np.argsort(-scores.confidence, kind="stable")
+    unsurest_first = np.argsort(scores.confidence, kind="stable")
+    label_errors = find_label_errors(logits, scores)
+    return Examples(
+        most_confident_errors=describe(surest_first[~scores.correct[surest_first]][:count]),
+        least_confident_correct=describe(unsurest_first[scores.correct[unsurest_first]][:count]),
+        label_errors=describe(label_errors[:count]),
+        num_label_errors=len(label_errors),
+    )
+
+
+def find_label_errors(logits: NDArray[np.float32], scores: Scores) -> Ints:
+    """Indices of the images whose label is probably wrong, the least plausible first.
+
+    Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's threshold is the mean
+    probability it has on the images labelled with it. An image is a likely label error when, of the
+    classes that reach their threshold on it, the most probable is not its label; ranked by
+    self-confidence, the probability of the given label. It presumes a model that did not see these
+    images in training.
+    """
+    support = np.bincount(scores.labels, minlength=scores.num_classes)
+    thresholds = np.bincount(scores.labels, scores.label_probability, minlength=scores.num_classes)
+    # a class that no image here has as its label has no threshold
+    thresholds = np.where(support > 0, thresholds / np.maximum(support, 1), np.inf)
+
+    flags = []
+    for rows in chunk_rows(logits):
+        probabilities = np.exp(compute_log_probabilities(logits[rows], scores.temperature))
+        reached = np.where(probabilities >= thresholds, probabilities, -1.0)
+        is_other_class = reached.argmax(axis=1) != scores.labels[rows]
+        flags.append((reached.max(axis=1) > 0) & is_other_class)
+    flagged = np.flatnonzero(np.concatenate(flags))
+    return flagged[np.argsort(scores.label_probability[flagged], kind="stable")]

@@ -1,33 +1,167 @@
-"""Class probabilities for images outside any data set, one batch in memory at a time."""
+"""From uint8 images to float32 logits, in the only inference loop: for evaluation, validation, and
+the class probabilities of images outside any data set."""
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO, cast
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import softmax
+from torch import nn
 
 from vit.bundle import Bundle
-from vit.data.images import Preprocess, open_image
-from vit.data.inputs import ImageInputs, list_images
-from vit.evaluation.predictor import Pixels, Predictor
-from vit.runtime.files import write_atomically
-from vit.runtime.output_dir import prepare_output
+from vit.data.images import ImageInputs, Preprocess, list_images, read_image
+from vit.model.logits import compute_logits
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.device import Precision, autocast, choose_precision, copy_to_device
+from vit.runtime.files import prepare_output, write_atomically
+from vit.runtime.processes import current_process
+from vit.runtime.threads import BatchThreads
 
-Classes = list[tuple[int, str, float]]  # index, name and probability, the most probable first
+Pixels = NDArray[np.uint8]
+Logits = NDArray[np.float32]
+# index, name and probability, the most probable first
+Classes = list[tuple[int, str, float]]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model in evaluation mode with the conditions it runs under.
+
+    Args:
+        model: from normalised images to logits.
+        preprocess: of the model's images.
+        num_classes: C.
+        batch_size: images a forward pass.
+        device: the model's.
+        precision: "float32" or "bfloat16".
+        tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
+            mirror image.
+    """
+
+    model: nn.Module
+    preprocess: Preprocess
+    num_classes: int
+    batch_size: int
+    device: torch.device
+    precision: Precision
+    tta: str = "none"
+
+    @classmethod
+    def from_bundle(
+        cls,
+        bundle: Bundle,
+        *,
+        batch_size: int | None = None,
+        precision: str = "auto",
+        tta: str = "none",
+    ) -> Self:
+        """`bundle` on the device it is on; by default with the batch size and precision that fit
+        it."""
+        device = next(bundle.model.parameters()).device
+        return cls(
+            model=bundle.model,
+            preprocess=bundle.preprocess,
+            num_classes=len(bundle.class_names),
+            batch_size=batch_size or choose_batch_size(device),
+            device=device,
+            precision=choose_precision(precision, device),
+            tta=tta,
+        )
+
+    @torch.inference_mode()
+    def predict(
+        self,
+        read: Callable[[int, int], Pixels],
+        *,
+        count: int,
+        on_progress: Callable[[int], object] = lambda done: None,
+    ) -> Logits:
+        """Compute the logits of images.
+
+        In a process group every process takes every world_size-th batch and gets all logits back.
+        Batches are cut the same way whatever the number of processes, so the logits are the same to
+        the last bit; none is padded, so no image counts twice.
+
+        Args:
+            read: `read(start, stop)` gives these images, uint8 [B, H, W, 3], as the model sees
+                them. On a CPU several threads call it.
+            count: number of images.
+            on_progress: receives how many images are done, over all processes; on a CPU from
+                several threads.
+
+        Returns:
+            Logits [count, num_classes], float32.
+        """
+        process = current_process()
+        world_size = process.world_size
+        logits_device = self.device if world_size > 1 else torch.device("cpu")
+        logits = torch.zeros(count, self.num_classes, device=logits_device)
+        # a batch of each process
+        images_a_round = world_size * self.batch_size
+
+        # each thread has modes of its own
+        @torch.inference_mode()
+        def run(rounds: Iterable[int]) -> None:
+            # one context around the loop: autocast keeps its bf16 copies of the weights that long
+            with autocast(self.device, self.precision):
+                for first in rounds:
+                    start = first + process.rank * self.batch_size
+                    stop = min(start + self.batch_size, count)
+                    # this process has no batch in the last round
+                    if start >= count:
+                        continue
+                    pixels = torch.from_numpy(np.array(read(start, stop)))
+                    images = self.preprocess.normalize(copy_to_device(pixels, self.device))
+                    batch_logits = compute_logits(self.model, images)
+                    if self.tta == "hflip":
+                        mirrored = compute_logits(self.model, images.flip(-1))
+                        batch_logits = (batch_logits + mirrored) / 2
+                    logits[start:stop] = batch_logits.to(logits_device)
+                    on_progress(min(images_a_round, count - start))
+
+        rounds = range(0, count, images_a_round)
+        is_threadable = self.device.type == "cpu" and isinstance(self.model, VisionTransformer)
+        if is_threadable and world_size == 1 and len(rounds) > 1:
+            threads = BatchThreads()
+            # each thread takes the next batch when it is done
+            pending = iter(rounds)
+            list(threads.map(run, [pending] * threads.count))
+        else:
+            run(rounds)
+        if world_size > 1:
+            # all processes but one hold zero for an image: this sum rounds nothing
+            dist.all_reduce(logits)
+        return cast(Logits, logits.cpu().numpy())
+
+    def predict_images(self, images: Sequence[Pixels]) -> Logits:
+        """`predict` for images in memory, uint8 [H, W, 3] each."""
+        return self.predict(
+            lambda start, stop: np.stack(images[start:stop]),
+            count=len(images),
+        )
+
+
+def choose_batch_size(device: torch.device) -> int:
+    """Images a forward pass: on a CPU the 64 that its caches hold, else 256."""
+    return 64 if device.type == "cpu" else 256
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of one image, or why there are none."""
 
-    path: str  # of a PIL image or an array "image 0", by its place
+    # of a PIL image or an array "image 0", by its place
+    path: str
     classes: Classes
     error: str | None = None
 
@@ -43,34 +177,66 @@ class PredictionResult:
 
         def write(temporary: Path) -> None:
             with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
-                list(write_jsonl(self.predictions, file=file))
+                for _ in write_jsonl(self.predictions, file=file):
+                    pass
 
-        write_atomically(prepare_output(Path(directory), overwrite=overwrite) / "predictions.jsonl", write)
+        output = prepare_output(Path(directory), overwrite=overwrite)
+        write_atomically(output / "predictions.jsonl", write)
 
 
 def predict_images(
-    bundle: Bundle, images: ImageInputs, *, top_k: int = 5, batch_size: int = 64, precision: str = "auto"
+    bundle: Bundle,
+    images: ImageInputs,
+    *,
+    top_k: int = 5,
+    batch_size: int = 64,
+    precision: str = "auto",
 ) -> Iterator[Prediction]:
-    """The `top_k` most probable classes of each image, in order; of one that can't be read, its error."""
+    """Predict the most probable classes of each image.
+
+    Args:
+        bundle: the model, on its device.
+        images: paths, folders, PIL images or arrays.
+        top_k: classes an image.
+        batch_size: images a forward pass.
+        precision: "float32", "bfloat16", or "auto" for the device's.
+
+    Returns:
+        A prediction for each image, in order; of one that can't be read, its error.
+    """
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     numbered = enumerate(list_images(images))
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(numbered, batch_size)):
             decoded = list(pool.map(lambda pair: _decode(pair[1], predictor.preprocess), batch))
             readable = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            top = _rank(readable, predictor, bundle, top_k=top_k)
+            logits = predictor.predict_images(readable).astype(np.float64)
+            probabilities = iter(softmax(logits / bundle.temperature, axis=1))
             for (number, image), pixels in zip(batch, decoded, strict=True):
                 path = image if isinstance(image, str) else f"image {number}"
-                error = pixels if isinstance(pixels, str) else None
-                yield Prediction(path, next(top) if error is None else [], error)
+                if isinstance(pixels, str):
+                    yield Prediction(path, [], error=pixels)
+                    continue
+                values = next(probabilities)
+                best = np.argsort(-values, kind="stable")[:top_k].tolist()
+                classes = [
+                    (index, bundle.class_names[index], float(values[index])) for index in best
+                ]
+                yield Prediction(path, classes)
 
 
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write one object a line, and hand each prediction on once it is written."""
     for prediction in predictions:
-        classes = [dict(zip(("index", "name", "probability"), best, strict=True)) for best in prediction.classes]
-        outcome = {"predictions": classes} if prediction.error is None else {"error": prediction.error}
-        file.write(json.dumps({"path": prediction.path, **outcome}, ensure_ascii=False) + "\n")
+        record: dict[str, object] = {"path": prediction.path}
+        if prediction.error is None:
+            record["predictions"] = [
+                {"index": index, "name": name, "probability": probability}
+                for index, name, probability in prediction.classes
+            ]
+        else:
+            record["error"] = prediction.error
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
         yield prediction
 
 
@@ -89,16 +255,7 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
 def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
     """The image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
-        if not isinstance(image, str):
-            return preprocess.to_uint8(image)
-        with open_image(Path(image)) as opened:
-            return preprocess.to_uint8(opened)
+        opened = read_image(Path(image)) if isinstance(image, str) else image
+        return preprocess.to_uint8(opened)
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
-
-
-def _rank(images: list[Pixels], predictor: Predictor, bundle: Bundle, *, top_k: int) -> Iterator[Classes]:
-    logits = predictor.predict(lambda start, stop: np.stack(images[start:stop]), count=len(images))
-    for row in softmax(logits.astype(np.float64) / bundle.temperature, axis=1):
-        best = np.argsort(-row, kind="stable")[:top_k].tolist()
-        yield [(index, bundle.class_names[index], float(row[index])) for index in best]

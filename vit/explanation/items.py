@@ -1,10 +1,11 @@
-"""What to explain: images as a user gives them or of a data set, each with a name its files can have."""
+"""What to explain: images as a user gives them or of a data set, each with a name its files can
+have."""
 
 import hashlib
+import io
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,28 +14,29 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.images import open_image
-from vit.data.inputs import ImageInputs, list_images
+from vit.data.dataset import ImageDataset
+from vit.data.images import read_image
 from vit.data.open import open_for_model
-from vit.data.sets.source import ImageSource
-from vit.runtime.files import compute_sha256
+from vit.runtime.files import read_bytes
 
-_LONGEST_NAME = 120  # bytes; file systems allow 255, with the method, the class and what marks a temporary file
+# bytes; file systems allow 255, with the method, the class and what marks a temporary file
+_MAX_NAME = 120
 
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An image to explain: `path` is shown to the user, `name` starts its files' names."""
+    """An image to explain.
+
+    Args:
+        path: what the user is shown: a path, an id of a data set, or image-00000 and so on.
+        name: what its files' names start with.
+        read: returns the upright RGB image and the SHA-256 of its file or pixels; raises ValueError
+            or OSError where it can't be read.
+    """
 
     path: str
     name: str
-    # the image and the SHA-256 of its file or pixels; inside, its pixels count (`vit.data.images.open_image`)
-    open: Callable[[], AbstractContextManager[tuple[Image.Image, str]]]
-
-    def read(self) -> tuple[Image.Image, str]:
-        """`open`, for an image that is known to be small."""
-        with self.open() as found:
-            return found
+    read: Callable[[], tuple[Image.Image, str]]
 
 
 def find_items(
@@ -42,80 +44,110 @@ def find_items(
     *,
     trained_on: Mapping[str, Any],
     count: int,
-    done: Collection[str] = (),
-    taken: Collection[str] = (),
+    written: Mapping[str, str] | None = None,
 ) -> list[ImageItem]:
-    """The images to explain, but for the paths that are `done`. Without `images`, `count` of the test split that
-    `trained_on`, the data section of a configuration, describes."""
+    """The images to explain.
+
+    Args:
+        images: paths of files and images in memory, as `list_images` gives them; None stands for
+            `count` of the model's own test split.
+        trained_on: the data section of the model's configuration, which describes that split.
+        count: how many of the test split.
+        written: the names of the images that are left out, by their paths.
+    """
+    written = written or {}
     if images is None:
         source = open_for_model(None, trained_on=trained_on).split("test")
-        return [item for item in items_from_source(source, count=count) if item.path not in done]
-    left = [image for image in images if not (isinstance(image, str) and image in done)]
-    return items_from_images(left, taken=taken)
+        items = items_from_dataset(source, count=count)
+        return [item for item in items if item.path not in written]
+    # images in memory have no path to be known by: all are explained again
+    remaining = [image for image in images if not (isinstance(image, str) and image in written)]
+    return items_from_images(remaining, taken=written.values())
 
 
-def items_from_images(images: ImageInputs, *, taken: Collection[str] = ()) -> list[ImageItem]:
-    """Images of any kind (`vit.data.inputs`), in the order given; images in memory are called image-00000 and so on.
-    Their names avoid each other's and those `taken`."""
-    given = list(list_images(images))
-    paths = [image if isinstance(image, str) else f"image-{number:05d}" for number, image in enumerate(given)]
-    openers = [
-        partial(_open_file, image) if isinstance(image, str) else partial(_open_pixels, image) for image in given
-    ]
-    return list(map(ImageItem, paths, name_images(paths, taken=taken), openers))
+def items_from_images(
+    images: Iterable[str | Image.Image], *, taken: Collection[str] = ()
+) -> list[ImageItem]:
+    """Images as `list_images` gives them, in this order; images in memory are called image-00000
+    and so on. No name is one of `taken`."""
+    paths = []
+    readers: list[Callable[[], tuple[Image.Image, str]]] = []
+    for number, image in enumerate(images):
+        if isinstance(image, str):
+            paths.append(image)
+            readers.append(partial(_read_file, image))
+        else:
+            paths.append(f"image-{number:05d}")
+            readers.append(partial(_hash_pixels, image))
+    return list(map(ImageItem, paths, name_images(paths, taken=taken), readers))
 
 
-def items_from_source(source: ImageSource, *, count: int) -> list[ImageItem]:
+def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
     """`count` images spread evenly over a data set's split, named by their ids."""
-    chosen = np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist()
-    names = [re.sub(r"\.\w+$", "", source.ids[index]).replace("/", "-") for index in chosen]
-    return [
-        ImageItem(source.ids[index], clean_name(name), partial(_open_sample, source, index))
-        for index, name in zip(chosen, names, strict=True)
-    ]
+    positions = np.linspace(0, len(dataset) - 1, min(count, len(dataset)))
+    items = []
+    for index in positions.round().astype(int).tolist():
+        image_id = dataset.ids[index]
+        name = re.sub(r"\.\w+$", "", image_id).replace("/", "-")
+        items.append(ImageItem(image_id, clean_name(name), partial(_read_sample, dataset, index)))
+    return items
 
 
 def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[str]:
-    """A name for each path that no other has: its stem; with its folders; or with a hash of the path."""
+    """A name for each path that no other has: its stem; with its folders; or with a hash of the
+    path."""
     parts = [Path(path).parts for path in paths]
-    shared = 0
-    while parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
-        shared += 1
+    num_shared = 0  # folders at the front that all paths have
+    while parts and all(len(path) > num_shared + 1 for path in parts):
+        if len({path[num_shared] for path in parts}) > 1:
+            break
+        num_shared += 1
+
+    # from the shortest to the surest
     stems = [clean_name(Path(path).stem) for path in paths]
-    with_folders = [clean_name("-".join((*p[shared:-1], Path(p[-1]).stem))) for p in parts]
-    hashes = [hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:12] for path in paths]
-    with_hash = [f"{stem}-{digest}" for stem, digest in zip(stems, hashes, strict=True)]
-    names = _unique_or(stems, _unique_or(with_folders, with_hash, taken), taken)
-    return names if len({name.casefold() for name in names}) == len(names) else with_hash
+    with_folders = [
+        clean_name("-".join((*path[num_shared:-1], Path(path[-1]).stem))) for path in parts
+    ]
+    with_hashes = []
+    for path, stem in zip(paths, stems, strict=True):
+        digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()
+        with_hashes.append(f"{stem}-{digest[:12]}")
+    names = _unique_or(stems, _unique_or(with_folders, with_hashes, taken), taken)
+    # a name with folders may be another's stem
+    are_unique = len({name.casefold() for name in names}) == len(names)
+    return names if are_unique else with_hashes
 
 
 def clean_name(name: str) -> str:
     """`name` without characters that file systems and shells don't allow, at most 120 bytes."""
     name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
-    return name.encode()[:_LONGEST_NAME].decode(errors="ignore") or "image"
+    return name.encode()[:_MAX_NAME].decode(errors="ignore") or "image"
 
 
-def _unique_or(names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]) -> list[str]:
-    """Each name, or its alternative where another has the same one on a file system that ignores case."""
+def _unique_or(
+    names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]
+) -> list[str]:
+    """Each name, or its alternative where another has the same one on a file system that ignores
+    case."""
     counts = Counter(name.casefold() for name in (*names, *taken))
-    return [name if counts[name.casefold()] == 1 else other for name, other in zip(names, alternatives, strict=True)]
+    return [
+        name if counts[name.casefold()] == 1 else alternative
+        for name, alternative in zip(names, alternatives, strict=True)
+    ]
 
 
-@contextmanager
-def _open_file(path: str) -> Iterator[tuple[Image.Image, str]]:
-    with open_image(Path(path)) as image:
-        yield image, compute_sha256(Path(path))
+def _read_file(path: str) -> tuple[Image.Image, str]:
+    """The hash is of the bytes that are decoded, whatever happens to the file meanwhile."""
+    try:
+        content = read_bytes(Path(path))
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder that holds no images, or can't be read") from error
+    return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()
 
 
-def _open_pixels(image: Image.Image) -> AbstractContextManager[tuple[Image.Image, str]]:
-    return _with_hash(nullcontext(image))
+def _hash_pixels(image: Image.Image) -> tuple[Image.Image, str]:
+    return image, hashlib.sha256(image.tobytes()).hexdigest()
 
 
-def _open_sample(source: ImageSource, index: int) -> AbstractContextManager[tuple[Image.Image, str]]:
-    return _with_hash(source.open(index))
-
-
-@contextmanager
-def _with_hash(opened: AbstractContextManager[Image.Image]) -> Iterator[tuple[Image.Image, str]]:
-    with opened as image:
-        yield image, hashlib.sha256(image.tobytes()).hexdigest()
+def _read_sample(dataset: ImageDataset, index: int) -> tuple[Image.Image, str]:
+    return _hash_pixels(dataset.image(index))

@@ -1,52 +1,68 @@
 """README.md of an export: a model card of what the model file and an evaluation beside it say."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vit.bundle import Bundle
+from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
 
+_LIBRARIES = {"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}
 _METRICS = ("top1", "top5", "macro_f1", "ece")
-_MOST_CLASSES = 100  # that are listed
+_MAX_CLASSES = 100  # that are listed
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """`evaluation`: the content of an evaluation.json of this model, and what it warns of. `draw` writes a map's
-    picture to the path it is given."""
+def write_card(
+    directory: Path,
+    bundle: Bundle,
+    to: str,
+    *,
+    evaluation: Mapping[str, Any] | None,
+    warnings: Sequence[str],
+) -> None:
+    """README.md in Markdown with the Hub's YAML header.
 
-    evaluation: Mapping[str, Any] | None = None
-    warnings: Sequence[str] = ()
-    draw: Callable[[Path], None] | None = None
-
-
-def write_card(directory: Path, bundle: Bundle, to: str, facts: Mapping[str, Any], card: CardFacts) -> None:
-    """README.md in Markdown with the Hub's YAML header, and map.png. `facts` are those of model.json."""
-    if card.draw is not None:
-        card.draw(directory / "map.png")
-    found, names = card.evaluation, [_quote(name) for name in bundle.class_names]
-    metrics = [] if found is None else [name for name in _METRICS if name != "top5" or len(names) > 5]
-    context = {
-        "to": to,
-        "library": {"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}.get(to, "pytorch"),
-        "facts": {"input": "normalised", "attention": False, "accuracy": None} | dict(facts),
-        "has_code": (directory / "timm_vit.py").exists(),
-        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
-        "names": names[:_MOST_CLASSES],
-        "bundle": bundle,
-        "evaluation": found,
-        "metrics": [(name, found[name], *found["intervals"][name]) for name in metrics] if found else [],
-        "card": card,
-    }
-    loader = PackageLoader("vit", "export/templates")
-    # plain text: what comes from outside is quoted by `_quote`
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    Args:
+        directory: Of the export, with its other files, such as map.png.
+        bundle: The model.
+        to: The form of the export.
+        evaluation: The content of an evaluation.json of this model.
+        warnings: What that evaluation warns of.
+    """
+    # text that came with a model or its data is quoted: it may hold markup
+    class_names = [_quote(name) for name in bundle.class_names]
+    metrics = []
+    if evaluation is not None:
+        metrics = [
+            (name, evaluation[name], *evaluation["intervals"][name])
+            for name in _METRICS
+            if name != "top5" or len(class_names) > 5
+        ]
+    environment = Environment(
+        loader=PackageLoader("vit", "export/templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["quote"] = _quote
-    write_text(directory / "README.md", environment.get_template("README.md.jinja").render(context))
+    text = environment.get_template("README.md.jinja").render(
+        to=to,
+        library=_LIBRARIES[to],
+        onnx=read_json(directory / "model.json") if to == "onnx" else None,
+        image_size=bundle.preprocess.image_size,
+        has_code=(directory / "timm_vit.py").exists(),
+        has_map=(directory / "map.png").exists(),
+        parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
+        class_names=class_names[:_MAX_CLASSES],
+        bundle=bundle,
+        evaluation=evaluation,
+        metrics=metrics,
+        warnings=warnings,
+    )
+    write_text(directory / "README.md", text)
 
 
 def _quote(text: object) -> str:

@@ -1,11 +1,11 @@
-"""The ONNX file: traced, quantised, described in its own metadata, and measured with onnxruntime."""
+"""The ONNX file: traced, quantised, described in its own metadata, and measured with
+onnxruntime."""
 
-import copy
 import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,111 +14,183 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
-from vit.data.dataset import DecodedDataset
-from vit.data.images import Preprocess
+from vit.bundle import Bundle
+from vit.data.dataset import ImageDataset
 from vit.export.photo_model import PhotoModel
 from vit.runtime.files import write_atomically
+from vit.runtime.version import __version__
 
-Input = Literal["uint8", "float32", "normalised"]
-WeightPrecision = Literal["float32", "float16", "int8"]
-_BATCH = 64  # images at a time when the accuracy is measured
+Input = Literal["uint8", "normalised"]
+WeightPrecision = Literal["float32", "int8"]
+_BATCH_SIZE = 64  # when the accuracy is measured
 
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """`input` "uint8" and "float32": "images" in RGB, [batch, height, width, 3] of any size and 0 to 255, to
-    "probabilities" [batch, classes]. "normalised": what the model takes, [batch, 3, H, W], to "logits". `maps`: the
-    model with attention maps after its logits, the second output "attention" [batch, rows, columns]. `precision` is
-    that of the weights; int8 is onnxruntime's dynamic quantisation of the linear layers."""
+    """What an ONNX file computes.
+
+    Attributes:
+        input: "uint8": from "images" in RGB, [batch, height, width, 3] of any size, to
+            "probabilities" [batch, classes]. "normalised": from what the model takes,
+            [batch, 3, H, W], to "logits".
+        precision: Of the weights; "int8" is onnxruntime's dynamic quantisation of the linear
+            layers.
+        with_maps: The model with attention maps after its logits, the second output "attention"
+            [batch, rows, columns]; None: without.
+    """
 
     input: Input = "uint8"
     precision: WeightPrecision = "float32"
-    maps: nn.Module | None = None
+    with_maps: nn.Module | None = None
 
 
 def check_packages() -> None:
-    """Raise ValueError without those of ONNX."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    """Raise ValueError where the packages of ONNX are missing."""
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        cure = "try pip install 'vit-pipeline[export]'"
-        raise ValueError(f"exporting to onnx takes {' and '.join(missing)}, not installed here; {cure}")
+        raise ValueError(
+            f"exporting to onnx takes {' and '.join(missing)}, not installed here; "
+            "try pip install 'vit-pipeline[export]'"
+        )
 
 
-def write_onnx(
-    path: Path, model: nn.Module, options: OnnxOptions, *, preprocess: Preprocess, temperature: float
-) -> None:
-    """The file without metadata; in float32 or, by its options, in float16."""
-    net = model if options.maps is None else options.maps
-    if options.precision == "float16":
-        net = copy.deepcopy(net).half()
-    size, axes, outputs = preprocess.image_size, ["batch"], ["logits", "attention"]
-    if options.input == "normalised":
-        example = torch.zeros(2, 3, *size, dtype=next(net.parameters()).dtype)
+def export_onnx(
+    bundle: Bundle,
+    directory: Path,
+    options: OnnxOptions,
+    images: ImageDataset | None,
+) -> Mapping[str, Any]:
+    """Write model.onnx. The facts in its metadata; with `images`, also their top-1 accuracy."""
+    path = directory / "model.onnx"
+    accuracy = None
+    if options.precision == "float32":
+        _write_onnx(path, bundle, options)
     else:
-        # sizes that differ from each other and from the model's, or the tracer takes them for the same
-        example = torch.zeros(2, size[0] + 3, size[1] + 8, 3, dtype=getattr(torch, options.input))
-        net, axes = PhotoModel(net, preprocess, temperature=temperature), ["batch", "height", "width"]
+        # a smaller file may be less accurate: both are measured, by the runtime that will run them
+        float_path = directory / ".float32.onnx"
+        _write_onnx(float_path, bundle, options)
+        _quantise(float_path, path)
+        if images is not None:
+            accuracy = {
+                "top1": {
+                    "float32": _measure_top1(float_path, bundle, options.input, images),
+                    "int8": _measure_top1(path, bundle, options.input, images),
+                },
+                "data": images.name,
+                "split": images.split,
+                "num_images": len(images),
+                "fingerprint": images.fingerprint,
+            }
+        float_path.unlink()
+    # all that a program needs beside the graph, in the file and beside it
+    facts = {
+        "class_names": bundle.class_names,
+        "preprocess": bundle.preprocess.to_dict(),
+        "temperature": bundle.temperature,
+        "sha256_of_source": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
+        "vit_version": __version__,
+        "input": options.input,
+        "precision": options.precision,
+        "attention": options.with_maps is not None,
+        "accuracy": accuracy,
+    }
+    _write_metadata(path, facts)
+    return facts
+
+
+def _write_onnx(path: Path, bundle: Bundle, options: OnnxOptions) -> None:
+    """The file in float32, without metadata."""
+    model = bundle.model if options.with_maps is None else options.with_maps
+    height, width = bundle.preprocess.image_size
+    if options.input == "normalised":
+        example = torch.zeros(2, 3, height, width)
+        axes = ["batch"]
+        outputs = ["logits", "attention"]
+    else:
+        # sizes that differ from each other and from the model's, or the tracer takes them for the
+        # same
+        example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
+        axes = ["batch", "height", "width"]
         outputs = ["probabilities", "attention"]
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": outputs[: 1 + (options.maps is not None)]}
-    names["dynamic_shapes"] = (dict(enumerate(axes)),)  # their names in the file
-    with _silence():
-        exported = torch.onnx.export(trace(net, example, axes), dynamo=True, verbose=False, **names)
+        model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature)
+    if options.with_maps is None:
+        outputs.pop()
+
+    # sizes along these axes stay free, under their names
+    model.eval()
+    with _silence(), torch.no_grad():
+        program = torch.export.export(
+            model,
+            (example,),
+            dynamic_shapes=({axis: Dim(name) for axis, name in enumerate(axes)},),
+        )
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=outputs,
+            dynamic_shapes=(dict(enumerate(axes)),),  # their names in the file
+        )
         assert exported is not None
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
 
 
-def quantise_onnx(source: Path, path: Path) -> None:
+def _quantise(source: Path, path: Path) -> None:
     """`source` with 8-bit linear layers."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
     del model.graph.value_info[:]  # shapes of weights that the quantiser transposes
-    # without signed weights: their products saturate on processors without VNNI
-    settings: dict[str, Any] = {"weight_type": QuantType.QUInt8, "per_channel": True}
-    settings["op_types_to_quantize"] = ["MatMul", "Gemm"]
+
+    def write(temporary: Path) -> None:
+        quantize_dynamic(
+            model,
+            temporary,
+            op_types_to_quantize=["MatMul", "Gemm"],
+            per_channel=True,
+            # products of signed weights saturate on processors without VNNI
+            weight_type=QuantType.QUInt8,
+        )
+
     with _silence():
-        write_atomically(path, lambda temporary: quantize_dynamic(model, temporary, **settings))
+        write_atomically(path, write)
 
 
-def write_onnx_metadata(path: Path, facts: Mapping[str, Any]) -> None:
+def _write_metadata(path: Path, facts: Mapping[str, Any]) -> None:
     """Keep `facts` in the file, as text or JSON."""
     import onnx
 
     model = onnx.load(path)
-    texts = {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
+    texts = {
+        name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()
+    }
     onnx.helper.set_model_props(model, texts)
     write_atomically(path, lambda temporary: onnx.save(model, temporary))
 
 
-def measure_top1(path: Path, options: OnnxOptions, images: DecodedDataset, *, preprocess: Preprocess) -> float:
-    """The fraction of `images`, decoded to the preprocessing's `resize_size`, whose label the file's model finds."""
+def _measure_top1(path: Path, bundle: Bundle, input: Input, images: ImageDataset) -> float:
+    """The fraction of `images`, decoded to the preprocessing's `resize_size`, whose label the
+    file's model finds."""
     import onnxruntime
 
-    session, hits, pixels = onnxruntime.InferenceSession(path), 0, images.images
-    assert pixels is not None
-    for start in range(0, len(images), _BATCH):
-        batch = np.array(pixels[start : start + _BATCH])
-        if options.input == "normalised":
-            given = preprocess.normalize(torch.from_numpy(preprocess.crop(batch))).numpy()
-            batch = given.astype(np.float16) if options.precision == "float16" else given
-        else:
-            batch = batch.astype(options.input)
-        best = session.run(None, {"images": batch})[0].argmax(axis=1)
-        hits += int((best == images.labels[start : start + _BATCH]).sum())
-    return hits / len(images)
-
-
-def trace(model: nn.Module, example: torch.Tensor, axes: Sequence[str]) -> ExportedProgram:
-    """The computation in evaluation mode, for any sizes along the first `axes` (a size of one would be fixed)."""
-    training, shape = model.training, {place: Dim(name) for place, name in enumerate(axes)}
-    try:
-        with torch.no_grad():
-            return torch.export.export(model.eval(), (example,), dynamic_shapes=(shape,))
-    finally:
-        model.train(training)
+    session = onnxruntime.InferenceSession(path)
+    assert images.images is not None
+    num_correct = 0
+    for start in range(0, len(images), _BATCH_SIZE):
+        batch = np.array(images.images[start : start + _BATCH_SIZE])
+        labels = images.labels[start : start + _BATCH_SIZE]
+        if input == "normalised":
+            pixels = torch.from_numpy(bundle.preprocess.crop(batch))
+            batch = bundle.preprocess.normalize(pixels).numpy()
+        scores = session.run(None, {"images": batch})[0]  # [B, C]
+        num_correct += int((scores.argmax(axis=1) == labels).sum())
+    return num_correct / len(images)
 
 
 @contextmanager

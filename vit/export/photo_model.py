@@ -1,27 +1,32 @@
-"""A model with its preprocessing in one module, of operations that every runtime has: pixels of any size come in.
+"""A model with its preprocessing in one module, of operations that every runtime has: pixels of any
+size come in.
 
-The resize is that of Pillow, which `Preprocess` uses, to the last bit: a pass over the columns and one over the rows,
-with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is a matrix product; the matrix is
-computed from the size of the images, for those columns or rows alone that the crop keeps.
+The resize is that of Pillow, which `Preprocess` uses, to the last bit: a pass over the columns and
+one over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is
+a matrix product; the matrix is computed from the size of the images, for those columns or rows
+alone that the crop keeps.
 """
 
 import PIL
 import torch
-from jaxtyping import Float, Float64, Shaped
+from jaxtyping import Float, Float64, UInt8
 from torch import Tensor, nn
 
 from vit.data.images import Interpolation, Preprocess
 
 _UNIT = 2.0**22  # of Pillow's integer weights
 _RADIUS = {"bicubic": 2.0, "bilinear": 1.0}  # of the filters, in pixels of the result
-_ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13  # where that is faster; before, columns always were
+# where that is faster; before version 13, columns always were
+_ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13
 
 
 class PhotoModel(nn.Module):
-    """From pixels to probabilities: (probabilities [B, classes], and what `model` gives after its logits).
+    """From pixels to probabilities.
 
-    `model` takes normalised images [B, 3, H, W] to logits or to a tuple that begins with them, in its parameters'
-    precision.
+    Args:
+        model: Takes normalised images [B, 3, H, W] to logits or to a tuple that begins with them.
+        preprocess: What it was trained with.
+        temperature: What the logits are divided by before the softmax.
     """
 
     scale: Tensor
@@ -29,36 +34,49 @@ class PhotoModel(nn.Module):
 
     def __init__(self, model: nn.Module, preprocess: Preprocess, *, temperature: float) -> None:
         super().__init__()
-        self.model, self.preprocess, self.temperature = model, preprocess, temperature
+        self.model = model
+        self.preprocess = preprocess
+        self.temperature = temperature
         scale, shift = preprocess.scale_and_shift()
         self.register_buffer("scale", scale.view(3, 1, 1))
         self.register_buffer("shift", shift.view(3, 1, 1))
 
-    def forward(self, images: Shaped[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
-        """Images in RGB of 0 to 255, uint8 or floating point."""
+    def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
+        """Probabilities [B, C] of images in RGB, and what `model` gives after its logits."""
         pixels = images.permute(0, 3, 1, 2).float()  # [B, 3, height, width]
-        if images.is_floating_point():
-            pixels = pixels.round().clamp(0, 255)
         normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
-        outputs = self.model(normalised.to(next(self.model.parameters()).dtype))
-        logits, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-        return (logits.float() / self.temperature).softmax(dim=-1), *(other.float() for other in others)
+        outputs = self.model(normalised)
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        logits, *others = outputs
+        return (logits / self.temperature).softmax(dim=-1), *others
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
-        sides = [torch.arange(side, dtype=torch.float64, device=pixels.device) for side in pixels.shape[2:]]
-        targets, counts = self.preprocess.resize_size, self.preprocess.image_size
-        # as `Preprocess` cuts the box that it resizes, and then the crop
-        scales = [(side[-1] + 1) / target for side, target in zip(sides, targets, strict=True)]
-        pixel = torch.minimum(*scales)
+        """`Preprocess.to_uint8` of each image: the box that covers the aspect is resized to
+        `resize_size`, of which the middle is `image_size`."""
+        # the image's size as tensors: the tracer makes numbers constants
+        positions = [
+            torch.arange(side, dtype=torch.float64, device=pixels.device)
+            for side in pixels.shape[2:]
+        ]
+        height, width = (side[-1] + 1 for side in positions)
+        target_height, target_width = self.preprocess.resize_size
+        pixel = torch.minimum(height / target_height, width / target_width)
         rows, columns = (
-            compute_resize_weights(side, pixel, target, count, interpolation=self.preprocess.interpolation)
-            for side, target, count in zip(sides, targets, counts, strict=True)
+            compute_resize_weights(
+                side, pixel, target, count, interpolation=self.preprocess.interpolation
+            )
+            for side, target, count in zip(
+                positions, self.preprocess.resize_size, self.preprocess.image_size, strict=True
+            )
         )
+        # Pillow rounds after each pass, so that their order matters
         if not _ROWS_MAY_BE_FIRST:
             return _columns_first(pixels, rows, columns)
-        height, width = (side[-1] + 1 - target for side, target in zip(sides, targets, strict=True))
-        rows_first = height > 2 * width.clamp(min=0)
-        resized: Tensor = torch.cond(rows_first, _rows_first, _columns_first, (pixels, rows, columns))
+        rows_first = height - target_height > 2 * (width - target_width).clamp(min=0)
+        resized: Tensor = torch.cond(
+            rows_first, _rows_first, _columns_first, (pixels, rows, columns)
+        )
         return resized
 
 
@@ -70,26 +88,36 @@ def compute_resize_weights(
     *,
     interpolation: Interpolation,
 ) -> Float64[Tensor, "{count} side"]:
-    """Pillow's weights, integers, of the middle `count` of `target` pixels that cover the middle of a side.
+    """Pillow's weights, integers, of the middle `count` of `target` pixels that cover the middle of
+    a side.
 
-    `positions`: 0, 1, … of the side's pixels. `pixel`: how many of them one of the result covers.
+    Args:
+        positions: 0, 1, … of the side's pixels.
+        pixel: How many of them one of the result covers.
+        target, count: Pixels of the result, and how many of them are computed.
+        interpolation: The filter.
     """
     size = positions[-1] + 1
     start = ((size - target * pixel) / 2).clamp(min=0)
     stop = torch.minimum(start + target * pixel, size)
-    start, stop = start.float(), stop.float()  # Pillow takes a box in float32
-    scale = (stop - start).double() / target
+    # Pillow takes a box in float32
+    start = start.float()
+    scale = (stop.float() - start).double() / target
     stretch = scale.clamp(min=1.0)  # antialiasing: the filter grows with the reduction
-    radius, first = _RADIUS[interpolation] * stretch, (target - count) // 2
-    places = torch.arange(first, first + count, dtype=torch.float64, device=positions.device)[:, None]
-    centres = start.double() + (places + 0.5) * scale
+    radius = _RADIUS[interpolation] * stretch
+
+    first = (target - count) // 2
+    indices = torch.arange(first, first + count, dtype=torch.float64, device=positions.device)
+    centres = start.double() + (indices[:, None] + 0.5) * scale  # [count, 1]
     x = ((positions - centres + 0.5) * (1 / stretch)).abs()  # [count, side]
     values = 1 - x
     if interpolation == "bicubic":  # Keys 1981, with a = -0.5
         values = torch.where(x < 1, (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5)
-    first_taken, end = (centres - radius + 0.5).floor(), (centres + radius + 0.5).floor()
-    inside = (positions >= first_taken) & (positions < end) & (x < _RADIUS[interpolation])
-    values = torch.where(inside, values, 0.0)
+    # pixels that the filter reaches; their weights sum to one, then are integers of 22 bits
+    begin = (centres - radius + 0.5).floor()
+    end = (centres + radius + 0.5).floor()
+    is_inside = (positions >= begin) & (positions < end) & (x < _RADIUS[interpolation])
+    values = torch.where(is_inside, values, 0.0)
     values = values / values.sum(dim=1, keepdim=True) * _UNIT
     return values.sign() * (values.abs() + 0.5).floor()
 
@@ -105,10 +133,10 @@ def _rows_first(pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def _weigh(
     pixels: Float[Tensor, "B 3 others side"], weights: Float64[Tensor, "count side"]
 ) -> Float[Tensor, "B 3 others count"]:
-    """Pixels times integer weights, rounded to 0…255. Two products in float32, of the weights' high and low bits,
-    which it holds exactly, and half the memory of one in float64."""
+    """Pixels times integer weights, rounded to 0…255."""
+    # two products in float32, of the weights' high and low bits, which it holds exactly, and half
+    # the memory of one in float64
     high = (weights / 2**11).round()
     low = weights - high * 2**11
-    sums = [(pixels @ part.float().T).double() for part in (high, low)]
-    exact = sums[0] * 2**11 + sums[1]
-    return ((exact + _UNIT / 2) / _UNIT).floor().clamp(0, 255).float()
+    sums = (pixels @ high.float().T).double() * 2**11 + (pixels @ low.float().T).double()
+    return ((sums + _UNIT / 2) / _UNIT).floor().clamp(0, 255).float()

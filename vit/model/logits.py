@@ -1,26 +1,50 @@
 """From images to logits, for models of this project, timm, torchvision and Hugging Face."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 
-def compute_logits(model: nn.Module, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "_ classes"]:
-    """The model's logits in float32, under any autocast, also where an output object holds them. A separate head
-    (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by tenths of a percent.
-    Raises ValueError for a model that gives something else."""
-    if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
-        output: Any = model(images)
+def compute_logits(
+    model: nn.Module, images: Float[Tensor, "B C height width"]
+) -> Float[Tensor, "_ classes"]:
+    """The model's logits, in float32 (float64 stays) under any autocast, also where an output
+    object holds them.
+
+    A separate head (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties
+    change top-1 by tenths of a percent.
+
+    Args:
+        model: A classifier.
+        images: Normalised, as the model takes them.
+
+    Raises:
+        ValueError: for a model that doesn't give [images, classes].
+    """
+    net: Any = model
+    if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
+        output = net(images)
         logits = getattr(output, "logits", output)
         if not (isinstance(logits, Tensor) and logits.ndim == 2):
-            raise ValueError(f"{type(model).__name__} gives no logits [images, classes]; take it with a classifier")
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
-    read = getattr(model, "num_read_tokens", None)  # of this project's models: the last block skips other tokens
-    options = {} if read is None else {"read": read}
-    features = cast(Any, model).forward_features(images, **options)
+            raise ValueError(
+                f"{type(model).__name__} gives no logits [images, classes]; take it with a classifier"
+            )
+        return at_least_float32(logits)
+
+    num_out_tokens = getattr(net, "num_out_tokens", None)
+    if num_out_tokens is None:
+        features = net.forward_features(images)
+    else:  # one of ours, whose last block can skip the other tokens
+        features = net.forward_features(images, num_out_tokens=num_out_tokens)
     with torch.autocast(images.device.type, enabled=False):
         if isinstance(features, Tensor):
-            features = features.to(torch.promote_types(features.dtype, torch.float32))
-        return cast(Tensor, cast(Any, model).forward_head(features))
+            features = at_least_float32(features)
+        head_logits: Tensor = net.forward_head(features)
+    return head_logits
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision as float32; others as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

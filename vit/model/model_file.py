@@ -1,85 +1,115 @@
-"""The format of our model files: a safetensors file, with everything but tensors as one JSON object in its metadata.
+"""The format of our model files: a safetensors file, with everything but tensors as one JSON object
+in its metadata.
 
-Nothing in it is ever unpickled. Other safetensors files are read too: their metadata is empty.
+Nothing in a file is ever unpickled, and the JSON object is checked before anything is built from
+it. Other safetensors files are read too: their metadata is empty.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.model.metadata import check_metadata
-from vit.runtime.documents import parse_json
+from vit.config import DataConfig
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.arguments import MAX_SIDE
+from vit.runtime.documents import check_schema, parse_json
 from vit.runtime.files import open_regular, write_atomically
 
 MODEL_FILE = "model.safetensors"
-SCHEMA_VERSION = 3  # 2: no checksum; 1: the architecture says pool for global_pool, the configuration has its old keys
+SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
+Metadata = Mapping[str, Any]
 Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Weights by name, the JSON object, and the hashes of the training images: SHA-256 digests and dHashes."""
+    """Weights by name, the JSON object (`_Schema`), and the hashes of the training images: SHA-256
+    digests and dHashes."""
 
-    weights: State
-    metadata: dict[str, Any] = field(default_factory=dict)
+    weights: StateDict
+    metadata: Metadata = field(default_factory=dict)
     training_hashes: Hashes | None = None
 
 
 def read_model_file(path: Path) -> ModelFile:
-    """Raises ValueError for a file that is cut off or damaged, has NaN among its weights, says what no model can be, or
-    comes from a newer version."""
-    open_regular(path).close()
+    """Read and check a model file, or another safetensors file.
+
+    Raises:
+        ValueError: for a file that is cut off or damaged, has NaN among its weights, describes a
+            model that can't be, or has another schema version.
+        OSError: for one that isn't there or isn't a regular file.
+    """
+    open_regular(path).close()  # a pipe would never end
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "{}")
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a whole model file ({error}); copy or train it again") from error
+        raise ValueError(
+            f"{path} is not a complete model file ({error}); copy or train it again"
+        ) from error
+
     metadata = parse_json(text, origin=str(path))
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("schema_version", 0), int):
-        raise ValueError(f"{path} is damaged: its metadata is no object with a schema_version")
-    if metadata.get("schema_version", 0) > SCHEMA_VERSION:
-        versions = f"schema version {metadata['schema_version']}, this program reads up to {SCHEMA_VERSION}"
-        raise ValueError(f"{path} has {versions}; upgrade vit-pipeline")
-    checksum = metadata.pop(_CHECKSUM, None)
-    if metadata.get("schema_version", 0) >= 3 and checksum != _compute_checksum(weights, metadata):
-        raise ValueError(f"{path} is damaged: its content has another checksum than it records; copy or train it again")
-    hashes = [weights.pop(name) for name in _HASHES if name in weights]
-    if any(each.dtype != torch.int64 or each.shape != hashes[0].shape for each in hashes):
-        raise ValueError(f"{path} is damaged: the hashes of its training images are no pairs of integers")
-    check_finite(weights, origin=str(path))
-    if metadata:
-        metadata = check_metadata(metadata, origin=str(path))
-    arrays = [each.numpy().view(np.uint64) for each in hashes]
-    return ModelFile(weights, metadata, (arrays[0], arrays[1]) if len(arrays) == 2 else None)
+    if metadata == {}:  # of another program
+        check_finite(tensors, origin=str(path))
+        return ModelFile(tensors)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("schema_version"), int):
+        raise ValueError(f"{path} is damaged: its metadata is not an object with a schema_version")
+    if metadata["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {metadata['schema_version']}, "
+            f"this program reads {SCHEMA_VERSION}; upgrade vit-pipeline"
+        )
+    if metadata.pop(_CHECKSUM, None) != compute_checksum(tensors, metadata):
+        raise ValueError(
+            f"{path} is damaged: its content has another checksum than it records; "
+            "copy or train it again"
+        )
+
+    # safetensors has no unsigned integers: they are stored as signed ones of the same bits
+    hashes = [tensors.pop(name) for name in _HASHES if name in tensors]
+    if any(part.dtype != torch.int64 or part.shape != hashes[0].shape for part in hashes):
+        raise ValueError(
+            f"{path} is damaged: the hashes of its training images are not pairs of integers"
+        )
+    check_finite(tensors, origin=str(path))
+    metadata = check_metadata(metadata, origin=str(path))
+    if len(hashes) < 2:
+        return ModelFile(tensors, metadata)
+    digests, perceptual = (part.numpy().view(np.uint64) for part in hashes)
+    return ModelFile(tensors, metadata, (digests, perceptual))
 
 
 def write_model_file(path: Path, content: ModelFile) -> None:
-    """Atomically. Equal contents give equal bytes."""
+    """Write `content` atomically. Equal contents give equal bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in content.weights.items()}
-    for name, hashes in zip(_HASHES, content.training_hashes or (), strict=False):
-        tensors[name] = torch.from_numpy(hashes.view(np.int64))
-    metadata = json.loads(json.dumps(content.metadata | {"schema_version": SCHEMA_VERSION}))
-    metadata[_CHECKSUM] = _compute_checksum(tensors, metadata)
-    text = {_KEY: json.dumps(metadata, sort_keys=True)}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=text))
+    if content.training_hashes is not None:
+        for name, hashes in zip(_HASHES, content.training_hashes, strict=True):
+            tensors[name] = torch.from_numpy(hashes.view(np.int64))
+    # the checksum is that of the values as JSON gives them back
+    metadata = json.loads(json.dumps({**content.metadata, "schema_version": SCHEMA_VERSION}))
+    metadata[_CHECKSUM] = compute_checksum(tensors, metadata)
+    texts = {_KEY: json.dumps(metadata, sort_keys=True)}
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=texts))
 
 
-def hash_weights(weights: State) -> str:
+def hash_weights(weights: StateDict) -> str:
     """SHA-256 of names and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
@@ -88,16 +118,114 @@ def hash_weights(weights: State) -> str:
     return digest.hexdigest()
 
 
-def _compute_checksum(tensors: State, metadata: dict[str, Any]) -> str:
-    """SHA-256 of all that a file says."""
+def compute_checksum(tensors: StateDict, metadata: Metadata) -> str:
+    """SHA-256 of all that a file says but the checksum itself."""
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
-    return hashlib.sha256(json.dumps([hash_weights(tensors), shapes, metadata], sort_keys=True).encode()).hexdigest()
+    content = json.dumps([hash_weights(tensors), shapes, metadata], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
-def check_finite(weights: State, *, origin: str) -> None:
-    """Refuse NaN and infinity, naming the first tensor that has any."""
+def check_finite(weights: StateDict, *, origin: str) -> None:
+    """Raise ValueError for NaN and infinity, naming the first tensor that has any."""
     for name, tensor in weights.items():
+        # few operations are defined for numbers of 8 bits
         if tensor.is_floating_point() and tensor.element_size() == 1:
             raise ValueError(f"{origin}: {name} is {tensor.dtype}; convert it to float32")
-        if count := int((~tensor.isfinite()).sum()):
-            raise ValueError(f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy")
+        count = int((~tensor.isfinite()).sum())
+        if count:
+            raise ValueError(
+                f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy"
+            )
+
+
+def check_metadata(metadata: Metadata, *, origin: str) -> Metadata:
+    """The values with those of the model and its preprocessing as their types. Raises ValueError
+    naming the first that is not what it must be."""
+    schema = _ModuleSchema if "module" in metadata else _VisionTransformerSchema
+    checked = check_schema(schema, metadata, origin=origin)
+    typed = checked.model_dump(include={"architecture", "module", "preprocess"})
+    return {**metadata, **typed}
+
+
+_Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+_Sides = tuple[_Side, _Side]
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _Preprocess(_Values):
+    """The arguments of a `Preprocess`."""
+
+    image_size: _Sides
+    crop_pct: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    interpolation: str
+
+
+class _Data(DataConfig):
+    model_config = ConfigDict(extra="ignore")  # a later version may record more
+
+
+class _Train(BaseModel):
+    seed: int | None = None
+
+
+class _Config(BaseModel):
+    """What is read of the recorded configuration, and its other sections."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+    data: _Data | None = None
+    train: _Train | None = None
+
+
+class _Schema(BaseModel):
+    """The JSON object of every model file."""
+
+    preprocess: _Preprocess
+    class_names: list[str] = Field(min_length=1)
+    config: _Config
+    data: Mapping[str, Any]
+    versions: dict[str, str] = {}
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    temperature_fitted_on: dict[str, str | int] = {}
+    run_id: str | None = None
+
+
+# Limits of the arguments of a VisionTransformer: without them a small file could ask for days of
+# work. Which values fit together, the model says itself.
+_LIMITS = {
+    "img_size": _Sides,
+    "patch_size": _Sides,
+    "in_chans": Annotated[int, Field(ge=1, le=64)],
+    "num_classes": Annotated[int, Field(ge=0, le=2**20)],
+    "embed_dim": Annotated[int, Field(ge=1, le=2**16)],
+    "depth": Annotated[int, Field(ge=1, le=1000)],
+    "num_heads": Annotated[int, Field(ge=1, le=2**16)],
+    "mlp_ratio": Annotated[float, Field(gt=0, le=64)],
+    "drop_path_rate": Annotated[float, Field(ge=0, lt=1)],
+}
+_TYPES = get_type_hints(VisionTransformer.__init__) | _LIMITS
+_TYPES.pop("return")
+_FIELDS: Any = {name: (type_, ...) for name, type_ in _TYPES.items()}
+_Architecture = create_model("_Architecture", __base__=_Values, **_FIELDS)
+
+
+class _VisionTransformerSchema(_Schema):
+    architecture: _Architecture
+
+
+class _Module(_Values):
+    """A module that isn't ours: its class, and under which name timm builds it again for images of
+    which size, if it does."""
+
+    name: str
+    timm: str | None = None
+    img_size: _Sides | None = None
+
+
+class _ModuleSchema(_Schema):
+    module: _Module

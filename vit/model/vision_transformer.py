@@ -1,36 +1,67 @@
-"""The vision transformer on one page: image → patch tokens → encoder blocks → pooled features → logits.
+"""The vision transformer on one page: image → patch tokens → encoder blocks → pooled features →
+logits.
 
-Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are timm's, so that its
-weights load as they are.
+Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are
+timm's, so that its weights load as they are.
 """
 
-from typing import Any, Literal, cast
+import math
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import NORM_EPS, Backend
-from vit.model.encoder import Block, Tokens, drop_patches
+from vit.model.attention import build_norm
+from vit.model.blocks import Block, Tokens, drop_patches
+from vit.model.cpu_kernels import Backend
 from vit.model.patch_embed import PatchEmbed, Size, build_sincos_positions, resample_positions
 from vit.runtime.arguments import as_pair, check_choice
 
 Images = Float[Tensor, "B C height width"]
 Logits = Float[Tensor, "B classes"]
+Architecture = dict[str, Any]  # the arguments of a VisionTransformer, by name
 
 
 class VisionTransformer(nn.Module):
-    """img_size and patch_size: one number or (height, width); the patch must divide the image.
-    num_classes: 0 gives the pooled features instead of logits.
-    global_pool: "token" reads the class token; "avg" and "max" reduce over the patches; "attention" averages them
-    with learned weights (CCT's sequence pooling). class_token: None adds one exactly when it is read.
-    fc_norm: the last norm comes after the pooling, not before; None: with "avg" and "max", as in timm.
-    pos_embed: "learned", fixed 2-D "sincos" or "none"; no_embed_class: none for the prefix tokens.
-    reg_tokens: 0-8 registers (Darcet et al. 2024). distilled: DeiT's second token and head, averaged.
-    init_values: LayerScale's initial value; None: no LayerScale. drop_path_rate: the last block's, from 0 at the first.
+    """A vision transformer.
 
-    `architecture` holds the arguments: VisionTransformer(**model.architecture) is the same model, untrained.
+    `VisionTransformer(**model.architecture)` is the same model, untrained.
+
+    Args:
+        img_size: Pixels of both sides, or (height, width); the patch must divide the image.
+        patch_size: As `img_size`.
+        in_chans: Channels of the images.
+        num_classes: 0 gives the pooled features instead of logits.
+        embed_dim: Width of the tokens, D.
+        depth: Number of blocks, L.
+        num_heads: Attention heads, H, which divide the width.
+        mlp_ratio: Width of the MLP's hidden layer in units of embed_dim.
+        mlp: Activation of the MLP, as in `Mlp`.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        qk_norm: LayerNorm of each head's queries and keys (Dehghani et al. 2023).
+        init_values: LayerScale's initial value; None: no LayerScale.
+        global_pool: "token" reads the class token; "avg" and "max" reduce over the patches;
+            "attention" averages them with learned weights (Hassani et al. 2021, CCT).
+        class_token: None adds one exactly when it is read.
+        fc_norm: The last norm comes after the pooling, not before. None: with "avg" and "max", as
+            in timm.
+        stem: How patches are embedded, as in `PatchEmbed`.
+        pos_embed: "learned", fixed 2-D "sincos", or "none".
+        no_embed_class: No positions for the prefix tokens; always so with "sincos".
+        reg_tokens: Number of registers, 0 to 8 (Darcet et al. 2024).
+        distilled: DeiT's second token and head, averaged (Touvron et al. 2021).
+        drop_path_rate: The last block's, growing linearly from 0 at the first.
+        attention_backend: As in `MultiHeadAttention`.
+
+    Raises:
+        ValueError: for values out of range and for those that contradict each other.
+
+    Attributes:
+        architecture: The arguments, with every None that has a default replaced.
+        patch_drop_rate: Fraction of each image's patches that a training step leaves out.
+        grad_checkpointing: Recompute each block's activations in the backward pass.
     """
 
     pos_embed: Tensor | None
@@ -61,35 +92,85 @@ class VisionTransformer(nn.Module):
         drop_path_rate: float = 0.0,
         attention_backend: Backend = "auto",
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.architecture = _resolve(arguments)
-        self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
+        if class_token is None:
+            class_token = global_pool == "token"
+        if fc_norm is None:
+            fc_norm = global_pool in ("avg", "max")
+        if pos_embed == "sincos":
+            no_embed_class = True
+        self.architecture: Architecture = {
+            "img_size": as_pair(img_size, name="img_size"),
+            "patch_size": as_pair(patch_size, name="patch_size"),
+            "in_chans": in_chans,
+            "num_classes": num_classes,
+            "embed_dim": embed_dim,
+            "depth": depth,
+            "num_heads": num_heads,
+            "mlp_ratio": mlp_ratio,
+            "mlp": mlp,
+            "qkv_bias": qkv_bias,
+            "qk_norm": qk_norm,
+            "init_values": init_values,
+            "global_pool": global_pool,
+            "class_token": class_token,
+            "fc_norm": fc_norm,
+            "stem": stem,
+            "pos_embed": pos_embed,
+            "no_embed_class": no_embed_class,
+            "reg_tokens": reg_tokens,
+            "distilled": distilled,
+            "drop_path_rate": drop_path_rate,
+            "attention_backend": attention_backend,
+        }
+        _check_architecture(self.architecture)
+
+        # attributes that timm's models have too
+        self.embed_dim = embed_dim
+        self.num_classes = num_classes
+        self.global_pool = global_pool
+        self.num_prefix_tokens = class_token + distilled + reg_tokens
+        self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
+        self.patch_drop_rate = 0.0
         self.grad_checkpointing = False
-        self.patch_drop_rate = 0.0  # of an image's patches, at random; in training mode only
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem)
-        has_class_token, fc_norm = self.architecture["class_token"], self.architecture["fc_norm"]
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if has_class_token else None
-        self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if distilled else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
-        self.num_prefix_tokens: int = has_class_token + distilled + reg_tokens
-        self.num_embedded_prefix_tokens = 0 if self.architecture["no_embed_class"] else self.num_prefix_tokens
+
+        # pixels → tokens
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem
+        )
+        self.cls_token = _empty_tokens(int(class_token), embed_dim)
+        self.dist_token = _empty_tokens(int(distilled), embed_dim)
+        self.reg_token = _empty_tokens(reg_tokens, embed_dim)
         if pos_embed == "learned":
-            length = self.num_embedded_prefix_tokens + self.grid_size[0] * self.grid_size[1]
-            self.pos_embed = nn.Parameter(torch.empty(1, length, embed_dim))
+            num_positions = self.num_embedded_prefix_tokens + math.prod(self.grid_size)
+            self.pos_embed = _empty_tokens(num_positions, embed_dim)
         else:
-            fixed = build_sincos_positions(self.grid_size, embed_dim) if pos_embed == "sincos" else None
-            self.register_buffer("pos_embed", fixed, persistent=False)
-        taken = ("mlp_ratio", "mlp", "qkv_bias", "qk_norm", "init_values", "attention_backend")
-        options = {name: arguments[name] for name in taken}
-        drop_paths = [drop_path_rate * layer / max(depth - 1, 1) for layer in range(depth)]
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, drop_path=rate, **options) for rate in drop_paths)
-        self.norm = nn.Identity() if fc_norm else nn.LayerNorm(embed_dim, eps=NORM_EPS)
+            self.register_buffer("pos_embed", None, persistent=False)
+        if pos_embed == "sincos":
+            self.pos_embed = build_sincos_positions(self.grid_size, embed_dim)
+
+        # tokens → tokens
+        self.blocks = nn.ModuleList(
+            Block(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                mlp=mlp,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                init_values=init_values,
+                drop_path=drop_path_rate * layer / max(depth - 1, 1),
+                attention_backend=attention_backend,
+            )
+            for layer in range(depth)
+        )
+        # tokens → logits, with one norm, before the pooling or after it
+        self.norm = build_norm(embed_dim, enabled=not fc_norm)
         self.seq_pool = nn.Linear(embed_dim, 1) if global_pool == "attention" else None
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=NORM_EPS) if fc_norm else nn.Identity()
+        self.fc_norm = build_norm(embed_dim, enabled=fc_norm)
         self.head = self._build_head()
         self.head_dist = self._build_head() if distilled else None
-        initialise(self)
+        init_weights(self)
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -97,16 +178,62 @@ class VisionTransformer(nn.Module):
         return self.patch_embed.grid_size
 
     @property
-    def num_read_tokens(self) -> int | None:
-        """Leading tokens that the head reads; None: it reads them all. The last block may skip the others."""
-        return None if self.global_pool != "token" else 1 + (self.head_dist is not None)
+    def num_out_tokens(self) -> int | None:
+        """Leading tokens that the head reads, so that the last block may skip the others; None: it
+        reads them all."""
+        if self.global_pool != "token":
+            return None
+        return 1 if self.head_dist is None else 2
 
     def forward(self, images: Images) -> Logits:
-        # same logits, same gradients, one block's work less; hooks of an evaluated model may want every token
-        read = self.num_read_tokens if self.training else None
-        return self.forward_head(self.forward_features(images, read=read))
+        """Logits, or features where num_classes is 0."""
+        # In training the last block skips the tokens that the head doesn't read: the same logits
+        # and gradients for less work. Hooks of a model in evaluation mode may want every token.
+        num_out_tokens = self.num_out_tokens if self.training else None
+        return self.forward_head(self.forward_features(images, num_out_tokens=num_out_tokens))
 
-    def forward_with_attention(self, images: Images) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
+    def forward_features(
+        self, images: Images, *, num_out_tokens: int | None = None
+    ) -> Float[Tensor, "B M D"]:
+        """Tokens after the final norm: prefix tokens, then patches row by row.
+
+        Args:
+            images: Normalised, [B, C, height, width].
+            num_out_tokens: Only that many leading tokens; None: all.
+        """
+        tokens = self._embed(images)
+        if self.training and self.patch_drop_rate:
+            tokens = drop_patches(
+                tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
+            )
+        for layer, block in enumerate(self.blocks):
+            is_last = layer == len(self.blocks) - 1
+            tokens = self._run_block(block, tokens, num_out_tokens if is_last else None)
+        normed: Tensor = self.norm(tokens)
+        return normed
+
+    def forward_head(self, tokens: Tokens) -> Logits:
+        """Pool the tokens of `forward_features` and classify."""
+        logits: Tensor
+        if self.head_dist is not None:
+            logits = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
+            return logits
+        patches = tokens[:, self.num_prefix_tokens :]
+        if self.global_pool == "token":
+            pooled = tokens[:, 0]
+        elif self.global_pool == "avg":
+            pooled = patches.mean(dim=1)
+        elif self.global_pool == "max":
+            pooled = patches.amax(dim=1)
+        else:
+            weights = self.compute_pool_weights(tokens)
+            pooled = (weights[:, None] @ patches)[:, 0]  # [B, 1, P] @ [B, P, D]
+        logits = self.head(self.fc_norm(pooled))
+        return logits
+
+    def forward_with_attention(
+        self, images: Images
+    ) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
         """Logits and every layer's attention, first layer first."""
         tokens, attentions = self.forward_features_with_attention(images)
         return self.forward_head(tokens), attentions
@@ -115,68 +242,61 @@ class VisionTransformer(nn.Module):
         self, images: Images
     ) -> tuple[Float[Tensor, "B N D"], list[Float[Tensor, "B H N N"]]]:
         """Tokens after the final norm and every layer's attention, first layer first."""
-        tokens, attentions = self._embed(images), []
-        for block in self.blocks:
-            tokens, weights = cast(Block, block).forward_with_weights(tokens)
-            attentions.append(weights)
-        return cast(Tensor, self.norm(tokens)), attentions
-
-    def forward_features(self, images: Images, *, read: int | None = None) -> Float[Tensor, "B M D"]:
-        """Tokens (the first `read` of them) after the final norm: prefix tokens, then patches row by row."""
         tokens = self._embed(images)
-        if self.training and self.patch_drop_rate:
-            tokens = drop_patches(tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
-        for layer, block in enumerate(self.blocks):
-            leading = read if layer == len(self.blocks) - 1 else None
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, read=leading, use_reentrant=False)
-            else:
-                tokens = block(tokens, read=leading)
-        return cast(Tensor, self.norm(tokens))
-
-    def forward_head(self, tokens: Tokens) -> Logits:
-        """Pool the tokens and classify."""
-        if self.head_dist is not None:
-            return cast(Tensor, (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2)
-        patches = tokens[:, self.num_prefix_tokens :]
-        if self.global_pool == "attention":
-            pooled = (self.compute_pool_weights(tokens)[:, None] @ patches)[:, 0]
-        elif self.global_pool == "token":
-            pooled = tokens[:, 0]
-        else:
-            pooled = patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
-        return cast(Tensor, self.head(self.fc_norm(pooled)))
+        attentions = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            tokens, weights = block.forward_with_weights(tokens)
+            attentions.append(weights)
+        return self.norm(tokens), attentions
 
     def compute_pool_weights(self, tokens: Tokens) -> Float[Tensor, "B P"]:
-        """Attention pooling's weight of each patch, summing to one per image; only for global_pool="attention"."""
+        """Attention pooling's weight of each patch, summing to one per image. Raises ValueError for
+        a model with another pooling."""
         if self.seq_pool is None:
-            raise ValueError(f"global_pool={self.global_pool!r} has no pooling weights; only 'attention' has")
-        return cast(Tensor, self.seq_pool(tokens[:, self.num_prefix_tokens :])[..., 0].softmax(dim=-1))
+            raise ValueError(
+                f"global_pool={self.global_pool!r} has no pooling weights; only 'attention' has"
+            )
+        scores: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])  # [B, P, 1]
+        return scores[..., 0].softmax(dim=-1)
 
     def set_input_size(self, img_size: Size) -> None:
-        """Take images of another size from now on. Learned positions are resampled into a new Parameter: build the
-        optimizer afterwards."""
+        """Take images of another size from now on. Learned positions are resampled into a new
+        Parameter: build the optimizer afterwards."""
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size)
         self.architecture["img_size"] = self.patch_embed.img_size
-        if isinstance(self.pos_embed, nn.Parameter) and self.grid_size != old_grid:
-            positions = self._resample(self.pos_embed.detach(), old_grid, self.grid_size)
+        if self.pos_embed is None or self.grid_size == old_grid:
+            return
+        if isinstance(self.pos_embed, nn.Parameter):
+            positions = resample_positions(
+                self.pos_embed.detach(),
+                old_grid=old_grid,
+                new_grid=self.grid_size,
+                num_prefix_tokens=self.num_embedded_prefix_tokens,
+            )
             self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
-        elif self.pos_embed is not None and self.grid_size != old_grid:
-            self.pos_embed = build_sincos_positions(self.grid_size, self.embed_dim).to(self.pos_embed)
+        else:
+            positions = build_sincos_positions(self.grid_size, self.embed_dim)
+            self.pos_embed = positions.to(self.pos_embed)
 
     def reset_classifier(self, num_classes: int) -> None:
         """A new, untrained head (both, when distilled) for another number of classes."""
-        self.num_classes = self.architecture["num_classes"] = num_classes
+        self.num_classes = num_classes
+        self.architecture["num_classes"] = num_classes
         self.head = self._build_head()
         self.head_dist = self._build_head() if self.head_dist is not None else None
 
     def freeze(self, part: Literal["backbone"] | int) -> None:
-        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and the first n blocks."""
-        if part != "backbone" and not 0 <= part <= len(self.blocks):
-            raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'")
+        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and the
+        first n blocks. Raises ValueError for more blocks than there are."""
+        # by the beginnings of parameters' names
         trained = ["head.", "head_dist."]
         if part != "backbone":
+            if not 0 <= part <= len(self.blocks):
+                raise ValueError(
+                    f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'"
+                )
             trained += ["norm.", "seq_pool.", "fc_norm."]
             trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
         for name, parameter in self.named_parameters():
@@ -184,64 +304,89 @@ class VisionTransformer(nn.Module):
 
     def _build_head(self) -> nn.Module:
         head = nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
-        initialise(head)
+        init_weights(head)
         return head.to(next(self.parameters()))
 
     def _embed(self, images: Images) -> Tokens:
+        """Patch embeddings with their positions, after the prefix tokens."""
         tokens: Tensor = self.patch_embed(images)
-        positions, img_size = self.pos_embed, (images.shape[2], images.shape[3])
-        if positions is not None and img_size != self.patch_embed.img_size:  # as `dynamic_img_size` allows
+        positions = self.pos_embed
+        height, width = images.shape[2:]
+        if positions is not None:
+            # images of another size pass the patch embedding only with `dynamic_img_size`
             rows, columns = self.patch_embed.patch_size
-            positions = self._resample(positions, self.grid_size, (img_size[0] // rows, img_size[1] // columns))
+            positions = resample_positions(
+                positions,
+                old_grid=self.grid_size,
+                new_grid=(height // rows, width // columns),
+                num_prefix_tokens=self.num_embedded_prefix_tokens,
+            )
+
         if positions is not None and not self.num_embedded_prefix_tokens:
             tokens = tokens + positions
-        prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        prefix = [
+            token.expand(tokens.shape[0], -1, -1)
+            for token in (self.cls_token, self.dist_token, self.reg_token)
+            if token is not None
+        ]
         if prefix:
-            tokens = torch.cat([*(token.expand(tokens.shape[0], -1, -1) for token in prefix), tokens], dim=1)
+            tokens = torch.cat([*prefix, tokens], dim=1)  # [B, prefix + P, D]
         if positions is not None and self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         return tokens
 
-    def _resample(self, positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-        prefix = self.num_embedded_prefix_tokens
-        return resample_positions(positions, old_grid=old_grid, new_grid=new_grid, num_prefix_tokens=prefix)
+    def _run_block(
+        self, block: nn.Module, tokens: Tokens, num_out_tokens: int | None
+    ) -> Float[Tensor, "B M D"]:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            tokens = checkpoint(block, tokens, num_out_tokens=num_out_tokens, use_reentrant=False)
+        else:
+            tokens = block(tokens, num_out_tokens=num_out_tokens)
+        return tokens
 
 
-def _resolve(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with every None that has a default replaced. Raises ValueError for those that contradict."""
-    pool, distilled = arguments["global_pool"], arguments["distilled"]
-    class_token, fc_norm = arguments["class_token"], arguments["fc_norm"]
-    check_choice(pool, ("attention", "avg", "max", "token"), name="global_pool")
-    check_choice(arguments["pos_embed"], ("learned", "none", "sincos"), name="pos_embed")
-    class_token = pool == "token" if class_token is None else class_token
-    if (pool == "token" or distilled) and not class_token:
-        raise ValueError("global_pool='token' reads the class token; drop class_token or use global_pool='avg'")
-    if distilled and pool != "token":
-        raise ValueError(f"a distilled model reads its two tokens: global_pool must be 'token', not {pool!r}")
-    if not 0 <= arguments["reg_tokens"] <= 8:
-        raise ValueError(f"reg_tokens {arguments['reg_tokens']} is not from 0 to 8")
-    if arguments["depth"] < 1 or arguments["num_classes"] < 0:
-        raise ValueError("depth {depth} and num_classes {num_classes} must be at least 1 and 0".format(**arguments))
-    sizes = {name: as_pair(arguments[name], name=name) for name in ("img_size", "patch_size")}
-    fc_norm = pool in ("avg", "max") if fc_norm is None else fc_norm
-    no_embed_class = arguments["no_embed_class"] or arguments["pos_embed"] == "sincos"
-    return arguments | sizes | {"class_token": class_token, "fc_norm": fc_norm, "no_embed_class": no_embed_class}
+def _empty_tokens(count: int, embed_dim: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(1, count, embed_dim)) if count else None
+
+
+def _check_architecture(architecture: Architecture) -> None:
+    """Raise ValueError for values out of range and for those that contradict each other."""
+    global_pool = architecture["global_pool"]
+    check_choice(global_pool, ("attention", "avg", "max", "token"), name="global_pool")
+    check_choice(architecture["pos_embed"], ("learned", "none", "sincos"), name="pos_embed")
+    distilled = architecture["distilled"]
+    if (global_pool == "token" or distilled) and not architecture["class_token"]:
+        raise ValueError(
+            "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
+        )
+    if distilled and global_pool != "token":
+        raise ValueError(
+            "a distilled model reads its two tokens: "
+            f"global_pool must be 'token', not {global_pool!r}"
+        )
+    if not 0 <= architecture["reg_tokens"] <= 8:
+        raise ValueError(f"reg_tokens {architecture['reg_tokens']} is not from 0 to 8")
+    if architecture["depth"] < 1:
+        raise ValueError(f"depth {architecture['depth']} is not at least 1")
+    if architecture["num_classes"] < 0:
+        raise ValueError(f"num_classes {architecture['num_classes']} is not at least 0")
 
 
 @torch.no_grad()
-def initialise(module: nn.Module) -> None:
-    """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases zero, tokens near 0.
-    Convolutions are normal with the variance that keeps the signal's: LeCun et al. 1998; before ReLU He et al. 2015."""
+def init_weights(module: nn.Module) -> None:
+    """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases
+    zero, tokens near 0. Convolutions are normal with the variance that keeps the signal's: LeCun et
+    al. 1998; before ReLU He et al. 2015."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # there are no values, and to draw them torch imports its compiler, 3 s
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear):
-            nn.init.trunc_normal_(part.weight, std=0.02)
-        elif isinstance(part, nn.Conv2d):
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+        elif isinstance(layer, nn.Conv2d):
             gain = 1.0 if name.endswith("patch_embed.proj") else 2.0
-            nn.init.normal_(part.weight, std=(gain / part.weight[0].numel()) ** 0.5)
-        if isinstance(part, nn.Linear | nn.Conv2d) and part.bias is not None:
-            nn.init.zeros_(part.bias)
+            nn.init.normal_(layer.weight, std=(gain / layer.weight[0].numel()) ** 0.5)
+        if isinstance(layer, nn.Linear | nn.Conv2d) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
     for name, parameter in module.named_parameters(recurse=False):
         if name == "pos_embed":
             nn.init.trunc_normal_(parameter, std=0.02)

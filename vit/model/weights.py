@@ -1,124 +1,234 @@
-"""Weights of other programs: read without pickle, recognised, and loaded or refused with a reason."""
+"""Weights of other programs: read without pickle, recognised, and loaded or refused with a
+reason."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vit.model.model_file import ModelFile, State, check_finite, read_model_file
+from vit.model.model_file import ModelFile, StateDict, check_finite, read_model_file
 from vit.model.presets import PRESETS
-from vit.model.vision_transformer import VisionTransformer
+from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import as_pair, first_line
 from vit.runtime.files import read_tensors
 
+_MAX_PATCHES = 2**16
+# (torchvision's, ours) of parts of names, applied in this order
+_TORCHVISION_NAMES = (
+    ("class_token", "cls_token"),
+    ("conv_proj.", "patch_embed.proj."),
+    ("encoder.pos_embedding", "pos_embed"),
+    ("encoder.layers.encoder_layer_", "blocks."),
+    ("encoder.ln.", "norm."),
+    (".ln_", ".norm"),
+    (".self_attention.in_proj_", ".attn.qkv."),
+    (".self_attention.out_proj.", ".attn.proj."),
+    (".mlp.0.", ".mlp.fc1."),
+    (".mlp.3.", ".mlp.fc2."),
+    ("heads.head.", "head."),
+)
+
 
 def read_weights(path: Path) -> ModelFile:
-    """A safetensors file or, with `weights_only=True`, a torch file, without the wrappings that trainers put around
-    the weights. Raises ValueError for a file that is neither and for weights that are not finite."""
+    """Read a safetensors file or, with `weights_only=True`, a torch file, without the wrappings
+    that trainers put around the weights. torchvision's names become ours.
+
+    Raises:
+        ValueError: for a file that is neither, and for weights that are not finite.
+        OSError: for one that isn't there or isn't a regular file.
+    """
     if path.suffix == ".safetensors":
-        return read_model_file(path)
+        content = read_model_file(path)
+        return content if content.metadata else ModelFile(_convert_torchvision(content.weights))
     try:
-        content = read_tensors(path)
+        state = read_tensors(path)
+        # trainers put the weights under a key, DataParallel puts "module." before each name
         for key in ("state_dict", "model"):
-            if isinstance(content, dict) and isinstance(content.get(key), dict):
-                content = content[key]
-        items = content.items() if isinstance(content, dict) else ()
-        weights = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
+            if isinstance(state, dict) and isinstance(state.get(key), dict):
+                state = state[key]
+        weights = {}
+        if isinstance(state, dict):
+            weights = {
+                str(name).removeprefix("module."): value
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            }
         if not weights:
             raise ValueError("it has no tensors by name")
     except ValueError as error:
-        raise ValueError(f"{path} holds no weights that can be read ({first_line(error)})") from error
+        raise ValueError(
+            f"{path} holds no weights that can be read ({first_line(error)})"
+        ) from error
     check_finite(weights, origin=str(path))
-    return ModelFile(weights)
+    return ModelFile(_convert_torchvision(weights))
 
 
-def load_weights(model: nn.Module, state: State, *, origin: str) -> None:
-    """Load every weight or none. Raises ValueError where they don't fit."""
-    check_fit(model, state, origin=origin)
-    model.load_state_dict(state, strict=True)
+def build_to_fit(
+    architecture: Architecture, weights: StateDict, *, origin: str
+) -> VisionTransformer:
+    """An untrained model of `architecture`, once it is known that the weights fit it.
 
+    That is found out on "meta", without memory: what a damaged or malicious file says of its model
+    can't allocate more than the weights that are in the file.
 
-def check_fit(model: nn.Module, state: State, *, origin: str) -> None:
-    """Raise ValueError, with the first differences and, of ours, what would fit, where the weights are of another
-    model."""
-    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: list(tensor.shape) for name, tensor in state.items()}
-    differences = [name for name in expected | found if expected.get(name) != found.get(name)]
-    if not differences:
-        return
-    shapes = [(name, found.get(name, "absent"), expected.get(name, "absent")) for name in differences[:3]]
-    lines = "; ".join(f"{name} is {theirs} there and {ours} in the model" for name, theirs, ours in shapes)
-    more = f", and {len(differences) - 3} more differ" if len(differences) > 3 else ""
-    advice = f". {_advise(model, state)}" if isinstance(model, VisionTransformer) else ""
-    raise ValueError(f"{origin} does not fit this model: {lines}{more}{advice}")
-
-
-def infer_architecture(state: State, *, origin: str, img_size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The arguments of the VisionTransformer whose weights these are. Shapes don't tell the number of heads (64
-    channels each are assumed, as in every preset), nor, without `img_size`, a grid that isn't square."""
+    Raises:
+        ValueError: where arguments don't fit together, an image has more than 65,536 patches, or
+            the weights are of another model.
+    """
+    sides = zip(architecture["img_size"], architecture["patch_size"], strict=True)
+    num_patches = math.prod(side // patch for side, patch in sides)
+    if num_patches > _MAX_PATCHES:
+        raise ValueError(
+            f"{origin}: {num_patches:,} patches an image are more than {_MAX_PATCHES:,}"
+        )
     try:
-        embed_dim, in_chans, *patch_size = state["patch_embed.proj.weight"].shape
-        hidden, halved = state["blocks.0.mlp.fc1.weight"].shape[0], state["blocks.0.mlp.fc2.weight"].shape[1]
+        with torch.device("meta"):
+            model = VisionTransformer(**architecture)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{origin}: {error}") from error
+    check_fit(model, weights, origin=origin)
+    return VisionTransformer(**architecture)
+
+
+def load_weights(model: nn.Module, weights: StateDict, *, origin: str) -> None:
+    """Load every weight or none. Raises ValueError where they don't fit."""
+    check_fit(model, weights, origin=origin)
+    model.load_state_dict(weights, strict=True)
+
+
+def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
+    """Raise ValueError where the weights are of another model, with the first differences and, of
+    ours, what would fit."""
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    actual = {name: list(tensor.shape) for name, tensor in weights.items()}
+    names = [name for name in expected | actual if expected.get(name) != actual.get(name)]
+    if not names:
+        return
+    message = "; ".join(
+        f"{name} is {actual.get(name, 'absent')} there "
+        f"and {expected.get(name, 'absent')} in the model"
+        for name in names[:3]
+    )
+    # of a model of another width every tensor differs
+    if len(names) > 3:
+        message += f", and {len(names) - 3} more differ"
+    if isinstance(model, VisionTransformer):
+        message += f". {_suggest_architecture(model, weights)}"
+    raise ValueError(f"{origin} does not fit this model: {message}")
+
+
+def infer_architecture(
+    weights: StateDict, *, origin: str, img_size: tuple[int, int] | None = None
+) -> Architecture:
+    """The arguments of the VisionTransformer whose weights these are, by their names and shapes.
+
+    Args:
+        weights: With timm's names.
+        origin: What they are called in messages.
+        img_size: (height, width) of the images; None: the patch grid is square.
+
+    Returns:
+        The arguments; 64 channels a head are assumed, as in every preset.
+
+    Raises:
+        ValueError: for weights of another kind of network, and a grid that isn't square.
+    """
+    try:
+        embed_dim, in_chans, *patch_size = weights["patch_embed.proj.weight"].shape
+        hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
+        is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
-        held = f"it holds {', '.join(list(state)[:3])} …"
-        raise ValueError(f"{origin} is no vision transformer of timm's or torchvision's layout; {held}") from None
-    class_token, distilled, fc_norm = "cls_token" in state, "dist_token" in state, "fc_norm.weight" in state
-    reg_tokens = state["reg_token"].shape[1] if "reg_token" in state else 0
-    positions = state["pos_embed"].shape[1] if "pos_embed" in state else 0
-    prefix = class_token + distilled + reg_tokens
-    no_embed_class = prefix > 0 and math.isqrt(positions) ** 2 == positions
+        raise ValueError(
+            f"{origin} is not a vision transformer of timm's or torchvision's layout; "
+            f"it holds {', '.join(list(weights)[:3])} …"
+        ) from None
+
+    def size(name: str, axis: int) -> int:
+        return weights[name].shape[axis] if name in weights else 0
+
+    class_token = "cls_token" in weights
+    distilled = "dist_token" in weights
+    reg_tokens = size("reg_token", 1)
+    fc_norm = "fc_norm.weight" in weights
+    num_prefix_tokens = class_token + distilled + reg_tokens
+    num_positions = size("pos_embed", 1)
+    # a square number of positions has none for the prefix tokens
+    no_embed_class = num_prefix_tokens > 0 and math.isqrt(num_positions) ** 2 == num_positions
     if img_size is None:
-        patches = positions - (0 if no_embed_class or not positions else prefix)
-        side = math.isqrt(patches)
-        if side**2 != patches:
-            cure = "load it as a folder with timm's config.json"
-            raise ValueError(f"{origin}: {positions} positions are no square grid; {cure}")
-        img_size = (side * patch_size[0], side * patch_size[1]) if positions else (224, 224)
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    num_classes = state["head.weight"].shape[0] if "head.weight" in state else 0
-    found: dict[str, Any] = {"img_size": img_size, "patch_size": tuple(patch_size), "in_chans": in_chans}
-    found |= {"num_classes": num_classes, "embed_dim": embed_dim, "depth": depth, "num_heads": max(embed_dim // 64, 1)}
-    found |= {"mlp_ratio": hidden / embed_dim, "mlp": "gelu" if hidden == halved else "swiglu"}
-    found |= {"qkv_bias": "blocks.0.attn.qkv.bias" in state, "qk_norm": "blocks.0.attn.q_norm.weight" in state}
-    found |= {"init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None}
-    found |= {"global_pool": "token" if class_token and not fc_norm else "avg", "class_token": class_token}
-    found |= {"fc_norm": fc_norm, "pos_embed": "learned" if positions else "none", "no_embed_class": no_embed_class}
-    return found | {"reg_tokens": reg_tokens, "distilled": distilled}
+        num_patches = num_positions
+        if num_positions and not no_embed_class:
+            num_patches -= num_prefix_tokens
+        side = math.isqrt(num_patches)
+        if side**2 != num_patches:
+            raise ValueError(
+                f"{origin}: {num_positions} positions are not a square grid; "
+                "load it as a folder with timm's config.json"
+            )
+        # without positions any size will do
+        img_size = (224, 224)
+        if num_positions:
+            img_size = (side * patch_size[0], side * patch_size[1])
+    return {
+        "img_size": img_size,
+        "patch_size": tuple(patch_size),
+        "in_chans": in_chans,
+        "num_classes": size("head.weight", 0),
+        "embed_dim": embed_dim,
+        "depth": len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+        "num_heads": max(embed_dim // 64, 1),
+        "mlp_ratio": hidden_dim / embed_dim,
+        "mlp": "swiglu" if is_gated else "gelu",
+        "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in weights,
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in weights else None,
+        "global_pool": "token" if class_token and not fc_norm else "avg",
+        "class_token": class_token,
+        "fc_norm": fc_norm,
+        "pos_embed": "learned" if num_positions else "none",
+        "no_embed_class": no_embed_class,
+        "reg_tokens": reg_tokens,
+        "distilled": distilled,
+    }
 
 
-def convert_torchvision(state: State) -> State:
-    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass unchanged."""
-    if "conv_proj.weight" not in state:
-        return state
-    names = {"class_token": "cls_token", "conv_proj.": "patch_embed.proj.", "encoder.pos_embedding": "pos_embed"}
-    names |= {"encoder.layers.encoder_layer_": "blocks.", "encoder.ln.": "norm.", ".ln_": ".norm"}
-    names |= {".self_attention.in_proj_": ".attn.qkv.", ".self_attention.out_proj.": ".attn.proj."}
-    names |= {".mlp.0.": ".mlp.fc1.", ".mlp.3.": ".mlp.fc2.", "heads.head.": "head."}
+def _convert_torchvision(weights: StateDict) -> StateDict:
+    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass
+    unchanged."""
+    if "conv_proj.weight" not in weights:
+        return weights
     converted = {}
-    for name, tensor in state.items():
-        for theirs, ours in names.items():
+    for name, tensor in weights.items():
+        for theirs, ours in _TORCHVISION_NAMES:
             name = name.replace(theirs, ours)
         converted[name] = tensor
     return converted
 
 
-def _advise(model: VisionTransformer, state: State) -> str:
-    """What would fit: the settings in which the weights' own architecture differs, and the presets that have it."""
+def _suggest_architecture(model: VisionTransformer, weights: StateDict) -> str:
+    """What would fit: the settings in which the weights' own architecture differs, and the presets
+    that have it."""
     try:
-        theirs = infer_architecture(state, origin="these weights")
+        theirs = infer_architecture(weights, origin="these weights")
     except ValueError as error:
         return str(error)
+    # any value of LayerScale fits, so that theirs is assumed
     ours = model.architecture | {"init_values": theirs["init_values"]}
     settings = [f"{key}={value}" for key, value in theirs.items() if ours[key] != value]
-    alike = [name for name, preset in PRESETS.items() if _outline(preset) == _outline(theirs)]
-    presets = f" (as in {', '.join(alike[:3])})" if alike else ""
-    return f"A model with {', '.join(settings)} would fit{presets}"
+    presets = [name for name, preset in PRESETS.items() if _signature(preset) == _signature(theirs)]
+    names = f" (as in {', '.join(presets[:3])})" if presets else ""
+    return f"A model with {', '.join(settings)} would fit{names}"
 
 
-def _outline(architecture: dict[str, Any]) -> tuple[Any, ...]:
+def _signature(architecture: Architecture) -> tuple[Any, ...]:
     """What tells presets apart in a state dict, whatever its image size and classes."""
-    patch_size = as_pair(architecture["patch_size"], name="patch_size")
-    options = [int(architecture.get(key, 0)) for key in ("distilled", "reg_tokens", "no_embed_class")]
-    has_scale = architecture.get("init_values") is not None
-    return patch_size, architecture["embed_dim"], architecture["depth"], options, has_scale
+    return (
+        as_pair(architecture["patch_size"], name="patch_size"),
+        architecture["embed_dim"],
+        architecture["depth"],
+        architecture.get("distilled", False),
+        architecture.get("reg_tokens", 0),
+        architecture.get("no_embed_class", False),
+        architecture.get("init_values") is not None,
+    )

@@ -1,18 +1,19 @@
 """Muon for hidden matrices and AdamW for everything else, in one optimizer.
 
-Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum by the nearest
-semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices of one shape go through one chain of
-batched products, on a CPU the wider ones each through its own; several processes divide the matrices among themselves.
+Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum
+by the nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices
+of one shape go through one chain of batched products, on a CPU the wider ones each through its own;
+several processes divide the matrices among themselves.
 
-torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys and values as one
-matrix, has no float32 products and no `found_inf`, and computes every matrix in every process.
+torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys
+and values as one matrix, has no float32 products and no `found_inf`, and computes every matrix in
+every process.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,9 +25,13 @@ from torch.optim.adamw import adamw
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
 
-# tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about 0.7 … 1.2
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-# On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108 ms against 198).
+# tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about
+# 0.7 … 1.2
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
+# On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108
+# ms against 198).
 _BATCHED_WIDTH = 128
 
 
@@ -34,15 +39,27 @@ def orthogonalize(
     matrices: Float[Tensor, "M R C"], *, steps: int = 5, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
-    Iterates X ← aX + (bS + cS²)X with S = XXᵀ, on the wide side so that S is the smaller of the two products."""
+
+    Iterates X ← aX + (bS + cS²)X with S = XXᵀ, on the wide side so that S is the smaller of the two
+    products.
+
+    Args:
+        matrices: a stack of them.
+        steps: of the iteration.
+        dtype: of the products.
+    """
     rows, columns = matrices.shape[-2:]
-    work = matrices.mT if rows > columns else matrices
-    work = (work / work.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype).contiguous()
+    is_tall = rows > columns
+    work = matrices.mT if is_tall else matrices
+    norms = work.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    work = (work / norms).to(dtype).contiguous()
     if work.is_cpu and min(rows, columns) > _BATCHED_WIDTH:
         work = torch.stack([_iterate(matrix, steps=steps) for matrix in work])
     else:
         work = _iterate(work, steps=steps)
-    return (work.mT if rows > columns else work).to(matrices.dtype)
+    if is_tall:
+        work = work.mT
+    return work.to(matrices.dtype)
 
 
 def _iterate(work: Tensor, *, steps: int) -> Tensor:
@@ -55,24 +72,67 @@ def _iterate(work: Tensor, *, steps: int) -> Tensor:
     return work
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for both.
+@dataclass
+class _Stack:
+    """Parameters whose matrices all have one shape."""
 
-    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a convolution's kernel [O,
-    I, h, w] is the matrix [O, I·h·w], as in the original. The update is scaled by sqrt(max(1, rows / columns)) as
-    there, so a learning rate near 0.02 fits all shapes. `dtype` is the products': the iteration needs no more than
-    bfloat16, which is several times faster where the hardware has it, but then results depend on the order of a sum,
-    and so on the number of processes. `grad_scale` and `found_inf` are read as torch's fused optimizers read them:
-    gradients are divided by the one, and nothing changes where the other is 1, without waiting for the device.
+    rows: int
+    columns: int
+    # a group's settings, with its parameters of this shape
+    members: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for _, parameters in self.members for parameter in parameters]
+
+    def join(self, tensors: list[Tensor]) -> Float[Tensor, "M R C"]:
+        """One for each parameter, as matrices."""
+        return torch.cat([tensor.reshape(-1, self.rows, self.columns) for tensor in tensors])
+
+    def split(self, matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
+        """The opposite of `join`."""
+        parameters = self.parameters
+        counts = [parameter.shape[0] // self.rows for parameter in parameters]
+        parts = torch.split(matrices, counts)
+        return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for
+    both.
+
+    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a
+    convolution's kernel [O, I, h, w] is the matrix [O, I·h·w], as in the original. The update is
+    scaled by sqrt(max(1, rows / columns)) as there, so a learning rate near 0.02 fits all shapes.
+
+    Args:
+        params: groups as `vit.optim.groups.parameter_groups` gives them.
+        lr: of groups without one of their own.
+        betas: of AdamW.
+        weight_decay: of groups without one of their own.
+        momentum: of Muon (Nesterov).
+        eps: of AdamW.
+        dtype: of Muon's products: the iteration needs no more than bfloat16, which is several times
+            faster where the hardware has it, but then results depend on the order of a sum, and so
+            on the number of processes.
+
+    Attributes:
+        grad_scale: what gradients are divided by; as torch's fused optimizers read it.
+        found_inf: 1 where nothing is to change; read without waiting for the device.
+        threads: of a CPU that divide the matrices among themselves.
+
+    Raises:
+        ValueError: a parameter does not split into its group's `num_matrices`.
     """
 
+    # tells torch's GradScaler that `step` reads the two below
     _step_supports_amp_scaling = True
-    threads: BatchThreads | None = None  # that divide the matrices among themselves
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    threads: BatchThreads | None = None
 
-    # torch keeps these out of what is compiled, and imports its compiler at their first call for that, which takes 3 s;
-    # what this project compiles doesn't call them
+    # torch keeps these out of what is compiled, and imports its compiler at their first call for
+    # that, which takes 3 s; what this project compiles doesn't call them
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
     zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
     state_dict = torch.optim.Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]
@@ -89,14 +149,26 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        super().__init__(params, defaults | {"num_matrices": 0})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "num_matrices": 0,
+            # makes load_state_dict put AdamW's counts of steps on their parameters' device
+            "fused": True,
+        }
+        super().__init__(params, defaults)
+        self._momentum = momentum
         self._dtype = dtype
         for group in self.param_groups:
             for parameter in group["params"]:
-                count, shape = group["num_matrices"], tuple(parameter.shape)
+                count = group["num_matrices"]
+                shape = tuple(parameter.shape)
                 if count and (len(shape) < 2 or shape[0] % count):
-                    raise ValueError(f"Muon takes parameters that split into {count} matrices; got {shape}")
+                    raise ValueError(
+                        f"Muon takes parameters that split into {count} matrices; got {shape}"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -105,86 +177,125 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if not group["num_matrices"]:
                 self._step_adamw(group)
-        self._step_muon()
+
+        stacks = self._stack_matrices()
+        updates = [self._update_momentum(stack) for stack in stacks]
+        for stack, directions in zip(stacks, self._orthogonalize_all(updates), strict=True):
+            directions *= max(1.0, stack.rows / stack.columns) ** 0.5
+            self._move(stack, directions)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
-                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        gradients = [parameter.grad for parameter in parameters]
-        averages, squares, steps = (
-            [self.state[parameter][key] for parameter in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
         )
-        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-        settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
-        settings |= {"fused": True, "grad_scale": self.grad_scale, "found_inf": self.found_inf}
-        adamw(parameters, gradients, averages, squares, [], steps, **settings)
 
-    def _step_muon(self) -> None:
-        stacks: dict[tuple[int, int, float], list[tuple[dict[str, Any], list[Tensor]]]] = defaultdict(list)
+    def _stack_matrices(self) -> list[_Stack]:
+        """Muon's parameters that have a gradient, by the shape of their matrices."""
+        stacks: dict[tuple[int, int], _Stack] = {}
         for group in self.param_groups:
-            parameters: dict[tuple[int, int, float], list[Tensor]] = defaultdict(list)
-            for parameter in group["params"] if group["num_matrices"] else ():
+            if not group["num_matrices"]:
+                continue
+            by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
                 if parameter.grad is not None:
-                    shape = (parameter.shape[0] // group["num_matrices"], parameter[0].numel())
-                    parameters[*shape, group["momentum"]].append(parameter)
-            for key, members in parameters.items():
-                stacks[key].append((group, members))
-        updates = [
-            self._momentum([parameter for _, members in entries for parameter in members], (rows, columns), momentum)
-            for (rows, columns, momentum), entries in stacks.items()
-        ]
-        of_stacks = zip(stacks.items(), self._orthogonalize_all(updates), strict=True)
-        for ((rows, columns, _), entries), directions in of_stacks:
-            directions *= max(1.0, rows / columns) ** 0.5
-            each = iter(torch.split(directions, [p.shape[0] // rows for _, members in entries for p in members]))
-            for group, members in entries:
-                changes = [next(each).reshape(parameter.shape) for parameter in members]
-                changes = list(torch._foreach_add(changes, members, alpha=group["weight_decay"]))
-                rate = group["lr"] if self.found_inf is None else group["lr"] * (self.found_inf == 0)
-                torch._foreach_mul_(changes, rate)
-                torch._foreach_sub_(members, changes)
+                    rows = parameter.shape[0] // group["num_matrices"]
+                    by_shape[rows, parameter[0].numel()].append(parameter)
+            for shape, parameters in by_shape.items():
+                stack = stacks.setdefault(shape, _Stack(*shape))
+                stack.members.append((group, parameters))
+        return list(stacks.values())
 
-    def _momentum(self, parameters: list[Tensor], shape: tuple[int, int], momentum: float) -> Float[Tensor, "M R C"]:
-        """Nesterov's updates, up to the factor 1 − μ, which the iteration's normalisation removes."""
+    def _update_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
+        """Nesterov's updates, up to the factor 1 − μ, which the iteration's normalisation
+        removes."""
+        parameters = stack.parameters
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        gradient, buffer = (torch.cat([part.reshape(-1, *shape) for part in of]) for of in (gradients, buffers))
+        gradient = stack.join([p.grad for p in parameters if p.grad is not None])
+        momentum = stack.join(buffers)
+
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
-        if self.found_inf is None:
-            ahead = buffer.lerp(gradient, 1 - momentum)
-        else:
+        next_momentum = momentum.lerp(gradient, 1 - self._momentum)
+        if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
-            ahead = torch.where(self.found_inf > 0, buffer, buffer.lerp(gradient, 1 - momentum))
-        each = torch.split(ahead, [parameter.shape[0] // shape[0] for parameter in parameters])
-        torch._foreach_copy_(buffers, [part.reshape(of.shape) for part, of in zip(each, buffers, strict=True)])
-        return gradient.lerp(ahead, momentum)
+            next_momentum = torch.where(self.found_inf > 0, momentum, next_momentum)
+        # one operation for all buffers: a loop would start a kernel for each
+        torch._foreach_copy_(buffers, stack.split(next_momentum))
+        return gradient.lerp(next_momentum, self._momentum)
 
-    def _orthogonalize_all(self, updates: Sequence[Float[Tensor, "M R C"]]) -> list[Float[Tensor, "M R C"]]:
+    def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
+        """weights ← weights − rate · (directions + decay · weights)."""
+        changes: Iterator[Tensor] = iter(stack.split(directions))
+        for group, parameters in stack.members:
+            # a few operations for all parameters: a loop would start three kernels for each
+            group_changes = torch._foreach_add(
+                [next(changes) for _ in parameters], parameters, alpha=group["weight_decay"]
+            )
+            rate = group["lr"]
+            if self.found_inf is not None:
+                rate = rate * (self.found_inf == 0)
+            torch._foreach_mul_(group_changes, rate)
+            torch._foreach_sub_(parameters, group_changes)
+
+    def _orthogonalize_all(
+        self, stacks: list[Float[Tensor, "M R C"]]
+    ) -> list[Float[Tensor, "M R C"]]:
         """`orthogonalize` of each stack, divided among processes or threads."""
         if current_process().world_size > 1:
-            return [self._orthogonalize_divided(stack) for stack in updates]
+            return [self._orthogonalize_in_processes(stack) for stack in stacks]
+        compute = partial(orthogonalize, dtype=self._dtype)
         if self.threads is None:
-            return [orthogonalize(stack, dtype=self._dtype) for stack in updates]
-        parts = [stack.chunk(self.threads.count) for stack in updates]
-        every = list(chain.from_iterable(parts))
-        # those that take longest come first, so that no thread waits long for the last
-        order = sorted(range(len(every)), key=lambda number: every[number].numel(), reverse=True)
-        done = self.threads.map(partial(orthogonalize, dtype=self._dtype), [every[number] for number in order])
-        directions = iter([found for _, found in sorted(zip(order, done, strict=True), key=itemgetter(0))])
-        return [torch.cat(list(islice(directions, len(of_stack)))) for of_stack in parts]
+            return [compute(stack) for stack in stacks]
 
-    def _orthogonalize_divided(self, updates: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
+        parts: dict[tuple[int, int], Tensor] = {}
+        for number, stack in enumerate(stacks):
+            for place, part in enumerate(stack.chunk(self.threads.count)):
+                parts[number, place] = part
+        # those that take longest come first, so that no thread waits long for the last
+        keys = sorted(parts, key=lambda key: parts[key].numel(), reverse=True)
+        results = self.threads.map(compute, [parts[key] for key in keys])
+        directions = dict(zip(keys, results, strict=True))
+        return [
+            torch.cat([directions[key] for key in parts if key[0] == number])
+            for number in range(len(stacks))
+        ]
+
+    def _orthogonalize_in_processes(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         process = current_process()
-        count = -(-len(updates) // process.world_size)  # every rank takes as many; the last ones repeat a matrix
-        numbers = torch.arange(process.rank * count, (process.rank + 1) * count, device=updates.device)
-        gathered = updates.new_empty(process.world_size * count, *updates.shape[1:])
-        directions = orthogonalize(updates[numbers.clamp(max=len(updates) - 1)], dtype=self._dtype)
-        dist.all_gather_into_tensor(gathered, directions.contiguous())
-        return gathered[: len(updates)]
+        # every rank takes as many; the last ones repeat a matrix
+        count = -(-len(stack) // process.world_size)
+        first = process.rank * count
+        numbers = torch.arange(first, first + count, device=stack.device)
+        ours = orthogonalize(stack[numbers.clamp(max=len(stack) - 1)], dtype=self._dtype)
+
+        directions = stack.new_empty(process.world_size * count, *stack.shape[1:])
+        dist.all_gather_into_tensor(directions, ours.contiguous())
+        return directions[: len(stack)]

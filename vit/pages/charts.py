@@ -1,4 +1,5 @@
-"""Numbers to the coordinates of an SVG chart; `charts.html.jinja` draws them in the page's colours."""
+"""Numbers to the coordinates of an SVG chart; `charts.html.jinja` draws them in the page's
+colours."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ class Line:
 
     name: str
     marks: list[Mark]
-    style: int  # 0…3: colour and dashes
+    # 0…3: colour and dashes
+    style: int
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,35 @@ class Chart:
     y_ticks: list[tuple[float, str]]
     lines: list[Line] = field(default_factory=list)
     bars: list[Mark] = field(default_factory=list)
-    # pixels: the whole, and the area between the axes
-    width, height, left, right, top, bottom = 400, 250, 68, 388, 12, 208
+    # pixels: the whole chart, and the area between the axes
+    width = 400
+    height = 250
+    left = 68
+    right = 388
+    top = 12
+    bottom = 208
 
 
 def build_line_chart(
-    title: str, series: Mapping[str, Points], *, x_label: str, y_label: str, y_range: tuple[float, float] | None = None
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    x_label: str,
+    y_label: str,
+    y_range: tuple[float, float] | None = None,
 ) -> Chart:
     """A chart of one or more series of (x, y)."""
-    everything = [point for points in series.values() for point in points]
-    whole = all(float(x).is_integer() for x, _ in everything)
-    place_x, x_ticks = _fit_axis([x for x, _ in everything], Chart.left, Chart.right, whole=whole)
-    place_y, y_ticks = _fit_axis(y_range or [y for _, y in everything], Chart.bottom, Chart.top, tight=bool(y_range))
+    xs = [x for points in series.values() for x, _ in points]
+    ys = [y for points in series.values() for _, y in points]
+    # epochs and severities are counted: no ticks between them
+    is_count = all(float(x).is_integer() for x in xs)
+    place_x, x_ticks = _fit_axis(xs, Chart.left, Chart.right, is_count=is_count)
+    place_y, y_ticks = _fit_axis(y_range or ys, Chart.bottom, Chart.top, tight=bool(y_range))
     lines: list[Line] = []
     for name, points in series.items():
-        marks = [Mark(place_x(x), place_y(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points]
+        marks = [
+            Mark(place_x(x), place_y(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points
+        ]
         lines.append(Line(name, marks, style=len(lines) % 4))
     return Chart(title, x_label, y_label, x_ticks, y_ticks, lines=lines)
 
@@ -64,34 +80,50 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     """Accuracy against confidence."""
     place_x, x_ticks = _fit_axis((0, 1), Chart.left, Chart.right)
     place_y, y_ticks = _fit_axis((0, 1), Chart.bottom, Chart.top)
-    bars = [
-        Mark(
-            place_x(each.lower) + 1,
-            place_y(each.accuracy),
-            f"confidence {each.lower:.2f} to {each.upper:.2f}: {each.accuracy:.1%} of {each.count} images correct",
-            width=place_x(each.upper) - place_x(each.lower) - 2,
-            height=place_y(0) - place_y(each.accuracy),
-        )
-        for each in bins
-        if each.count
-    ]
-    ideal = Line("perfectly calibrated", [Mark(place_x(value), place_y(value)) for value in (0, 1)], style=1)
-    return Chart("Reliability", "confidence", "accuracy", x_ticks, y_ticks, lines=[ideal], bars=bars)
+    bars = []
+    for bin in bins:
+        if bin.count == 0:
+            continue
+        text = f"confidence {bin.lower:.2f} to {bin.upper:.2f}: "
+        text += f"{bin.accuracy:.1%} of {bin.count} images correct"
+        top = place_y(bin.accuracy)
+        # a gap of two pixels between bars
+        width = place_x(bin.upper) - place_x(bin.lower) - 2
+        height = place_y(0) - top
+        bars.append(Mark(place_x(bin.lower) + 1, top, text, width=width, height=height))
+    ideal = Line(
+        "perfectly calibrated", [Mark(place_x(value), place_y(value)) for value in (0, 1)], style=1
+    )
+    return Chart(
+        "Reliability", "confidence", "accuracy", x_ticks, y_ticks, lines=[ideal], bars=bars
+    )
 
 
 def _fit_axis(
-    values: Sequence[float], start: float, stop: float, *, tight: bool = True, whole: bool = False
+    values: Sequence[float],
+    start: float,
+    stop: float,
+    *,
+    tight: bool = True,
+    is_count: bool = False,
 ) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """From values to pixels between `start` and `stop`, and the ticks; `tight` ends at the values, `whole` counts."""
-    low, high = min(values), max(values)
+    """From values to pixels between `start` and `stop`, and the ticks; `tight` ends at the values,
+    ticks of a count are integers."""
+    low = min(values)
+    high = max(values)
     if high == low:
-        low, high = low - 0.5, high + 0.5
-    numbers = [float(number) for number in MaxNLocator(nbins=5, integer=whole).tick_values(low, high)]
+        low -= 0.5
+        high += 0.5
+    locator = MaxNLocator(nbins=5, integer=is_count)
+    ticks = [float(tick) for tick in locator.tick_values(low, high)]
     if not tight:
-        low, high = numbers[0], numbers[-1]
+        low = ticks[0]
+        high = ticks[-1]
+    # a tick at an end is not lost by rounding
     slack = (high - low) * 1e-9
 
     def place(value: float) -> float:
         return start + (value - low) / (high - low) * (stop - start)
 
-    return place, [(place(each), f"{each:.6g}") for each in numbers if low - slack <= each <= high + slack]
+    shown = [tick for tick in ticks if low - slack <= tick <= high + slack]
+    return place, [(place(tick), f"{tick:.6g}") for tick in shown]

@@ -26,6 +26,7 @@ class Explained {
     Object.assign(this, page.images[index], JSON.parse(stored[index].textContent));
     this.patches = this.grid[0] * this.grid[1];
     this.prefix = this.tokens ? this.tokens.names.length : 0;
+    this.count = this.prefix + this.patches;
     for (const map of this.maps) {
       const span = (map.high - map.low) / 255, even = map.even || 1;
       map.shares = Float32Array.from(bytes(map.values), cell => (map.low + cell * span) / even);
@@ -55,41 +56,39 @@ class Explained {
 
   rollout() { return this.matrix(null, null); }
 
-  /** A row of quantised attention: {grid, values of the patches, ofPrefix}, in multiples of an even share. */
-  row(rows, number) {
-    decodeRows(rows);
-    const [rowsOf, columnsOf] = rows.grid, width = this.prefix + rowsOf * columnsOf, scale = this.prefix + this.patches;
-    const all = Float32Array.from(rows.cells.subarray(number * width, (number + 1) * width),
-      (cell, column) => cell / 255 * rows.highs[2 * number + (column < this.prefix ? 0 : 1)] * scale);
-    return {grid: rows.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix)};
+  /** An entry of quantised attention, in multiples of an even share. */
+  entry(rows, row, column) {
+    const part = column < this.prefix ? 0 : 1;
+    return rows.cells[row * this.count + column] / 255 * rows.highs[2 * row + part] * this.count;
   }
 
-  /** What the tokens take from one of them: the column of the matrix; of a coarse one, that of the cell it is in. */
+  /** What a token takes from each: a row of the matrix, as {grid, values of the patches, ofPrefix}. */
+  row(rows, number) {
+    decodeRows(rows);
+    return this.split(Float32Array.from({length: this.count}, (_, column) => this.entry(rows, number, column)));
+  }
+
+  /** What each token takes from one of them: a column of the matrix. */
   column(rows, token) {
     decodeRows(rows);
-    const [rowsOf, columnsOf] = rows.grid, width = this.prefix + rowsOf * columnsOf, scale = this.prefix + this.patches;
-    let column = token;
-    if (token >= this.prefix) {
-      const row = Math.floor((token - this.prefix) / this.grid[1] * rowsOf / this.grid[0]);
-      const across = Math.floor((token - this.prefix) % this.grid[1] * columnsOf / this.grid[1]);
-      column = this.prefix + row * columnsOf + across;
-    }
-    const part = token < this.prefix ? 0 : 1;
-    const all = Float32Array.from({length: scale},
-      (_, number) => rows.cells[number * width + column] / 255 * rows.highs[2 * number + part] * scale);
-    return {grid: this.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix)};
+    return this.split(Float32Array.from({length: this.count}, (_, number) => this.entry(rows, number, token)));
+  }
+
+  /** Values of all tokens as those of the patches on their grid and those of the prefix. */
+  split(values) {
+    return {grid: this.grid, values: values.subarray(this.prefix), ofPrefix: values.subarray(0, this.prefix)};
   }
 
   /** Attention of a layer and head as a view. Without a token: what the classifier reads there. */
   attention(layer, head, token, direction) {
     let rows = this.matrix(layer, head), said = title(layer, head);
     if (token === null) {
-      const readout = this.tokens && this.tokens.readout;
-      if (!readout || layer === null) return null;
+      const pooled = this.tokens && this.tokens.pooled;
+      if (!pooled || layer === null) return null;
       const heads = head === "mean" ? [...Array(this.tokens.heads).keys()] : [head];
-      const each = heads.map(one => this.row(readout, layer * this.tokens.heads + one));
+      const each = heads.map(one => this.row(pooled, layer * this.tokens.heads + one));
       const mean = key => each[0][key].map((_, i) => each.reduce((sum, row) => sum + row[key][i], 0) / each.length);
-      return attentionView({grid: readout.grid, values: mean("values"), ofPrefix: mean("ofPrefix")},
+      return attentionView({grid: this.grid, values: mean("values"), ofPrefix: mean("ofPrefix")},
         `what the classifier reads: ${said}`);
     }
     if (!rows && this.matrix(layer, "mean")) [rows, said] = [this.matrix(layer, "mean"), `${title(layer, "mean")} (single heads are not in this page)`];
@@ -102,7 +101,7 @@ class Explained {
 
   /** The class that a token alone would give after a layer: {index, percent}. */
   lensClass(layer, token) {
-    const lens = this.readLens(), at = layer * (this.prefix + this.patches) + token;
+    const lens = this.readLens(), at = layer * this.count + token;
     return {index: lens.top[at], percent: lens.probability[at] / 2.55};
   }
 
@@ -111,20 +110,20 @@ class Explained {
     if (lens && !lens.top) {
       lens.top = new Uint16Array(bytes(lens.classes).buffer);
       lens.probability = bytes(lens.probabilities);
-      lens.target = bytes(lens.of_targets);
+      lens.target = bytes(lens.target_probabilities);
     }
     return lens;
   }
 
   /** The probability of a class that each token alone would give after a layer. */
   lensView(layer, wanted) {
-    const lens = this.readLens(), count = this.prefix + this.patches;
+    const lens = this.readLens();
     if (!lens) return null;
     const number = wanted.startsWith("class:") ? lens.targets.indexOf(Number(wanted.slice(6))) : Number(wanted);
     if (!(number in lens.targets)) return null;
-    const start = (number * this.tokens.layers + layer) * count;
-    const all = Float32Array.from(lens.target.subarray(start, start + count), value => value / 2.55);
-    return {grid: this.grid, values: all.subarray(this.prefix), ofPrefix: all.subarray(0, this.prefix), low: 0, high: 100,
+    const start = (number * this.tokens.layers + layer) * this.count;
+    const all = Float32Array.from(lens.target.subarray(start, start + this.count), value => value / 2.55);
+    return {...this.split(all), low: 0, high: 100,
       unit: "\u00a0%", signed: false, about: `probability of ${page.classes[lens.targets[number]]} that each patch alone would give after layer ${layer}`};
   }
 
@@ -455,9 +454,8 @@ class Card {
       const own = token < image.prefix ? view.ofPrefix[token] : view.values[token - image.prefix];
       return `${image.name(token)} alone: ${page.classes[index]} ${percent.toFixed(0)} %; in the map ${show(own, view.unit)}`;
     }
-    const [, columns] = view.grid, whole = view.grid[0] === image.grid[0] && columns === image.grid[1];
-    const patches = [...view.values].map((value, i) => [value, `${whole ? "" : "around "}row ${whole ? Math.floor(i / columns)
-      : Math.floor(Math.floor(i / columns) * image.grid[0] / view.grid[0])} column ${whole ? i % columns : Math.floor(i % columns * image.grid[1] / columns)}`]);
+    const columns = image.grid[1];
+    const patches = [...view.values].map((value, i) => [value, `row ${Math.floor(i / columns)} column ${i % columns}`]);
     const said = patches.sort((a, b) => b[0] - a[0]).map(([value, where]) => `${where} (${show(value, view.unit)})`);
     const lowest = view.signed ? `; lowest: ${said.at(-1)}` : "";
     return `highest: ${said.slice(0, 3).join(", ")}${lowest}`;

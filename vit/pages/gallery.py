@@ -10,144 +10,177 @@ from jinja2.utils import htmlsafe_json_dumps
 from PIL import Image
 
 from vit.explanation.faithfulness.sanity_checks import VERDICTS
-from vit.explanation.render.explained import ExplainedImage, ExplainedMap
-from vit.explanation.render.overlay import palette, quantise, relative_to_uniform
-from vit.explanation.render.token_details import QuantisedRows, TokenDetails
+from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.render.overlay import palette, quantise
+from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
 from vit.pages.page import encode_picture, render_page
 from vit.runtime.files import write_text
 
-_BYTES_AN_IMAGE = 305_000  # sixteen images and the page itself stay below 5 MB
-_SMALL_PAGE, _LARGE_PAGE = 16 * _BYTES_AN_IMAGE, 64_000_000  # bytes: few images may have more each, many have less
-_LEAST_BYTES = 24_000  # of an image, however many there are
-_MOST_IMAGES = _LARGE_PAGE // _LEAST_BYTES  # of a page: browsers don't open much larger ones
-_PHOTO_BYTES, _PHOTO_SIDE = 42_700, 400  # a JPEG of 32,000 bytes in base64; pixels
+MAX_IMAGES = 200  # browsers don't open much larger pages
+_PAGE_BYTES = 4_880_000  # that a page of few images may have
+_IMAGE_BYTES = 305_000  # that each image may have in any page
+_PHOTO_BYTES = 42_700  # a JPEG of 32,000 bytes in base64
+_PHOTO_SIDE = 400  # pixels
 
 
 class Gallery:
-    """Collects explained images and writes them as one page, whose size is planned for `count` of them."""
+    """Collects explained images and writes them as one page.
 
-    def __init__(self, class_names: Sequence[str], *, count: int, best: str | None = None) -> None:
-        """`best`: the method that measured best for the model. The page opens on it, or else on the first."""
-        count = max(count, 1)
-        self._class_names, self._best = class_names, best
-        self._bytes = max(_SMALL_PAGE // count, min(_BYTES_AN_IMAGE, _LARGE_PAGE // count), _LEAST_BYTES)  # of an image
-        self._photo_bytes = min(2 * self._bytes // 5, _PHOTO_BYTES)
-        self.token_bytes = 7 * (self._bytes - self._photo_bytes) // 10  # of an image's `TokenDetails`, before base64
-        self._summaries: list[dict[str, Any]] = []
+    Args:
+        class_names: of the model.
+        num_images: how many will be added; of few, more of their tokens is shown.
+        best_method: the method that measured best for the model. The page opens on it, or else on
+            the first.
+    """
+
+    def __init__(
+        self, class_names: Sequence[str], *, num_images: int, best_method: str | None = None
+    ) -> None:
+        self._class_names = class_names
+        self._best_method = best_method
+        # few images may have more each than many
+        image_bytes = max(_IMAGE_BYTES, _PAGE_BYTES // max(num_images, 1))
+        # before base64 makes four characters of three bytes
+        self._token_bytes = 7 * (image_bytes - _PHOTO_BYTES) // 10
         self._methods: list[str] = []
+        self._summaries: list[dict[str, Any]] = []
         self._images: list[str] = []  # JSON, which the page decodes when it shows the image
+        self._num_images = 0
 
-    def add(self, explained: Sequence[ExplainedImage]) -> None:
-        """Take a batch; its photos are kept as small JPEGs, its maps in 8 bits."""
-        for of_image in explained:
-            described = self._describe(of_image)
-            text = htmlsafe_json_dumps(described)
-            for left_out in ("head", "layer"):  # all heads go together, then all layers
-                if len(text) <= self._bytes or described["tokens"] is None:
-                    break
-                kept = [each for each in described["tokens"]["attention"] if each[left_out] is None]
-                text = htmlsafe_json_dumps(described | {"tokens": described["tokens"] | {"attention": kept}})
-            self._images.append(text)
-            self._summaries.append(summary := self._summarise(of_image))
+    @property
+    def token_bytes(self) -> int:
+        """How much each image's `TokenDetails` may take; 0 once the page is full."""
+        return self._token_bytes if len(self._images) < MAX_IMAGES else 0
+
+    def add(self, images: Sequence[ImageResult]) -> None:
+        """Take a batch: photos as small JPEGs, maps in 8 bits; the first `MAX_IMAGES` of all."""
+        # browsers open a page of this size; the arrays and overlays are of all images
+        self._num_images += len(images)
+        for image in images[: MAX_IMAGES - len(self._images)]:
+            self._images.append(htmlsafe_json_dumps(self._describe(image)))
+            summary = self._summarise(image)
+            self._summaries.append(summary)
             self._methods += [name for name in summary["verdicts"] if name not in self._methods]
 
     def write(self, path: Path, *, title: str) -> None:
-        """Write the page. Of very many images the rest follows on `NAME-2.html` and so on, each linked to all."""
-        shared = {
+        """Write the page."""
+        # what all images share; each image is a JSON text of its own, decoded when it is shown
+        page = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._class_names),
             "verdicts": VERDICTS,
-            "methods": sorted(self._methods, key=lambda name: name != self._best),
-            "best": self._best,
+            "methods": sorted(self._methods, key=lambda name: name != self._best_method),
+            "best": self._best_method,
+            "images": self._summaries,
         }
-        starts = range(0, max(len(self._images), 1), _MOST_IMAGES)
-        names = [path.name, *(f"{path.stem}-{number + 2}{path.suffix}" for number in range(len(starts) - 1))]
-        links = [(name, start + 1) for name, start in zip(names, starts, strict=True)]
-        for name, start in zip(names, starts, strict=True):
-            shown = slice(start, start + _MOST_IMAGES)
-            context = {"title": title, "page": shared | {"images": self._summaries[shown]}, "links": links}
-            context |= {"images": self._images[shown], "name": name}
-            write_text(path.with_name(name), render_page("gallery.html.jinja", context))
+        context = {
+            "title": title,
+            "page": page,
+            "images": self._images,
+            "num_images": self._num_images,
+        }
+        write_text(path, render_page("gallery.html.jinja", context))
 
-    def _summarise(self, explained: ExplainedImage) -> dict[str, Any]:
+    def _summarise(self, image: ImageResult) -> dict[str, Any]:
         """What the page finds, sorts and names an image by."""
-        maps = [found for found in explained.maps if found.values.ndim == 2]
-        verdicts: dict[str, str] = {}
-        for found in maps:
-            verdict, name = found.sanity_check.verdict if found.sanity_check else VERDICTS[-1], found.method.name
+        # contact sheets are pictures of their own, and the page has its own view of heads
+        maps = [result for result in image.maps if not result.is_grid]
+        verdicts: dict[str, str] = {}  # by method, of several classes the worst
+        for result in maps:
+            name = result.method.name
+            verdict = VERDICTS[-1]
+            if result.sanity_check is not None:
+                verdict = result.sanity_check.verdict
             verdicts[name] = max(verdict, verdicts.get(name, verdict), key=VERDICTS.index)
-        tokens = explained.tokens
+        tokens = image.tokens
         return {
-            "path": _printable(explained.item.path),
-            "predicted": self._class(explained, explained.predicted),
-            "verdicts": verdicts,  # by method, of several classes the worst
-            "targets": sorted({found.target for found in maps if found.target is not None}),
-            "specific": sorted({found.method.name for found in maps if found.method.class_specific}),
-            "layers": tokens.layers if tokens else 0,
-            "heads": tokens.heads if tokens else 0,
+            "path": _printable(image.item.path),
+            "predicted": self._describe_class(image, image.predicted),
+            "verdicts": verdicts,
+            "targets": sorted({result.target for result in maps if result.target is not None}),
+            "specific": sorted(
+                {result.method.name for result in maps if result.method.class_specific}
+            ),
+            "layers": tokens.num_layers if tokens else 0,
+            "heads": tokens.num_heads if tokens else 0,
             "lens": tokens is not None and tokens.lens is not None,
         }
 
-    def _describe(self, explained: ExplainedImage) -> dict[str, Any]:
-        with explained.open() as image:
-            photo = _encode_photo(image, self._photo_bytes)
-        width, height = explained.geometry.original_size
-        left, top, right, bottom = explained.geometry.box
+    def _describe(self, image: ImageResult) -> dict[str, Any]:
+        # the box as fractions, since the photo is reduced
+        width, height = image.geometry.original_size
+        left, top, right, bottom = image.geometry.box
         return {
-            "photo": photo,
-            "size": _shown_size(explained.size),
+            "photo": _encode_photo(image.read_image()),
+            "size": _shown_size(image.size),
             "box": [left / width, top / height, right / width, bottom / height],
-            "input": explained.input_size,
-            "grid": explained.grid,
-            "maps": [self._describe_map(explained, found) for found in explained.maps if found.values.ndim == 2],
-            "tokens": explained.tokens and _describe_tokens(explained.tokens, explained.targets),
+            "input": image.input_size,
+            "grid": image.grid,
+            "maps": [
+                self._describe_map(image, result) for result in image.maps if not result.is_grid
+            ],
+            "tokens": image.tokens and _describe_tokens(image.tokens, image.targets),
         }
 
-    def _describe_map(self, explained: ExplainedImage, found: ExplainedMap) -> dict[str, Any]:
-        assert found.scale is not None
-        values = relative_to_uniform(found.values) if found.scale.relative else found.values
+    def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
+        scale = result.scale
+        assert scale is not None
+        values = result.shown_values
+        target = sanity_check = None
+        if result.target is not None:
+            target = self._describe_class(image, result.target)
+        if result.sanity_check is not None:
+            sanity_check = result.sanity_check.to_dict()
         return {
-            "method": found.method.name,
-            "title": found.method.title,
-            "target": None if found.target is None else self._class(explained, found.target),
-            "signed": found.method.signed,
-            "low": found.scale.low,
-            "high": found.scale.high,
+            "method": result.method.name,
+            "title": result.method.title,
+            "target": target,
+            "signed": result.method.signed,
+            "low": scale.low,
+            "high": scale.high,
             "even": float(np.abs(values).mean()),  # what each patch would have if all had the same
-            "scale": found.scale.label,
-            "values": _encode(quantise(values, low=found.scale.low, high=found.scale.high)),
-            "prefix_mass": round(found.prefix_mass, 4),
-            "entropy": round(found.entropy, 4),
-            "sanity_check": None if found.sanity_check is None else found.sanity_check.to_dict(),
+            "scale": scale.label,
+            "values": _encode(quantise(values, low=scale.low, high=scale.high)),
+            "prefix_mass": round(result.prefix_mass, 4),
+            "entropy": round(result.entropy, 4),
+            "sanity_check": sanity_check,
         }
 
-    def _class(self, explained: ExplainedImage, index: int) -> dict[str, Any]:
-        percent = round(100 * float(explained.probabilities[index]), 1)
+    def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:
+        percent = round(100 * float(image.probabilities[index]), 1)
         return {"index": index, "name": self._class_names[index], "percent": percent}
 
 
 def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, Any]:
-    lens = tokens.lens
+    attention = [
+        {"layer": details.layer, "head": details.head} | _describe_rows(details.rows)
+        for details in tokens.attention
+    ]
     return {
         "names": tokens.prefix_names,
-        "layers": tokens.layers,
-        "heads": tokens.heads,
-        "attention": [
-            {"layer": each.layer, "head": each.head, **_describe_rows(each.rows)} for each in tokens.attention
-        ],
-        "readout": tokens.readout and _describe_rows(tokens.readout),
-        "lens": lens
-        and {
-            "classes": _encode(lens.classes.astype("<u2")),
-            "probabilities": _encode(quantise(lens.probabilities, low=0.0, high=1.0)),
-            "targets": targets[: len(lens.of_targets)],
-            "of_targets": _encode(quantise(lens.of_targets, low=0.0, high=1.0)),
-        },
+        "layers": tokens.num_layers,
+        "heads": tokens.num_heads,
+        "attention": attention,
+        "pooled": tokens.pooled and _describe_rows(tokens.pooled),
+        "lens": tokens.lens and _describe_lens(tokens.lens, targets),
     }
 
 
-def _describe_rows(rows: QuantisedRows) -> dict[str, Any]:
-    return {"grid": rows.grid, "values": _encode(rows.values), "maxima": _encode(rows.maxima.astype("<f4"))}
+def _describe_rows(rows: QuantisedRows) -> dict[str, str]:
+    return {
+        "values": _encode(rows.values.numpy()),
+        "maxima": _encode(rows.maxima.numpy().astype("<f4")),
+    }
+
+
+def _describe_lens(lens: LogitLens, targets: Sequence[int]) -> dict[str, Any]:
+    probabilities = lens.target_probabilities.numpy()
+    return {
+        "classes": _encode(lens.classes.numpy().astype("<u2")),
+        "probabilities": _encode(quantise(lens.probabilities.numpy(), low=0.0, high=1.0)),
+        "targets": targets[: len(probabilities)],
+        "target_probabilities": _encode(quantise(probabilities, low=0.0, high=1.0)),
+    }
 
 
 def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
@@ -155,12 +188,17 @@ def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
     return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
 
 
-def _encode_photo(image: Image.Image, at_most: int) -> str:
-    """A JPEG of at most so many characters as a data address; small images are not enlarged."""
+def _encode_photo(image: Image.Image) -> str:
+    """A JPEG of at most `_PHOTO_BYTES` as a data address, or of the lowest quality; small images
+    are not enlarged."""
     if max(image.size) > _PHOTO_SIDE:
         image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
-    encoded = (encode_picture(image, quality=quality) for quality in (88, 75, 60, 40))
-    return next((text for text in encoded if len(text) <= at_most), encode_picture(image, quality=40))
+    # from good to just recognisable
+    for quality in (88, 75, 60):
+        text = encode_picture(image, quality=quality)
+        if len(text) <= _PHOTO_BYTES:
+            return text
+    return encode_picture(image, quality=40)
 
 
 def _printable(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Self-contained pages: one HTML file that opens from disk with the network off, and the pictures in it."""
+"""Self-contained pages: one HTML file that opens from disk with the network off, and the pictures
+in it."""
 
 import base64
 import io
@@ -10,17 +11,30 @@ from PIL import Image
 
 from vit.bundle import MODEL_FILE
 
-_SIDES = (160, 256)  # pixels: pictures are brought between these
+# pixels: pictures are brought between these
+_MIN_SIDE = 160
+_MAX_SIDE = 256
 
 
 def render_page(template: str, context: Mapping[str, object]) -> str:
-    """Fill a template of this folder. A name missing from `context` raises jinja2.UndefinedError.
+    """Fill a template of this folder.
 
-    In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes `<` as well.
+    In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes
+    `<` as well.
+
+    Args:
+        template: the template's file name.
+        context: a value for each name in it.
+
+    Raises:
+        jinja2.UndefinedError: for a name that is missing from `context`.
     """
-    escape = select_autoescape(("html.jinja",))
-    loader = PackageLoader("vit", "pages")
-    environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("vit", "pages"),
+        autoescape=select_autoescape(("html.jinja",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
     return environment.get_template(template).render(context)
 
 
@@ -33,7 +47,7 @@ def name_model(source: str) -> str:
 def resize_picture(picture: Image.Image) -> Image.Image:
     """The picture enlarged or reduced so that its longer side has 160 to 256 pixels."""
     longer = max(picture.size)
-    scale = min(max(longer, _SIDES[0]), _SIDES[1]) / longer
+    scale = min(max(longer, _MIN_SIDE), _MAX_SIDE) / longer
     width, height = (max(round(side * scale), 1) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.LANCZOS)
 

@@ -1,9 +1,11 @@
 """The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +13,52 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.corruptions import CORRUPTIONS
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import ClassMetrics
-from vit.evaluation.predictor import Pixels
+from vit.evaluation.prediction import Pixels
+from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Evaluation
-from vit.explanation.explain import explain_images
-from vit.explanation.render.overlay import ColourScale, blend, find_range
+from vit.explanation.explainer import explain_images
+from vit.explanation.render.overlay import blend, fit_scale
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
-_MOST_CLASSES = 1000  # in the table: a page of 20,000 would have 6 MB of them
+# in the table: a page of 20,000 would have 6 MB of them
+_MAX_CLASSES = 1000
 
 Explain = Callable[[Sequence[Pixels]], list[Image.Image]]
 
 
-def build_report(
-    result: EvaluationResult, *, history: Sequence[dict[str, Any]] | None = None, explain: Explain | None = None
-) -> str:
-    """The page as text.
+def render_pages(result: EvaluationResult) -> Mapping[str, str]:
+    """What `EvaluationResult.save` writes beside its own files, by file name."""
+    return {"evaluation.md": render_markdown(result), "report.html": build_report(result)}
 
-    `history` are the epochs of the training run (by default of the metrics file beside the model). `explain` draws a
-    map over each picture (by default attention rollout), and may raise ValueError where a model has none.
+
+def build_report(
+    result: EvaluationResult,
+    *,
+    history: Sequence[Mapping[str, Any]] | None = None,
+    explain: Explain | None = None,
+) -> str:
+    """Build the page.
+
+    Args:
+        result: an evaluation.
+        history: epochs of the training run; by default those of the metrics file beside the model.
+        explain: draws a map over each picture, by default attention rollout. It may raise
+            ValueError where a model has none.
+
+    Returns:
+        HTML that needs no other file.
     """
     evaluation = result.evaluation
-    examples, maps_missing = _draw_examples(result, explain or (lambda pictures: draw_maps(result.bundle, pictures)))
+    if history is None:
+        history = load_history(result.bundle.name)
+    examples, maps_missing = _draw_examples(result, explain or partial(draw_maps, result.bundle))
+    class_names = [row.name for row in evaluation.per_class]
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
@@ -46,8 +66,8 @@ def build_report(
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
-        "history": _chart_history(load_history(result.bundle.name) if history is None else history),
-        "matrix": describe_confusion(result.scores, [each.name for each in evaluation.per_class], result.images),
+        "history": _chart_history(history),
+        "matrix": describe_confusion(result.scores, class_names, result.images),
         "reliability": build_reliability_chart(evaluation.reliability),
         "examples": examples,
         "maps_missing": maps_missing,
@@ -59,18 +79,18 @@ def build_report(
 
 def render_markdown(result: EvaluationResult) -> str:
     """The metrics as a table."""
-    return render_page("evaluation.md.jinja", {"e": result.evaluation, "metrics": _list_metrics(result.evaluation)})
-
-
-# what `EvaluationResult.save` writes beside its own files
-PAGES = {"evaluation.md": render_markdown, "report.html": build_report}
+    metrics = _list_metrics(result.evaluation)
+    return render_page("evaluation.md.jinja", {"e": result.evaluation, "metrics": metrics})
 
 
 def load_history(model: str) -> list[dict[str, Any]]:
     """The epochs in the metrics file beside a model file; none where there is no such file."""
+    if model.startswith("timm:"):
+        return []
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    with suppress(ValueError):  # a damaged file costs the chart, not the evaluation
-        return [] if model.startswith("timm:") else load_metrics(folder / METRICS_FILE)
+    # a damaged file costs the chart, not the evaluation
+    with suppress(ValueError):
+        return load_metrics(folder / METRICS_FILE)
     return []
 
 
@@ -79,88 +99,135 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
     if not pictures:
         return []
     # the pictures are already cut to the model's input
-    whole = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
+    uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
-    drawn = []
-    for photo, values in zip(photos, explain_images(whole, photos, batch_size=16).maps.cpu().numpy(), strict=True):
-        scale = ColourScale(*find_range([values], signed=False), signed=False, label="this image")
-        drawn.append(blend(resize_picture(photo), values, whole.preprocess.geometry(photo.size), scale=scale))
-    return drawn
+    maps = explain_images(uncropped, photos, batch_size=16).maps["rollout"].numpy()
+    overlays = []
+    for photo, values in zip(photos, maps, strict=True):
+        scale = fit_scale([values], signed=False)
+        geometry = uncropped.preprocess.geometry(photo.size)
+        overlays.append(blend(resize_picture(photo), values, geometry, scale=scale))
+    return overlays
 
 
 def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
     """Of many classes those with the lowest F1; of no use are those that occur nowhere."""
     classes = evaluation.per_class
-    if len(classes) <= _MOST_CLASSES:
+    if len(classes) <= _MAX_CLASSES:
         return classes
-    return sorted(classes, key=lambda each: (each.support + each.predicted == 0, each.f1))[:_MOST_CLASSES]
+    worst_first = sorted(classes, key=lambda row: (row.support + row.predicted == 0, row.f1))
+    return worst_first[:_MAX_CLASSES]
 
 
-def _list_metrics(evaluation: Evaluation) -> list[dict[str, str]]:
-    listed = []
+def _list_metrics(evaluation: Evaluation) -> list[dict[str, str | None]]:
+    metrics = []
     for name in evaluation.list_metrics():
-        field, numbers = Evaluation.model_fields[name], (getattr(evaluation, name), *evaluation.intervals[name])
-        value, low, high = (f"{100 * each:.2f}" if name in _PER_CENT else f"{each:.4f}" for each in numbers)
-        texts = (field.title, value + " %" * (name in _PER_CENT), f"{low} … {high}", field.description)
-        listed.append(dict(zip(("title", "value", "interval", "about"), map(str, texts), strict=True)))
-    return listed
+        is_per_cent = name in _PER_CENT
+        value, low, high = (
+            f"{100 * number:.2f}" if is_per_cent else f"{number:.4f}"
+            for number in (getattr(evaluation, name), *evaluation.intervals[name])
+        )
+        metrics.append(
+            {
+                "title": Evaluation.model_fields[name].title,
+                "value": f"{value} %" if is_per_cent else value,
+                "interval": f"{low} … {high}",
+                "about": Evaluation.model_fields[name].description,
+            }
+        )
+    return metrics
 
 
-def _chart_history(epochs: Sequence[dict[str, Any]]) -> list[Chart]:
-    def series(**keys: str) -> dict[str, list[tuple[float, float]]]:
-        found = {}
-        for name, key in keys.items():
-            rows = [row for row in epochs if isinstance(row.get(key), int | float) and "epoch" in row]
-            found[name] = [(float(row["epoch"]), float(row[key])) for row in rows if math.isfinite(row[key])]
-        return {name: points for name, points in found.items() if points}
-
+def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    loss_keys = {"training": "train_loss", "validation": "val_loss"}
     charts = (
-        ("Loss", series(training="train_loss", validation="val_loss"), "cross-entropy, nats"),
-        ("Accuracy", series(validation="val_top1"), "top-1"),
+        ("Loss", loss_keys, "cross-entropy, nats"),
+        ("Accuracy", {"validation": "val_top1"}, "top-1"),
     )
-    return [build_line_chart(title, lines, x_label="epoch", y_label=label) for title, lines, label in charts if lines]
+    built = []
+    for title, keys, label in charts:
+        series = {name: _read_series(epochs, key) for name, key in keys.items()}
+        series = {name: points for name, points in series.items() if points}
+        if series:
+            built.append(build_line_chart(title, series, x_label="epoch", y_label=label))
+    return built
+
+
+def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """The finite values by epoch; an epoch without validation has none."""
+    return [
+        (float(row["epoch"]), float(row[key]))
+        for row in epochs
+        if "epoch" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
 
 
 def _chart_families(evaluation: Evaluation) -> Chart | None:
     """Mean top-1 of each family of corruptions by severity; 0 is the clean images."""
     if evaluation.corruptions is None:
         return None
-    families: dict[str, list[list[float]]] = {}
-    for name, values in evaluation.corruptions.items():
-        families.setdefault(CORRUPTIONS[name].family, []).append(values)
-    averaged = {family: np.mean(values, axis=0).tolist() for family, values in families.items()}
-    series = {family: list(enumerate([evaluation.top1, *values])) for family, values in averaged.items()}
-    return build_line_chart("Corruptions", series, x_label="severity", y_label="top-1", y_range=(0, 1))
+    families: dict[str, list[list[float]]] = defaultdict(list)
+    for name, top1 in evaluation.corruptions.items():
+        families[CORRUPTIONS[name].family].append(top1)
+    series = {
+        family: list(enumerate([evaluation.top1, *np.mean(top1, axis=0).tolist()]))
+        for family, top1 in families.items()
+    }
+    return build_line_chart(
+        "Corruptions", series, x_label="severity", y_label="top-1", y_range=(0, 1)
+    )
 
 
 def _chart_sweeps(evaluation: Evaluation) -> list[Chart]:
-    sweeps = dict(evaluation.sweeps or {})
-    rotations = {"anticlockwise": sweeps.pop("rotate")} if "rotate" in sweeps else {}
-    shifts = {name.removeprefix("shift_"): sweep for name, sweep in sweeps.items()}
-    charts = (("Shifts", shifts, "fraction of the side"), ("Rotations", rotations, "degrees"))
-    return [
-        build_line_chart(title, series, x_label=label, y_label="top-1", y_range=(0, 1))
-        for title, series, label in charts
-        if series
-    ]
+    sweeps = evaluation.sweeps or {}
+    names = {"shift_right": "right", "shift_down": "down", "rotate": "anticlockwise"}
+    charts = (
+        ("Shifts", ("shift_right", "shift_down"), "fraction of the side"),
+        ("Rotations", ("rotate",), "degrees"),
+    )
+    built = []
+    for title, keys, label in charts:
+        series = {names[key]: sweeps[key] for key in keys if key in sweeps}
+        if series:
+            chart = build_line_chart(title, series, x_label=label, y_label="top-1", y_range=(0, 1))
+            built.append(chart)
+    return built
 
 
-def _draw_examples(result: EvaluationResult, explain: Explain) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
+def _draw_examples(
+    result: EvaluationResult, explain: Explain
+) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
     """The examples with their pictures and maps, and why there are no maps."""
-    found, images = result.evaluation.examples, result.images
-    groups = {name: getattr(found, name) for name in ("confident_mistakes", "uncertain_hits", "label_errors")}
+    examples = result.evaluation.examples
+    images = result.images
+    groups = {
+        "most_confident_errors": examples.most_confident_errors,
+        "least_confident_correct": examples.least_confident_correct,
+        "label_errors": examples.label_errors,
+    }
+    # an image may be in several groups
     position = {name: index for index, name in enumerate(images.ids)}
     paths = dict.fromkeys(example.path for group in groups.values() for example in group)
     pixels = {path: images.read(position[path], position[path] + 1)[0] for path in paths}
-    maps, missing = {}, None
+    photos = {
+        path: encode_picture(resize_picture(Image.fromarray(values)))
+        for path, values in pixels.items()
+    }
+    maps: dict[str, str] = {}
+    maps_missing = None
     try:
-        drawn = explain(list(pixels.values()))
-        maps = {path: encode_picture(each) for path, each in zip(pixels, drawn, strict=True)}
+        overlays = explain(list(pixels.values()))
+        maps = {
+            path: encode_picture(overlay) for path, overlay in zip(pixels, overlays, strict=True)
+        }
     except ValueError as error:
-        missing = str(error)
-    photos = {path: encode_picture(resize_picture(Image.fromarray(each))) for path, each in pixels.items()}
+        maps_missing = str(error)
+
     described = {
-        name: [{"example": each, "picture": photos[each.path], "map": maps.get(each.path)} for each in group]
+        name: [
+            {"example": example, "picture": photos[example.path], "map": maps.get(example.path)}
+            for example in group
+        ]
         for name, group in groups.items()
     }
-    return described, missing
+    return described, maps_missing

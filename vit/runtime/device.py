@@ -2,16 +2,14 @@
 
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vit.runtime.arguments import Precision as Precision
 from vit.runtime.arguments import check_choice, shorten
@@ -20,99 +18,174 @@ T = TypeVar("T")
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one. Raises ValueError where the named device is not here."""
+    """The device of a run.
+
+    Args:
+        name: auto (a GPU where there is one), cpu, cuda or cuda:N.
+
+    Raises:
+        ValueError: the name is another one, or this machine has no such device.
+    """
     if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(
+            f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
     return device
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
+    """The precision of a forward pass.
+
+    Args:
+        name: float32, bfloat16 or auto: bfloat16 where the hardware multiplies it natively.
+        device: where it runs.
+
+    Raises:
+        ValueError: the name is another one.
+    """
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
         return cast(Precision, name)
-    is_cuda = device.type == "cuda"
-    is_native = torch.cuda.is_bf16_supported(including_emulation=False) if is_cuda else cpu_multiplies_bfloat16()
+    if device.type == "cuda":
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_native = cpu_multiplies_bfloat16()
     return "bfloat16" if is_native else "float32"
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:
-    """Whether an operation is computed in the same order each time, by a slower kernel where that takes one."""
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # torch imports its compiler to set it, 3 s
+    """Whether an operation is computed in the same order each time, by a slower kernel if need be."""
+    # torch imports its compiler to set it, 3 s
+    if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     # else every new tensor is written twice, a debugging aid
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """The context in which a forward pass runs in `precision`; float32 changes nothing."""
+    return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
 
 
 def describe_device(device: torch.device) -> str:
     """The device's product name, for reports and benchmarks."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    # the platform module knows the architecture alone
     names = _read_cpuinfo("model name")
-    cpu = f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
-    extensions = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
-    return f"{device.type} ({cpu}{', ' + extensions[0] if extensions else ''})"
+    description = platform.processor() or platform.machine()
+    if names:
+        description = f"{names[0]}, {len(names)} cores"
+    for extension in ("amx_bf16", "avx512_bf16"):
+        if extension in cpu_flags():
+            return f"{device.type} ({description}, {extension})"
+    return f"{device.type} ({description})"
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it; without them bfloat16 is slower than float32."""
+    """Whether the processor has instructions for it; else bfloat16 is slower than float32."""
     return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
 
 
 @lru_cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's features by Linux's names (`amx_bf16`, `avx512_bf16`, …); none on other systems."""
+    """The processor's features by Linux's names (`amx_bf16`, …); none on other systems."""
     return frozenset(" ".join(_read_cpuinfo("flags")[:1]).split())
 
 
 @lru_cache
 def _read_cpuinfo(key: str) -> list[str]:
-    """A property of every core, as Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key]
+    """A property of every core, as Linux gives it."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return []
+    values = []
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            values.append(value.strip())
+    return values
 
 
-def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors of the host on `device`, by one copy that nothing waits for; for a CPU, the same tensors."""
+def copy_to_device(values: T, device: torch.device) -> T:
+    """`values` with its tensors, also those in lists, tuples and dictionaries, on `device`.
+
+    One copy brings all of them, and nothing waits for it. For a CPU they are the same tensors.
+    """
     if device.type == "cpu":
-        return dict(tensors)
-    # each begins where any type may; torch keeps pinned memory for the next batch, once the copy is done
-    starts = list(accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()), initial=0))
-    packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
-    for tensor, part in zip(tensors.values(), _unpack(packed, tensors, starts), strict=True):
+        return values
+    tensors = _list_tensors(values)
+    # one copy of all takes a fraction of the time of one for each, which are small
+    # torch keeps the pinned memory for the next batch, once the copy is done
+    size = sum(_pad(tensor.nbytes) for tensor in tensors)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    for tensor, part in zip(tensors, _unpack(packed, tensors), strict=True):
         part.copy_(tensor)
-    return dict(zip(tensors, _unpack(packed.to(device, non_blocking=True), tensors, starts), strict=True))
 
-
-def _unpack(packed: Tensor, tensors: Mapping[str, Tensor], starts: Sequence[int]) -> Iterator[Tensor]:
-    for tensor, start in zip(tensors.values(), starts, strict=True):
-        yield packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    copies = _unpack(packed.to(device, non_blocking=True), tensors)
+    return cast(T, _map_tensors(values, lambda _: next(copies)))
 
 
 def copy_to_host(values: T) -> T:
-    """`values` with its tensors, also those in lists, tuples and dictionaries, on the host: by one copy, which waits
-    for the device."""
-    leaves, structure = tree_flatten(values)
-    sent = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu}
-    if sent:
+    """`values` with its tensors, also those in lists, tuples and dictionaries, on the host.
+
+    One copy brings all of them; it waits for the device.
+    """
+    tensors = [tensor.detach() for tensor in _list_tensors(values) if not tensor.is_cpu]
+    if not tensors:
+        return values
+    parts = []
+    for tensor in tensors:
         # cloned, since torch takes one element for contiguous at any stride, and `view` doesn't
-        whole = torch.contiguous_format
-        parts = [leaf.detach().clone(memory_format=whole).view(-1).view(torch.uint8) for leaf in sent.values()]
-        packed = torch.cat([F.pad(part, (0, -len(part) % 16)) for part in parts]).cpu()
-        starts = accumulate((-(-len(part) // 16) * 16 for part in parts[:-1]), initial=0)
-        for place, part in zip(sent, _unpack(packed, sent, list(starts)), strict=True):
-            leaves[int(place)] = part.clone()  # a part that is kept would keep the whole
-    return cast(T, tree_unflatten(leaves, structure))
+        contiguous = tensor.clone(memory_format=torch.contiguous_format)
+        part = contiguous.view(-1).view(torch.uint8)
+        parts.append(F.pad(part, (0, _pad(len(part)) - len(part))))
+    packed = torch.cat(parts).cpu()
+
+    # cloned, since a part that is kept would keep all of them
+    copies = (part.clone() for part in _unpack(packed, tensors))
+    return cast(T, _map_tensors(values, lambda tensor: tensor if tensor.is_cpu else next(copies)))
 
 
-def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """The context in which a forward pass runs in `precision`; float32 changes nothing."""
-    return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
+def _pad(num_bytes: int) -> int:
+    """The next multiple of 16, where a tensor of any type may begin."""
+    return -(-num_bytes // 16) * 16
+
+
+def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of `packed`, bytes, that are shaped as `tensors`."""
+    start = 0
+    for tensor in tensors:
+        part = packed[start : start + tensor.nbytes]
+        yield part.view(tensor.dtype).view(tensor.shape)
+        start += _pad(tensor.nbytes)
+
+
+def _list_tensors(values: object) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    _map_tensors(values, tensors.append)
+    return tensors
+
+
+def _map_tensors(values: object, function: Callable[[Tensor], object]) -> object:
+    """`values` with `function` of each tensor in it, in their order."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if isinstance(values, Mapping):
+        return {key: _map_tensors(value, function) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        mapped = [_map_tensors(value, function) for value in values]
+        make: Callable[..., object] = type(values)
+        # a named tuple
+        return make(*mapped) if hasattr(values, "_fields") else make(mapped)
+    return values

@@ -1,4 +1,4 @@
-"""YAML, JSON and tables that anyone may have written: read within bounds, checked by a schema.
+"""YAML, JSON and tables from any source: read within bounds, checked by a schema.
 
 Whatever is wrong with a text becomes one ValueError that names where it is from.
 """
@@ -15,78 +15,61 @@ from pydantic import BaseModel, ValidationError
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text
 
-MOST_CHARACTERS = 2**20  # of a YAML text: its parser needs 10 s for so many
-_DEPTH = 20  # lists in lists
+# the parser needs 10 s for so many
+_MAX_YAML_CHARACTERS = 2**20
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain values only: aliases multiply and tags call constructors, and no configuration needs either."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            self._refuse("anchors and aliases (&name, *name) are not read; write the values out", event)
-        if getattr(event, "tag", None) is not None:
-            self._refuse(f"the tag {event.tag} is not read; write the value alone", event)
-        self.depth += 1
-        if self.depth > _DEPTH:
-            self._refuse(f"more than {_DEPTH} levels of lists and sections", event)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML takes the last of equal keys, which hides a mistake."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                self._refuse(f"the key {shorten(key.value)} is there twice", key)
-            seen.add(key.value)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {shorten(key.value)} is there twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
-
-    def _refuse(self, problem: str, place: Any) -> None:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 def parse_yaml(text: str, *, origin: str) -> Any:
-    """Plain values: no anchors, aliases or tags, no key twice, at most 20 levels and 2²⁰ characters."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{origin} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
+    """Parse plain values: no anchors, aliases or tags, and no key twice.
+
+    Raises:
+        ValueError: the text is something else, or longer than 2²⁰ characters; the message begins
+            with `origin`.
+    """
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise ValueError(
+            f"{origin} has {len(text):,} characters; at most {_MAX_YAML_CHARACTERS:,} are read"
+        )
     try:
-        return yaml.load(text, _Loader)
+        # aliases multiply and tags call constructors; configurations need neither
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.AliasToken | yaml.AnchorToken | yaml.TagToken):
+                problem = "anchors, aliases and tags are not read; write the values out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=token.start_mark)
+        return yaml.load(text, _UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
-        text = " ".join(filter(None, (error.context, error.problem)))
-        raise ValueError(f"{origin} is not valid YAML: {shorten(text)}{line}") from error
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # such as 2001-13-45 or an int of 5,000 digits
+        line = ""
+        if error.problem_mark is not None:
+            line = f" (line {error.problem_mark.line + 1})"
+        problem = " ".join(filter(None, (error.context, error.problem)))
+        raise ValueError(f"{origin} is not valid YAML: {shorten(problem)}{line}") from error
+    # the latter two of values such as 2001-13-45 or an int of 5,000 digits
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{origin} is not valid YAML: {shorten(str(error))}") from error
 
 
 def parse_json(text: str, *, origin: str) -> Any:
-    """Any JSON value."""
+    """Any JSON value. Raises ValueError whose message begins with `origin`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{origin} is not valid JSON: {shorten(str(error))}") from error
-
-
-def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
-    """`values` as an object of `schema`; the error names the first key that is wrong."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{origin}: {explain_error(error.errors()[0])}") from None
-
-
-def explain_error(error: Any) -> str:
-    """One pydantic error as a sentence that names the key and the value."""
-    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal[")))
-    message = error["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}" if key else message
 
 
 def read_json(path: Path) -> Any:
@@ -94,12 +77,34 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path), origin=str(path))
 
 
+def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
+    """`values` as an object of `schema`. Raises ValueError naming the first key that is wrong."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{origin}: {explain_error(error.errors()[0])}") from None
+
+
+def explain_error(error: Any) -> str:
+    """One of pydantic's errors as a sentence that names the key and the value."""
+    # pydantic adds its validators' names to the keys
+    parts = [str(part) for part in error["loc"]]
+    key = ".".join(part for part in parts if not part.startswith(("function-", "literal[")))
+    message: str = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if not key:
+        return message
+    return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}"
+
+
 def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Of each row of a CSV file its place, "FILE line N", and its fields."""
+    """Each row of a CSV file: its place, "FILE line N", and its fields."""
     with open_regular(path, encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
             for row in reader:
                 yield f"{path} line {reader.line_num}", row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} line {reader.line_num} is no row of a table: {error}") from error
+            raise ValueError(
+                f"{path} line {reader.line_num} is not a row of a CSV table: {error}"
+            ) from error

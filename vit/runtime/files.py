@@ -1,4 +1,7 @@
-"""Files that are either whole or absent: write beside the target, flush to disk, rename. Only regular ones are read."""
+"""Files that are either complete or absent: write beside the target, flush to disk, rename.
+
+Only regular files are read. A result is written into a new or empty directory, or one that vit made.
+"""
 
 import errno
 import hashlib
@@ -12,18 +15,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vit.runtime.arguments import first_line
+
 if TYPE_CHECKING:
     import numpy as np
 
-from vit.runtime.arguments import first_line
-
-MOST_BYTES = 2**30  # of a file that is read whole
+# of a file that is read at once
+_MAX_BYTES = 2**30
+# in a directory that vit made, and may therefore clear
+_MARK = ".vit-output"
 
 
 def open_regular(path: Path, *, encoding: str | None = None) -> Any:
-    """Open a file to read its bytes or, with `encoding`, its text. Raises OSError for one that isn't regular: reading a
-    pipe or a device may never end."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    """Open a file to read its bytes or, with `encoding`, its text.
+
+    Raises:
+        OSError: the file isn't regular: reading a pipe or a device may never end.
+    """
+    # without waiting: to open a pipe that nobody writes to would never end
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -33,7 +43,7 @@ def open_regular(path: Path, *, encoding: str | None = None) -> Any:
 def read_bytes(path: Path) -> bytes:
     """A regular file's content. Raises OSError for more than 1 GiB."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         content: bytes = file.read()
         return content
@@ -44,68 +54,104 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+        raise ValueError(f"{path} is not valid UTF-8: {error}") from error
 
 
 def read_arrays(path: Path) -> "dict[str, np.ndarray]":
-    """What `write_arrays` wrote. Raises ValueError for a damaged file."""
+    """The arrays that `write_arrays` wrote. Raises ValueError for a damaged file."""
+    # not needed to start
     import numpy as np
 
     with open_regular(path) as file:
         try:
-            with np.load(file, allow_pickle=False) as stored:
+            with np.load(file, allow_pickle=False) as arrays:
                 # ours are not compressed: what is read is no larger than the file
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
-                    raise ValueError("its arrays are compressed")
-                return {name: stored[name] for name in stored.files}
-        except Exception as error:  # numpy and zipfile answer broken bytes with nearly any
+                for entry in arrays.zip.infolist():
+                    if entry.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError("its arrays are compressed")
+                return {name: arrays[name] for name in arrays.files}
+        except Exception as error:
+            # numpy and zipfile answer broken bytes with nearly any
             raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def read_tensors(path: Path) -> Any:
-    """What torch saved, tensors on the CPU and plain values alone. Raises ValueError for anything else."""
+    """What `torch.save` wrote, tensors on the CPU and plain values alone.
+
+    Raises:
+        ValueError: the file is damaged or holds anything else.
+    """
+    # not needed to start
     import torch
 
     with open_regular(path) as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch answers broken bytes with nearly any
+        except Exception as error:
+            # torch answers broken bytes with nearly any
             raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-    unread = [content]
-    while unread:
-        value = unread.pop()
-        unread += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
-            raise ValueError(f"{path} is damaged: a tensor {list(value.shape)} is larger than what is stored of it")
+
+    # a crafted tensor may repeat a few bytes to any size
+    values = [content]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values.extend(value.values())
+        elif isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(
+                f"{path} is damaged: a tensor {list(value.shape)} is larger than what is stored of "
+                "it"
+            )
     return content
 
 
-def write_atomically(path: Path, write: Callable[[Path], object], *, flush_name: bool = True) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it to `path`. A reader sees the old file or the new
-    one, also after a crash or a power cut. Whatever `write` raises leaves `path` as it was and no temporary file
-    behind. Without `flush_name` the new name is sure when the next file of the directory is written."""
+def write_atomically(
+    path: Path, write: Callable[[Path], object], *, flush_name: bool = True
+) -> None:
+    """Write a file so that a reader sees the old one or the new one, also after a power cut.
+
+    Whatever `write` raises leaves `path` as it was and no temporary file behind.
+
+    Args:
+        path: the file.
+        write: fills a temporary file, whose path it gets and which is then renamed.
+        flush_name: False: the new name is durable when the next file of the directory is written.
+    """
+    # hidden, and beside the target, so that renaming it is one step of the file system
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         write(temporary)
         rename_durably(temporary, path, flush_name=flush_name)
     except BaseException:
+        # also where the program is interrupted
         temporary.unlink(missing_ok=True)
         raise
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
-    """Rename a file, or a directory of files, when its content is on disk; return when its new name is too."""
-    for path in (*source.iterdir(), source) if source.is_dir() else (source,):
-        _flush(path)
+    """Rename a file, or a directory of files, when its content is on disk.
+
+    Returns when its new name is on disk, too, unless `flush_name` is False.
+    """
+    if source.is_dir():
+        for path in source.iterdir():
+            _flush(path)
+    _flush(source)
     source.replace(target)
     if flush_name:
         _flush(target.parent)
 
 
-def default_cache_dir() -> Path:
-    """Where downloads and decoded images are kept: $VIT_CACHE, or ~/.cache/vit."""
-    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
+def _flush(path: Path) -> None:
+    """Return when a file's content, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -115,6 +161,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
     """Write named arrays to `path`, an .npz file, atomically. Equal arrays give equal bytes."""
+    # not needed to start
     import numpy as np
 
     def write(temporary: Path) -> None:
@@ -138,10 +185,40 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
-    """Return when a file's content, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def default_cache_dir() -> Path:
+    """Where downloads and decoded images are kept: $VIT_CACHE, or ~/.cache/vit."""
+    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
+
+
+def check_output(path: Path, *, overwrite: bool = False) -> None:
+    """Check the output directory before the work whose result goes there.
+
+    Args:
+        path: the directory.
+        overwrite: whether an earlier result of vit's in it may be deleted.
+
+    Raises:
+        FileExistsError: it holds files that may not be deleted.
+        NotADirectoryError: it is a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(
+            f"{path} already holds files; choose another --output or add --overwrite"
+        )
+    # somebody else's files are never deleted, whatever the options say
+    if not (path / _MARK).exists():
+        raise FileExistsError(f"{path} holds files that vit did not make; choose another --output")
+
+
+def prepare_output(path: Path, *, overwrite: bool = False) -> Path:
+    """Create the output directory `path`, empty; raises as `check_output` does."""
+    check_output(path, overwrite=overwrite)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _MARK).touch()
+    return path

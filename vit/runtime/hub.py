@@ -3,18 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import huggingface_hub as hub
+from huggingface_hub import constants, get_session
 
 
 @contextmanager
-def without_retries() -> Iterator[None]:
-    """Where the hub can't be reached, only what was downloaded before: it would be asked again for minutes."""
-    before = hub.constants.HF_HUB_OFFLINE
+def offline_if_unreachable() -> Iterator[None]:
+    """Use only what was downloaded before, where the hub can't be reached.
+
+    Its library would try to reach it for minutes.
+    """
+    before = constants.HF_HUB_OFFLINE
     try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
-    except Exception:  # of whichever library it sends its requests with
-        hub.constants.HF_HUB_OFFLINE = True
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:
+        # of whichever library it sends its requests with
+        constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        hub.constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = before

@@ -10,16 +10,23 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from vit.runtime.arguments import first_line
 
 T = TypeVar("T")
-_START_TIMEOUT = timedelta(hours=1)  # until the first step: one machine may decode images that another has
-_ANSWER_SECONDS = 5.0  # within which the processes that are left say so
+
+# until the first step: one machine may decode images that another has
+_START_TIMEOUT = timedelta(hours=1)
+# within which the processes that are left say so
+_ANSWER_SECONDS = 5.0
 
 
-class LostProcess(ConnectionError):
-    """Another process of the run has ended or hangs; the run can be continued from its last checkpoint."""
+class ProcessLostError(ConnectionError):
+    """Another process of the run has ended or hangs.
+
+    The run can be continued from its last checkpoint.
+    """
 
 
 @dataclass(frozen=True)
@@ -31,20 +38,17 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """The one process that writes files and messages."""
+        """Whether it is the one process that writes files and messages."""
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is set in any process."""
-        return max(self.gather(flag)) > 0 if self.world_size > 1 else flag
-
-    def gather(self, value: float) -> list[float]:
-        """Every process's `value`, by rank. It goes from host to host, so nothing waits for a GPU."""
-        values = torch.zeros(self.world_size, dtype=torch.float64)
-        values[self.rank] = value
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values.tolist()
+        if self.world_size == 1:
+            return flag
+        # it goes from host to host: nothing waits for a GPU
+        num_flags = torch.tensor(float(flag))
+        dist.all_reduce(num_flags)
+        return bool(num_flags)
 
     def broadcast(self, value: T) -> T:
         """The main process's `value`, in every process."""
@@ -53,87 +57,121 @@ class Process:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def exchange(self, value: T) -> list[T]:
-        """Every process's `value`, by rank, in every process."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
     def wait(self) -> None:
         """Wait until all processes are here."""
         if self.world_size > 1:
             dist.barrier()
 
-    def limit_waits(self, seconds: float) -> None:
-        """From now on, an exchange between hosts fails that another process has not joined for `seconds`. Each training
-        step has one, which fails before NCCL's watchdog ends the process without a name."""
+    def set_timeout(self, seconds: float) -> None:
+        """Fail an exchange between hosts that another process has not joined for `seconds`.
+
+        Each training step has one, which fails before NCCL's watchdog ends the process without a
+        name.
+        """
         if self.world_size > 1 and (group := dist.group.WORLD) is not None:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
 def current_process() -> Process:
     """This process's place in torch's process group; the only one where there is no group."""
-    grouped = dist.is_available() and dist.is_initialized()
-    return Process(dist.get_rank(), dist.get_world_size()) if grouped else Process()
+    if dist.is_available() and dist.is_initialized():
+        return Process(dist.get_rank(), dist.get_world_size())
+    return Process()
 
 
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
-    """Join torchrun's process group (gloo, on GPUs NCCL beside it), where there is one; yields this process and its
-    device. Raises LostProcess, with a sentence that names it, where another process ends or hangs."""
+    """Join torchrun's process group, where there is one.
+
+    Args:
+        device: the name of the user's; on GPUs each process takes its own.
+
+    Yields:
+        This process and its device.
+
+    Raises:
+        ProcessLostError: another process has ended or hangs; the message names it.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
         return
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu:
+
+    # what processes tell one another goes from host to host, gradients from GPU to GPU
+    backends = "gloo"
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        backends = "cpu:gloo,cuda:nccl"
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backends, store=_open_store(), rank=rank, world_size=world_size, timeout=_START_TIMEOUT)
+    process = Process(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    store = _open_store(process)
+    dist.init_process_group(
+        backends,
+        store=store,
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=_START_TIMEOUT,
+    )
     try:
-        yield current_process(), device
+        yield process, device
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        raise LostProcess(_describe_loss(current_process(), error)) from error
+        raise ProcessLostError(_describe_loss(process, store, error)) from error
     finally:
         dist.destroy_process_group()
 
 
-def _open_store() -> Any:
-    """Where the processes that torchrun started again on one machine find one another: what they said before is still
-    in torchrun's store, and they would call processes that are gone (https://github.com/pytorch/pytorch/issues/135712).
-    None, torch's own, for several machines, which don't count restarts alike."""
-    said = os.environ.get
-    if said("TORCHELASTIC_USE_AGENT_STORE") != "True" or said("GROUP_WORLD_SIZE") != "1":
-        return None
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_START_TIMEOUT
+def _open_store(process: Process) -> Any:
+    """The store in which the processes find one another.
+
+    Where torchrun started the processes of one machine again, what they said before is still in its
+    store, and they would call processes that are gone
+    (https://github.com/pytorch/pytorch/issues/135712): each start has keys of its own. Several
+    machines don't count restarts alike.
+    """
+    store, _, _ = next(
+        rendezvous(
+            "env://", rank=process.rank, world_size=process.world_size, timeout=_START_TIMEOUT
+        )
     )
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store
-    )
+    store.set_timeout(_START_TIMEOUT)
+    is_restartable = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_restartable and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        prefix = f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore("vit", store)  # type: ignore[attr-defined]
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether this is what torch raises where another process does not answer; gloo's errors have no class."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    """Whether this is what torch raises where another process does not answer."""
+    # which has no class for it
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, dist.DistError) or is_gloo
 
 
-def _describe_loss(process: Process, error: RuntimeError) -> str:
-    """Which processes do not answer. All that lost one come here at the same time, and say so in torch's store."""
+def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
+    """A sentence that names the processes that do not answer.
+
+    All that lost one come here at the same time, and say so in the store.
+    """
+    # those that answer within some seconds are alive, but for a delay of the network
     silent = set(range(process.world_size))
+    deadline = time.monotonic() + _ANSWER_SECONDS
     try:
-        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _ANSWER_SECONDS
         store.set(f"vit/{process.rank}", "here")
-        while silent and time.monotonic() < until:
+        while silent and time.monotonic() < deadline:
             silent = {rank for rank in silent if not store.check([f"vit/{rank}"])}
             time.sleep(0.05)
     except dist.DistError:
-        silent = {0} if process.rank else silent  # the store was its
-    names = " and ".join(map(str, sorted(silent - {process.rank})))
-    lost = f"process {names} of {process.world_size} has ended or hangs" if names else "a connection was lost"
-    reason = first_line(error).rpartition("] ")[2]  # behind gloo's file and line
+        # the store was that of process 0
+        if process.rank != 0:
+            silent = {0}
+    silent.discard(process.rank)
+
+    lost = "a connection was lost"
+    if silent:
+        names = " and ".join(map(str, sorted(silent)))
+        lost = f"process {names} of {process.world_size} has ended or hangs"
+    # behind gloo's file and line
+    reason = first_line(error).rpartition("] ")[2]
     return f"{lost} (process {process.rank}: {reason}); continue with --resume"

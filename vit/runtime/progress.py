@@ -6,23 +6,48 @@ from typing import Protocol
 
 
 class Advance(Protocol):
-    """Moves the bar by `count` items and, where `title` is given, changes what stands before it."""
+    """Moves the bar by `count` items and changes its title, where one is passed."""
 
     def __call__(self, count: float, title: str | None = None) -> None: ...
 
 
 @contextmanager
-def show_progress(title: str, total: int | None, *, shown: bool = True, timed: bool = True) -> Iterator[Advance]:
-    """A bar for `total` items (None: unknown), hidden where standard error is no terminal; yields what advances it.
-    `timed`: with the time left, where items take what they took lately. What is printed to standard error meanwhile
-    appears above the bar."""
+def show_progress(
+    title: str, total: int | None, *, shown: bool = True, timed: bool = True
+) -> Iterator[Advance]:
+    """A progress bar; what is printed to standard error meanwhile appears above it.
+
+    Args:
+        title: what stands before the bar.
+        total: the number of items; None: unknown.
+        shown: False hides the bar; so does a standard error that is not a terminal.
+        timed: whether the time left is shown, which is right where items take equally long.
+
+    Yields:
+        A function that advances the bar.
+    """
+    # rich takes long to import
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    columns = columns if timed else columns[:-1]
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+    ]
+    if timed:
+        columns.append(TimeRemainingColumn())
+    # a log file gets no control characters
+    is_hidden = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
         task = bar.add_task(title, total=total)
 
         def advance(count: float, title: str | None = None) -> None:

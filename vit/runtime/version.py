@@ -1,3 +1,3 @@
 """The version, which model files and results record."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

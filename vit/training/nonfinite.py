@@ -8,15 +8,24 @@ from torch import Tensor, nn
 
 
 def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = None) -> str | None:
-    """Name of the first module whose output, or of the first parameter whose gradient, is not finite; else None. Runs
-    `model` again on the batch that failed; call it under the same autocast. The forward pass is searched first, then
-    with `targets` the gradients of the cross-entropy from the head down. Leaves no gradient behind."""
-    found: list[str] = []
+    """Run a model again on the batch that failed, and name the first place that is not finite.
+
+    Leaves no gradient behind. Call it under the same autocast as the training step.
+
+    Args:
+        images: [B, 3, H, W].
+        targets: classes [B] or class probabilities [B, C]; None searches the forward pass only.
+
+    Returns:
+        The first module whose output is not finite, or else the first parameter, from the head
+        down, whose gradient of the cross-entropy is not; None where all are finite.
+    """
+    modules: list[str] = []  # with a value that is not finite, in the order of the forward pass
     names = {module: name or "model" for name, module in model.named_modules()}
 
     def check(module: nn.Module, arguments: Any, output: Any) -> None:
-        if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-            found.append(names[module])
+        if isinstance(output, Tensor) and not torch.isfinite(output).all():
+            modules.append(names[module])
 
     hooks = [module.register_forward_hook(check) for module in names]
     try:
@@ -24,12 +33,17 @@ def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = No
     finally:
         for hook in hooks:
             hook.remove()
-    if found or targets is None:
-        return found[0] if found else None
+    if modules:
+        return modules[0]
+    if targets is None:
+        return None
+
     loss = F.cross_entropy(logits.float(), targets)
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    for name, gradient in reversed(list(zip(named, gradients, strict=True))):
+    trainable = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+    for name, gradient in reversed(list(zip(trainable, gradients, strict=True))):
         if gradient is not None and not torch.isfinite(gradient).all():
             return f"gradient of {name}"
     return None

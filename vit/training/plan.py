@@ -1,49 +1,85 @@
 """What a run is to do, and how far it has come."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-_OF_PATCHES = 0.7  # of a step's time, that falls with the patches that are kept: cifar10/cpu on a Zen 4; Xeon: 0.6
+SelectBy = Literal["top1", "macro_f1", "loss"]
+
+# of a step's time, that falls with the patches that are dropped: cifar10/cpu on a Zen 4; Xeon: 0.6
+_PATCH_FRACTION = 0.7
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long, and what happens when."""
+    """How long a run is, and what happens when.
+
+    Args:
+        epochs: the last one may be cut short by `total_steps`.
+        steps_per_epoch: batches of an epoch.
+        total_steps: after which the run ends.
+        seed: of all random numbers.
+        batch_size: images of a step, over all processes.
+        evaluate_every_epochs: and after the last step.
+        checkpoint_every_steps: beside the checkpoint after every evaluation.
+        image_sizes: ((fraction of the run until which, (height, width)), …); empty for the data's
+            own size.
+        patch_drop_rates: ((fraction of the run until which, fraction of the patches), …).
+        mix_until: fraction of the run after which mixup and cutmix stop.
+        on_nonfinite: what becomes of the run after a step that is not finite.
+        select_by: the measure of the best model, on the validation images.
+        early_stopping_patience: evaluations without a better model after which the run ends; None
+            for no end before `total_steps`.
+        timeout_seconds: without an answer from another process, after which it is given up.
+    """
 
     epochs: int
     steps_per_epoch: int
     total_steps: int
     seed: int
-    batch_size: int  # images a step, over all processes
+    batch_size: int
     evaluate_every_epochs: int = 1
     checkpoint_every_steps: int | None = None
-    keep_every_epochs: int | None = None
-    plateau_steps: int = 0  # at a constant rate before its cooldown: from the last checkpoint there a run may go on
-    image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()  # (fraction of the run until which, (H, W))
-    patch_drop_rates: tuple[tuple[float, float], ...] = ()  # (fraction of the run until which, share)
-    mix_until: float = 1.0  # fraction of the run after which mixup and cutmix stop
-    on_nonfinite: str = "stop"
-    select_by: str = "top1"  # or macro_f1, loss: what makes a model the best
-    early_stopping_patience: int | None = None  # evaluations without a better model after which the run ends
-    timeout_seconds: float = 600  # without an answer from another process
+    image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()
+    patch_drop_rates: tuple[tuple[float, float], ...] = ()
+    mix_until: float = 1.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    select_by: SelectBy = "top1"
+    early_stopping_patience: int | None = None
+    timeout_seconds: float = 600
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
-        """The size of epoch number `epoch`, counted from 0; None for the data's own."""
-        return next((size for until, size in self.image_sizes if epoch < until * self.epochs), None)
+        """The size (height, width) of epoch number `epoch`, counted from 0; None for the data's
+        own."""
+        for until, size in self.image_sizes:
+            if epoch < until * self.epochs:
+                return size
+        return None
 
     def patch_drop_rate(self, epoch: int) -> float:
-        """The share of an image's patches that the steps of epoch number `epoch` drop."""
-        return next((rate for until, rate in self.patch_drop_rates if epoch < until * self.epochs), 0.0)
+        """The fraction of an image's patches that the steps of epoch number `epoch` drop."""
+        for until, rate in self.patch_drop_rates:
+            if epoch < until * self.epochs:
+                return rate
+        return 0.0
 
-    def relative_work(self, epoch: int, image_size: tuple[int, int]) -> float:
-        """A step's time in epoch number `epoch`, as a fraction of that with all patches of an image of `image_size`:
-        proportional to its pixels, a part of it to the patches that it keeps."""
-        pixels = math.prod(self.image_size(epoch) or image_size) / math.prod(image_size)
-        return pixels * (1 - _OF_PATCHES * self.patch_drop_rate(epoch))
+    def count_full_steps(
+        self, first_step: int, last_step: int, image_size: tuple[int, int]
+    ) -> float:
+        """How many steps with all patches of images of `image_size` take the time of the steps
+        from number `first_step` to before `last_step`. A step's time is taken as proportional to
+        its images' pixels, and a part of it to the patches that are not dropped."""
+        full_steps = 0.0
+        for epoch in range(first_step // self.steps_per_epoch, self.epochs):
+            start = max(epoch * self.steps_per_epoch, first_step)
+            stop = min((epoch + 1) * self.steps_per_epoch, last_step)
+            pixels = math.prod(self.image_size(epoch) or image_size) / math.prod(image_size)
+            step_time = pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(epoch))
+            full_steps += max(stop - start, 0) * step_time
+        return full_steps
 
 
 class Validation(NamedTuple):
@@ -53,78 +89,94 @@ class Validation(NamedTuple):
     top1: float  # from 0 to 1, as is macro_f1
     macro_f1: float
 
-    def rank(self, select_by: str) -> tuple[float, float]:
-        """Larger for a better model: the smaller loss breaks ties of accuracy, the larger accuracy ties of loss."""
-        return (-self.loss, self.top1) if select_by == "loss" else (getattr(self, select_by), -self.loss)
+    def rank(self, select_by: SelectBy) -> tuple[float, float]:
+        """Larger for a better model by the measure `select_by`; the smaller loss breaks ties of the
+        others, the larger accuracy ties of loss."""
+        if select_by == "loss":
+            return -self.loss, self.top1
+        return getattr(self, select_by), -self.loss
 
 
 @dataclass
 class Progress:
-    """Where a run is; with the step's state, all that continuing it takes. Checkpoints hold these fields."""
+    """Where a run is; with the training step's state, all that continuing it takes. Checkpoints
+    hold these fields.
+
+    Raises:
+        TypeError: a value is not of its field's kind.
+    """
 
     epoch: int = 0
     step_in_epoch: int = 0
-    step: int = 0
-    best_step: int = 0
+    step: int = 0  # over the whole run, as are all numbers of steps but the one above
+    best_step: int = 0  # 0: there is no model yet
     best_top1: float = -1.0
     best_loss: float = float("inf")
     best_macro_f1: float = -1.0
     evaluations_since_best: int = 0
-    keep_steps: list[int] = field(default_factory=list)
     elapsed_seconds: float = 0.0
+    epoch_seconds: float = 0.0
+
     # of the running epoch, on the device until the epoch ends
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     finite_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    epoch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        counts = (
-            self.epoch,
-            self.step_in_epoch,
-            self.step,
-            self.best_step,
-            self.evaluations_since_best,
-            *self.keep_steps,
-        )
-        best = (self.best_top1, self.best_loss, self.best_macro_f1)
-        numbers = (*best, self.elapsed_seconds, self.epoch_seconds)
-        sums = ((self.loss_sum, torch.float64), (self.correct, torch.int64), (self.finite_steps, torch.int64))
-        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
-            raise TypeError(f"counts of steps and epochs are {counts}")
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError(f"metrics and seconds are {numbers}")
-        if not all(total.dtype == kind and total.ndim == 0 for total, kind in sums):
-            raise TypeError("the sums of the running epoch are no single numbers")
+        # they may come from a file
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is int:
+                is_valid = type(value) is int and 0 <= value < 2**53
+            elif item.type is float:
+                is_valid = isinstance(value, int | float)
+            else:
+                dtype = torch.float64 if item.name == "loss_sum" else torch.int64
+                is_valid = value.dtype == dtype and value.ndim == 0
+            if not is_valid:
+                raise TypeError(f"{item.name} is {value}")
 
     def to(self, device: torch.device) -> "Progress":
         """The same with its sums on `device`."""
-        loss_sum, correct = self.loss_sum.to(device), self.correct.to(device)
-        return replace(self, loss_sum=loss_sum, correct=correct, finite_steps=self.finite_steps.to(device))
+        return replace(
+            self,
+            loss_sum=self.loss_sum.to(device),
+            correct=self.correct.to(device),
+            finite_steps=self.finite_steps.to(device),
+        )
 
     def start_epoch(self) -> None:
         """Count from zero in the next epoch."""
         self.epoch += 1
-        self.step_in_epoch, self.epoch_seconds = 0, 0.0
+        self.step_in_epoch = 0
+        self.epoch_seconds = 0.0
         for total in (self.loss_sum, self.correct, self.finite_steps):
             total.zero_()
 
     def is_done(self, plan: TrainingPlan) -> bool:
         """Whether nothing is left to do."""
         patience = plan.early_stopping_patience
-        return self.step >= plan.total_steps or (patience is not None and self.evaluations_since_best >= patience)
+        has_stopped = patience is not None and self.evaluations_since_best >= patience
+        return self.step >= plan.total_steps or has_stopped
 
     def forget_best(self) -> None:
         """The next evaluation is the best."""
-        self.best_step, self.best_loss, self.best_top1, self.best_macro_f1 = 0, float("inf"), -1.0, -1.0
+        self.best_step = 0
+        self.best_loss = float("inf")
+        self.best_top1 = -1.0
+        self.best_macro_f1 = -1.0
 
-    def record_best(self, found: Validation | None, *, select_by: str) -> bool:
-        """Note the step's validation metrics if they are the best; without validation images the last step is."""
-        if found is not None:
+    def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
+        """Note the step's measures if they are the best; without validation images the last step
+        is. Returns whether they are."""
+        if validation is not None:
             best = Validation(self.best_loss, self.best_top1, self.best_macro_f1)
-            if not found.rank(select_by) > best.rank(select_by):
+            if not validation.rank(select_by) > best.rank(select_by):  # nan is never the best
                 self.evaluations_since_best += 1
                 return False
-            self.best_loss, self.best_top1, self.best_macro_f1 = found
-        self.best_step, self.evaluations_since_best = self.step, 0
+            self.best_loss = validation.loss
+            self.best_top1 = validation.top1
+            self.best_macro_f1 = validation.macro_f1
+        self.best_step = self.step
+        self.evaluations_since_best = 0
         return True

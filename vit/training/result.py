@@ -10,23 +10,31 @@ from typing import Any
 from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
-from vit.runtime.output_dir import prepare_output
+from vit.runtime.files import prepare_output
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished training run and the directory that holds it."""
+    """A finished training run and the directory that holds it.
+
+    Args:
+        directory: of the run.
+        steps: that were trained.
+        seconds: of training, over all resumptions.
+        best_top1: from 0 to 1, on the validation images; None without any.
+        module: the model that was passed from Python, with the weights of the last step.
+    """
 
     directory: Path
     steps: int
-    seconds: float  # of training, over all resumptions
-    best_top1: float | None  # 0 to 1, on the validation images; None without any
-    module: nn.Module | None = None  # that was given, and has the weights of the last step
+    seconds: float
+    best_top1: float | None
+    module: nn.Module | None = None
 
     @property
     def model_path(self) -> Path:
-        """The model file: the weights with the best validation top-1."""
+        """The model file: the weights that were best on the validation images."""
         return self.directory / MODEL_FILE
 
     @cached_property
@@ -40,7 +48,16 @@ class TrainingResult:
         return load_metrics(self.directory / METRICS_FILE)
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Copy the whole run, with its checkpoints, to `directory`. Raises FileExistsError where it holds files, unless
-        `overwrite` is given and an earlier copy is there."""
+        """Copy the whole run, with its checkpoints.
+
+        Args:
+            directory: to copy to.
+            overwrite: an earlier copy that is there is replaced.
+
+        Raises:
+            FileExistsError: the directory holds files, and `overwrite` is not set.
+        """
         target = prepare_output(Path(directory), overwrite=overwrite)
-        shutil.copytree(self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
+        shutil.copytree(
+            self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock")
+        )

@@ -14,61 +14,100 @@ from vit.runtime.files import read_text, remove, write_text
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
-_OURS = (CONFIG_FILE, METRICS_FILE, "model.safetensors", "checkpoints", "tensorboard", "dry_run.png", ".lock")
+_LOCK_FILE = ".lock"
+# what a run writes, and --overwrite removes; anything else in the directory stays
+_RUN_FILES = (
+    CONFIG_FILE,
+    METRICS_FILE,
+    "model.safetensors",
+    "checkpoints",
+    "tensorboard",
+    "dry_run.png",
+)
 
 
 @contextmanager
-def open_run_directory(path: Path, *, resume: bool, overwrite: bool, is_main: bool = True) -> Iterator[None]:
-    """Create and lock `path` for one run, for as long as the context lasts. Raises FileExistsError where it holds
-    another run and neither `resume` nor `overwrite` is given, or holds files that are no part of one; ValueError where
-    a living process trains into it. The lock is the kernel's (flock): it goes with the process, however that ends. Of
-    several processes the main one opens it for all."""
+def open_run_directory(
+    path: Path, *, resume: bool, overwrite: bool, is_main: bool = True
+) -> Iterator[None]:
+    """Create and lock a directory for one run, for as long as the context lasts. The lock is the
+    kernel's (flock): it goes with the process, however that ends.
+
+    Args:
+        path: of the directory.
+        resume: a run that is there may be continued.
+        overwrite: a run that is there is removed.
+        is_main: of several processes the main one opens the directory for all.
+
+    Raises:
+        NotADirectoryError: `path` is a file.
+        FileExistsError: another run is there, and neither `resume` nor `overwrite` is set, or files
+            that are not part of a run.
+        ValueError: a living process trains into it.
+    """
     if not is_main:
         yield
         return
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("a+") as lock:
+    with (path / _LOCK_FILE).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = f"another process is training into {path}; wait for it or choose another --output"
-            raise ValueError(text) from None
-        foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in _OURS)
-        if (path / CONFIG_FILE).exists():
-            if overwrite:
-                for name in _OURS[:-1]:  # anything else in the directory stays
-                    remove(path / name)
-            elif not resume:
-                text = f"{path} already holds a run; continue it with --resume or replace it with --overwrite"
-                raise FileExistsError(text)
-        elif foreign and not resume:
-            raise FileExistsError(f"{path} holds {foreign[0]}, which is no part of a run; choose another --output")
+            raise ValueError(
+                f"another process is training into {path}; wait for it or choose another --output"
+            ) from None
+
+        names = sorted(entry.name for entry in path.iterdir())
+        foreign = [name for name in names if name not in (*_RUN_FILES, _LOCK_FILE)]
+        if CONFIG_FILE not in names and foreign and not resume:
+            raise FileExistsError(
+                f"{path} holds {foreign[0]}, which is not part of a run; choose another --output"
+            )
+        if CONFIG_FILE in names and not overwrite and not resume:
+            raise FileExistsError(
+                f"{path} already holds a run;"
+                " continue it with --resume or replace it with --overwrite"
+            )
+        if CONFIG_FILE in names and overwrite:
+            for name in _RUN_FILES:
+                remove(path / name)
         yield
 
 
-def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file, one dictionary an epoch; none where there is no such file. Raises ValueError
-    for a line that is no object of numbers with its epoch and step."""
-    found = []
-    # what stands behind the last line break was being written when its run was killed
-    for number, line in enumerate((read_text(path) if path.is_file() else "").split("\n")[:-1], start=1):
-        origin = f"{path} line {number}"
-        found.append(parse_json(line, origin=origin))
-        check_schema(_Metrics, found[-1], origin=origin)
-    return found
+class _EpochMetrics(BaseModel):
+    """A line of the metrics file."""
 
-
-class _Metrics(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, float | None]
     epoch: int = Field(ge=0, lt=2**53)
     step: int = Field(ge=0, lt=2**53)
 
 
-def update_metrics(path: Path, *more: dict[str, Any], step: int) -> None:
-    """Drop the lines after global step `step`, and a half-written one: a resumed run writes them again. Add `more`."""
-    kept = [metrics for metrics in load_metrics(path) if metrics["step"] <= step]
-    if path.exists() or more:
-        write_text(path, "".join(json.dumps(metrics) + "\n" for metrics in (*kept, *more)))
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics file, one dictionary an epoch; none where there is no file.
+
+    Raises:
+        ValueError: a line is not an object of numbers with its epoch and step.
+    """
+    if not path.is_file():
+        return []
+    # what stands behind the last line break was being written when its run was killed
+    lines = read_text(path).split("\n")[:-1]
+    epochs: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        origin = f"{path} line {number}"
+        metrics = parse_json(line, origin=origin)
+        check_schema(_EpochMetrics, metrics, origin=origin)
+        epochs.append(metrics)
+    return epochs
+
+
+def update_metrics(path: Path, *new_lines: dict[str, Any], step: int) -> None:
+    """Drop the lines after global step `step`, and a half-written one: a resumed run writes them
+    again. Add `new_lines`."""
+    lines = [metrics for metrics in load_metrics(path) if metrics["step"] <= step]
+    lines += new_lines
+    if path.exists() or lines:
+        write_text(path, "".join(json.dumps(metrics) + "\n" for metrics in lines))

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):
+class TrainingInterrupted(Exception):
     """The run was asked to stop and has saved its state; it can be continued."""
 
 
 @contextmanager
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Call `request_stop` with the name of the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """Call `request_stop` with the name of the first SIGINT or SIGTERM; a second one ends the
+    process at once."""
 
     def handle(number: int, frame: object) -> None:
         for kind in _SIGNALS:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.explanation.capture.capture import capture_attention
+from vit.explanation.capture.forward import capture_attention
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 FAMILIES = [
@@ -34,7 +34,9 @@ def count_hooks(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_logits_are_bit_equal_with_and_without_capture(build: Build, family: str, gradients: bool) -> None:
+def test_logits_are_bit_equal_with_and_without_capture(
+    build: Build, family: str, gradients: bool
+) -> None:
     model, images = build(family)
     with torch.set_grad_enabled(gradients):
         expected = logits_of(model, images)
@@ -69,7 +71,9 @@ def test_captured_attention_is_timms_unfused_attention(from_timm: Build) -> None
     model, images = from_timm()
     eager: list[Tensor] = []
     handles = [
-        block.attn.attn_drop.register_forward_hook(lambda module, args, output: eager.append(output))
+        block.attn.attn_drop.register_forward_hook(
+            lambda module, args, output: eager.append(output)
+        )
         for block in model.blocks
     ]
     for block in model.blocks:
@@ -117,7 +121,10 @@ def test_captured_attention_is_torchvisions_attention(build: Build) -> None:
         )[1]
         expected.append(weights)
 
-    handles = [layer.self_attention.register_forward_hook(ask_for_weights) for layer in model.encoder.layers]
+    handles = [
+        layer.self_attention.register_forward_hook(ask_for_weights)
+        for layer in model.encoder.layers
+    ]
     with torch.no_grad(), capture_attention(model) as record:
         model(images)
     for handle in handles:
@@ -156,12 +163,18 @@ def test_gradients_equal_autograd_through_explicit_attention(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_gradients_equal_central_differences(ours: Build, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+def test_gradients_equal_central_differences(
+    ours: Build, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
     model, images = ours()
     model, images = model.double(), images[:1].double()
     with capture_attention(model, gradients=True) as record:
         gradient = record.gradients(model(images)[:, 1])[layer]
-    head, row, column = 1, 0, 7  # row 0, the class token: the other rows of the last layer are not read
+    head, row, column = (
+        1,
+        0,
+        7,
+    )  # row 0, the class token: the other rows of the last layer are not read
 
     def logit(nudge: float) -> float:
         calls = iter(range(3))
@@ -186,12 +199,17 @@ def test_torchvision_gradients_equal_those_of_the_same_layers_written_out(build:
     with capture_attention(model, gradients=True) as record:
         gradients = record.gradients(model(images)[:, 1])
     tokens = model._process_input(images)
-    tokens = torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], dim=1) + model.encoder.pos_embedding
+    tokens = (
+        torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        + model.encoder.pos_embedding
+    )
     kept = []
     for block in model.encoder.layers:
         module = block.self_attention
         inputs = block.ln_1(tokens)
-        heads = F.linear(inputs, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, 3, -1))
+        heads = F.linear(inputs, module.in_proj_weight, module.in_proj_bias).unflatten(
+            -1, (3, 3, -1)
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attention = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(dim=-1)
         attention.retain_grad()
@@ -212,7 +230,10 @@ def test_hooks_are_removed_when_the_model_raises(ours: Build) -> None:
 
 def test_reading_before_a_forward_pass_is_an_error(ours: Build) -> None:
     model, _ = ours()
-    with capture_attention(model) as record, pytest.raises(RuntimeError, match="no attention was captured"):
+    with (
+        capture_attention(model) as record,
+        pytest.raises(RuntimeError, match="no attention was captured"),
+    ):
         _ = record.attentions
 
 
@@ -237,7 +258,10 @@ def test_the_last_forward_pass_stays_in_the_record(ours: Build) -> None:
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "hiera_tiny_224"])
 def test_hierarchical_models_are_refused_with_a_sentence(name: str) -> None:
-    with pytest.raises(ValueError, match="is hierarchical"), capture_attention(timm.create_model(name)):
+    with (
+        pytest.raises(ValueError, match="is hierarchical"),
+        capture_attention(timm.create_model(name)),
+    ):
         pass
 
 
@@ -245,7 +269,10 @@ def test_hierarchical_models_are_refused_with_a_sentence(name: str) -> None:
 def test_models_with_other_attention_are_refused_with_a_sentence(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(ValueError, match="no attention layer of a known kind"), capture_attention(model):
+    with (
+        pytest.raises(ValueError, match="no attention layer of a known kind"),
+        capture_attention(model),
+    ):
         pass
 
 
@@ -255,7 +282,11 @@ def test_attention_that_cannot_be_recomputed_is_refused(from_timm: Build) -> Non
     bias[..., 3] = 5.0
     for block in model.blocks:
         block.attn.forward = lambda x, f=block.attn.forward, **kwargs: f(x, attn_mask=bias)
-    with torch.no_grad(), pytest.raises(ValueError, match="computes something else"), capture_attention(model):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="computes something else"),
+        capture_attention(model),
+    ):
         model(images)
     assert count_hooks(model) == 0
 

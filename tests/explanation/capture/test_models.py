@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
-from vit.explanation.capture.capture import capture_attention
-from vit.explanation.capture.readout import classify_token, run_forward
+from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
 from vit.explanation.capture.tokens import can_drop_tokens, check_places, keep_tokens
-from vit.explanation.methods.table import compute_maps
+from vit.explanation.methods.registry import compute_maps
 from vit.model.logits import compute_logits
 
 POSITIONS_IN_ATTENTION = {name for name in MODELS if "rotary" in name or "beit" in name}
@@ -22,7 +21,9 @@ POSITIONS_IN_ATTENTION |= {"timm-eva", "timm-perception-encoder", "hugging-face-
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_attention_is_what_the_model_computes_in_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_what_the_model_computes_in_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, images = build(name)
     with torch.no_grad(), capture_attention(model) as record:
         compute_logits(model, images)
@@ -30,7 +31,12 @@ def test_attention_is_what_the_model_computes_in_float64(name: str, monkeypatch:
     weights: list[Tensor] = []
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
         scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
         weights.append((scores if attn_mask is None else scores + attn_mask).softmax(dim=-1))
@@ -40,7 +46,9 @@ def test_attention_is_what_the_model_computes_in_float64(name: str, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", attend)
         compute_logits(model, images.requires_grad_())  # with gradients, no fused layer of torch
-    for found, expected in zip(attentions, weights, strict=False):  # an attention pooling comes last
+    for found, expected in zip(
+        attentions, weights, strict=False
+    ):  # an attention pooling comes last
         assert (found - expected).abs().max() < 1e-5
 
 
@@ -58,14 +66,14 @@ def test_attention_is_hugging_faces_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_readout_is_what_the_classifier_reads(name: str) -> None:
+def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
     model, images = build(name)
     forward = run_forward(model, images)
     torch.testing.assert_close(forward.logits, compute_logits(model, images).detach())
     check_places(model, images[:1], num_prefix=forward.num_prefix_tokens, grid=forward.grid)
-    first, readout, reads = forward.num_prefix_tokens, forward.readout, MODELS[name].reads
-    assert (readout.sum(dim=1) - 1).abs().max() < 1e-5
-    prefix, patches = readout[:, :first], readout[:, first:]
+    first, pool_weights, reads = forward.num_prefix_tokens, forward.pool_weights, MODELS[name].reads
+    assert (pool_weights.sum(dim=1) - 1).abs().max() < 1e-5
+    prefix, patches = pool_weights[:, :first], pool_weights[:, first:]
     if reads == "class token":
         assert (prefix[:, 0] == 1).all()
     elif reads == "class and distillation token":
@@ -82,13 +90,15 @@ def test_the_readout_is_what_the_classifier_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["token", "avg", "max"])
-def test_what_is_measured_of_a_wrapped_model_is_what_the_model_says(from_timm: Callable[..., Any], pool: str) -> None:
+def test_what_is_measured_of_a_wrapped_model_is_what_the_model_says(
+    from_timm: Callable[..., Any], pool: str
+) -> None:
     model, images = from_timm(global_pool=pool)
     expected, _, maps = compute_maps(model, images, methods=["rollout", "gae", "legrad"])
     found, _, of_wrapped = compute_maps(
         nn.Sequential(nn.Identity(), model), images, methods=["rollout", "gae", "legrad"]
     )
-    assert (found.readout - expected.readout).abs().max() < 1e-6
+    assert (found.pool_weights - expected.pool_weights).abs().max() < 1e-6
     for one, other in zip(maps, of_wrapped, strict=True):
         torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-6)
 
@@ -100,7 +110,10 @@ def test_tokens_are_left_out_or_the_model_is_refused(name: str) -> None:
     patches = forward.grid[0] * forward.grid[1]
     if name in POSITIONS_IN_ATTENTION:
         assert not can_drop_tokens(model)
-        with pytest.raises(ValueError, match="rotary positions"), keep_tokens(model, torch.arange(3).expand(2, -1)):
+        with (
+            pytest.raises(ValueError, match="rotary positions"),
+            keep_tokens(model, torch.arange(3).expand(2, -1)),
+        ):
             pass
         return
     assert can_drop_tokens(model)
@@ -128,11 +141,26 @@ def test_a_token_alone_is_classified_by_the_models_own_classifier(name: str) -> 
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "pit": (lambda: timm.create_model("pit_ti_224"), "computes something else|attends within windows"),
-    "crossvit": (lambda: timm.create_model("crossvit_tiny_240"), "attends within windows, in branches"),
-    "samvit": (lambda: timm.create_model("samvit_base_patch16_224", depth=1), "attends within windows"),
-    "dlittle": (lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1), "computes something else"),
-    "no head": (lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)), "gives no logits"),
+    "pit": (
+        lambda: timm.create_model("pit_ti_224"),
+        "computes something else|attends within windows",
+    ),
+    "crossvit": (
+        lambda: timm.create_model("crossvit_tiny_240"),
+        "attends within windows, in branches",
+    ),
+    "samvit": (
+        lambda: timm.create_model("samvit_base_patch16_224", depth=1),
+        "attends within windows",
+    ),
+    "dlittle": (
+        lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1),
+        "computes something else",
+    ),
+    "no head": (
+        lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
+        "gives no logits",
+    ),
 }
 
 
@@ -154,4 +182,6 @@ def test_checkpointing_and_inference_mode_change_no_map(name: str) -> None:
         model.set_grad_checkpointing()
     with torch.inference_mode():
         _, _, found = compute_maps(model, images.clone(), methods=methods)
-    assert all(torch.equal(one.values, other.values) for one, other in zip(expected, found, strict=True))
+    assert all(
+        torch.equal(one.values, other.values) for one, other in zip(expected, found, strict=True)
+    )

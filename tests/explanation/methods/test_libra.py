@@ -1,4 +1,5 @@
-"""LibraGrad's gradients: complete in float64 for every supported architecture, with the forward pass untouched."""
+"""LibraGrad's gradients: complete in float64 for every supported architecture, with the forward
+pass untouched."""
 
 import re
 from collections.abc import Callable
@@ -9,21 +10,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.explanation.model_zoo import MODELS, build
-from vit.explanation.capture.capture import capture_attention
-from vit.explanation.capture.readout import run_forward
-from vit.explanation.methods import table
+from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.methods import registry
 from vit.explanation.methods.gradients import compute_fullgrad_plus, compute_input_x_gradient
 from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.table import compute_maps
+from vit.explanation.methods.registry import compute_maps
 from vit.model.logits import compute_logits
+from vit.options import MapOptions
 
 CLASS = 3
-ADDED = re.compile(r"bias$|beta$|tokens?$|pos_embed|pos_embedding|position_embedding|class_embedding")
+ADDED = re.compile(
+    r"bias$|beta$|tokens?$|pos_embed|pos_embedding|position_embedding|class_embedding"
+)
+
+
+def classes_of(images: Tensor) -> Tensor:
+    return torch.full((len(images),), CLASS)
 
 
 def added_tensors(model: nn.Module) -> list[Tensor]:
     """Every parameter and buffer that is added to the signal; nothing else requires a gradient."""
-    tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if b.is_floating_point())]
+    tensors = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if b.is_floating_point()),
+    ]
     model.requires_grad_(False)
     return [tensor.requires_grad_() for name, tensor in tensors if ADDED.search(name)]
 
@@ -38,7 +48,9 @@ def test_the_logit_is_the_sum_of_input_times_gradient_over_inputs_and_biases(nam
     parts = [images, *added]
     gradients = torch.autograd.grad(logit, parts, allow_unused=True)
     total = sum(
-        (part * gradient).sum() for part, gradient in zip(parts, gradients, strict=True) if gradient is not None
+        (part * gradient).sum()
+        for part, gradient in zip(parts, gradients, strict=True)
+        if gradient is not None
     )
     torch.testing.assert_close(total, logit, rtol=1e-9, atol=0)
 
@@ -62,7 +74,9 @@ def test_plain_gradients_are_not_complete() -> None:
     added = added_tensors(model)
     logit = compute_logits(model, images)[:, CLASS].sum()
     gradients = torch.autograd.grad(logit, [images, *added])
-    total = sum((part * gradient).sum() for part, gradient in zip([images, *added], gradients, strict=True))
+    total = sum(
+        (part * gradient).sum() for part, gradient in zip([images, *added], gradients, strict=True)
+    )
     assert abs(total - logit) > 1e-2 * abs(logit)
 
 
@@ -73,16 +87,20 @@ def test_the_tokens_that_enter_a_block_and_the_later_biases_give_the_logit() -> 
         forward = run_forward(model, images, gradients=True)
     logit = forward.logits[:, CLASS]
     inputs = [layer.block_input for layer in forward.record.layers]
-    expected = sum((x * torch.autograd.grad(logit.sum(), x, retain_graph=True)[0]).sum(dim=-1) for x in inputs)
-    found = compute_fullgrad_plus(forward, logit)
+    expected = sum(
+        (x * torch.autograd.grad(logit.sum(), x, retain_graph=True)[0]).sum(dim=-1) for x in inputs
+    )
+    found = compute_fullgrad_plus(forward, classes_of(images), MapOptions())
     torch.testing.assert_close(found, expected.detach())
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
     with LibraGradients():
         forward = run_forward(model, images, gradients=True)
-    total = compute_fullgrad_plus(forward, forward.logits[:, CLASS]).sum(dim=-1)
-    torch.testing.assert_close(total, len(inputs) * forward.logits[:, CLASS].detach(), rtol=1e-9, atol=0)
+    total = compute_fullgrad_plus(forward, classes_of(images), MapOptions()).sum(dim=-1)
+    torch.testing.assert_close(
+        total, len(inputs) * forward.logits[:, CLASS].detach(), rtol=1e-9, atol=0
+    )
 
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -103,7 +121,9 @@ def test_gradients_worked_by_hand(rule: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(result.sum(), x)[0], gradient(x.detach()))
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.RMSNorm(4, eps=0.1)])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.RMSNorm(4, eps=0.1)]
+)
 def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.Module) -> None:
     norm = norm.double()
     for parameter in norm.parameters():
@@ -120,15 +140,18 @@ def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.
 
 
 def test_painted_patches_have_no_input_times_gradient() -> None:
-    """From the mean colour: 0 for a patch of that colour, and (x - mean)·∂f/∂x summed over the others."""
+    """From the mean colour: 0 for a patch of that colour, and (x - mean)·∂f/∂x summed over the
+    others."""
     model, images = build("ours")
     model, images = model.double(), images.double()
     images[:, :, :8, :8] = images[:, :, 8:].mean(dim=(-2, -1), keepdim=True)
-    images[:, :, :8, 8:] = images[:, :, :8, :8].mean(dim=(-2, -1), keepdim=True)  # so that the mean is that colour
+    images[:, :, :8, 8:] = images[:, :, :8, :8].mean(
+        dim=(-2, -1), keepdim=True
+    )  # so that the mean is that colour
     with LibraGradients():
         forward = run_forward(model, images, gradients=True)
     logit = forward.logits[:, CLASS]
-    found = compute_input_x_gradient(forward, logit, from_mean=True)
+    found = compute_input_x_gradient(forward, classes_of(images), MapOptions(), from_mean=True)
     (gradient,) = torch.autograd.grad(logit.sum(), forward.images)
     product = ((images - images.mean(dim=(-2, -1), keepdim=True)) * gradient).sum(dim=1)
     expected = product.unflatten(1, (4, 8)).unflatten(3, (6, 8)).sum(dim=(2, 4)).flatten(1)
@@ -153,9 +176,14 @@ def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
     model, images = build("ours")
     counted = []
     monkeypatch.setattr(
-        table, "run_forward", lambda *args, **options: counted.append(1) or run_forward(*args, **options)
+        registry,
+        "run_forward",
+        lambda *args, **options: counted.append(1) or run_forward(*args, **options),
     )
-    several: dict = {"methods": ["libra-removal"], "choose_targets": lambda logits: logits.topk(3, dim=1).indices}
-    _, _, (maps,) = table.compute_maps(model, images, **several, keep_graph=keep_graph)
+    several: dict = {
+        "methods": ["libra-removal"],
+        "choose_targets": lambda logits: logits.topk(3, dim=1).indices,
+    }
+    _, _, (maps,) = registry.compute_maps(model, images, **several, keep_graph=keep_graph)
     assert maps.values.shape[1] == 3
     assert len(counted) == 2

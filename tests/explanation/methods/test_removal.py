@@ -1,4 +1,5 @@
-"""The removal gradient against finite differences of gates in the model itself, and against cases worked by hand."""
+"""The removal gradient against finite differences of gates in the model itself, and against cases
+worked by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.explanation.model_zoo import MODELS, build
-from vit.explanation.capture.readout import run_forward
+from vit.explanation.capture.forward import run_forward
 from vit.explanation.capture.tokens import keep_tokens
-from vit.explanation.methods.removal import average_over_subsets, compute_removal_gradient, draw_halves
+from vit.explanation.methods.removal import compute_removal_gradient
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
 
@@ -23,7 +24,8 @@ WITHOUT_GATES = ("ours-max", "hugging-face-siglip-tower")
 
 
 class Gates(TorchFunctionMode):
-    """A gate g_j of each token, [B, N], in every softmax over tokens: log g is added to the scores."""
+    """A gate g_j of each token, [B, N], in every softmax over tokens: log g is added to the
+    scores."""
 
     def __init__(self, gates: Tensor) -> None:
         super().__init__()
@@ -33,17 +35,36 @@ class Gates(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
-            bias = self.bias[:, None, None, -key.shape[-2] :].expand(-1, query.shape[1], query.shape[2], -1)
+            bias = self.bias[:, None, None, -key.shape[-2] :].expand(
+                -1, query.shape[1], query.shape[2], -1
+            )
             given = kwargs.get("attn_mask")
-            return func(query, key, value, attn_mask=bias if given is None else bias + given, scale=kwargs.get("scale"))
+            return func(
+                query,
+                key,
+                value,
+                attn_mask=bias if given is None else bias + given,
+                scale=kwargs.get("scale"),
+            )
         if func is F.multi_head_attention_forward:
             query, key, value, _size, num_heads, weight, bias, *_, out_weight, out_bias = args[:13]
-            q, k, v = (F.linear(x, w, b) for x, w, b in zip(args[:3], weight.chunk(3), bias.chunk(3), strict=True))
-            q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # from [N, B, D]
-            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + self.bias[:, None, None, -k.shape[-2] :]
+            q, k, v = (
+                F.linear(x, w, b)
+                for x, w, b in zip(args[:3], weight.chunk(3), bias.chunk(3), strict=True)
+            )
+            q, k, v = (
+                x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)
+            )  # from [N, B, D]
+            scores = (
+                q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+                + self.bias[:, None, None, -k.shape[-2] :]
+            )
             heads = (scores.softmax(dim=-1) @ v).permute(2, 0, 1, 3).flatten(2)
             return F.linear(heads, out_weight, out_bias), None
-        if func in (Tensor.softmax, torch.softmax, F.softmax) and args[0].shape[-1] <= self.bias.shape[1]:
+        if (
+            func in (Tensor.softmax, torch.softmax, F.softmax)
+            and args[0].shape[-1] <= self.bias.shape[1]
+        ):
             tokens = args[0].shape[-1]
             bias = self.bias[:, -tokens:].reshape(-1, *[1] * (args[0].ndim - 2), tokens)
             return func(args[0] + bias, *args[1:], **kwargs)
@@ -65,8 +86,11 @@ def find_last_tokens(model: nn.Module, images: Tensor, count: int) -> nn.Module:
     return given[-1]
 
 
-def gated_score(name: str, model: Any, images: Tensor, gates: Tensor, *, num_prefix: int, probability: bool) -> Tensor:
-    """The score with gates in every attention and in the mean of the pooling, which here is fed with scaled tokens."""
+def gated_score(
+    name: str, model: Any, images: Tensor, gates: Tensor, *, num_prefix: int, probability: bool
+) -> Tensor:
+    """The score with gates in every attention and in the mean of the pooling, which here is fed
+    with scaled tokens."""
     first = 0 if "all" in MODELS[name].reads else num_prefix
 
     def scale(module: nn.Module, args: Any, tokens: Tensor) -> Tensor:
@@ -119,17 +143,27 @@ def test_gates_of_zero_are_the_model_without_the_tokens() -> None:
 
 
 def test_two_tokens_worked_by_hand() -> None:
-    """One layer whose queries and keys are 0, so that A_ij = g_j / (g_1 + g_2), and which adds the mean of the values
-    to a class token: ∂/∂g_j of Σ g_k v_k / Σ g_k at g = 1 is (v_j - mean v) / 2, with the class token's gate 1 of 3."""
+    """One layer whose queries and keys are 0, so that A_ij = g_j / (g_1 + g_2), and which adds the
+    mean of the values to a class token: ∂/∂g_j of Σ g_k v_k / Σ g_k at g = 1 is (v_j - mean v) / 2,
+    with the class token's gate 1 of 3."""
     model = VisionTransformer(
-        img_size=(1, 2), patch_size=1, embed_dim=3, depth=1, num_heads=1, num_classes=1, pos_embed="none", mlp_ratio=1.0
+        img_size=(1, 2),
+        patch_size=1,
+        embed_dim=3,
+        depth=1,
+        num_heads=1,
+        num_classes=1,
+        pos_embed="none",
+        mlp_ratio=1.0,
     ).double()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     block: Any = model.blocks[0]
     block.norm1, model.norm = nn.Identity(), nn.Identity()
     with torch.no_grad():
-        model.patch_embed.proj.weight[0, 0, 0, 0] = 1.0  # the token's first feature is the pixel's red
+        model.patch_embed.proj.weight[0, 0, 0, 0] = (
+            1.0  # the token's first feature is the pixel's red
+        )
         block.attn.qkv.weight[6, 0] = 1.0  # the value is that feature
         block.attn.proj.weight[0, 0] = 1.0
         model.head.weight[0, 0] = 1.0
@@ -156,34 +190,6 @@ def test_a_maximum_has_no_first_order(ours: Build) -> None:
     found, _ = removal_gradient(model.double(), images.double(), probability=False)
     assert torch.isfinite(found).all()
     assert found.abs().max() > 0
-
-
-@pytest.mark.parametrize(("patches", "passes"), [(16, 8), (7, 3)])
-def test_halves_come_in_pairs_that_together_hold_every_patch(patches: int, passes: int) -> None:
-    halves = list(draw_halves(patches, passes))
-    assert len(halves) == passes
-    for first, second in zip(halves[::2], halves[1::2], strict=False):
-        assert sorted([*first.tolist(), *second.tolist()]) == list(range(patches))
-    assert len({tuple(half.tolist()) for half in halves}) == passes
-
-
-def test_passes_give_the_mean_over_the_subsets_that_keep_a_patch() -> None:
-    model, images = build("ours-registers-norms")
-    model, images = model.double(), images.double()
-    forward = run_forward(model, images, gradients=True)
-
-    def compute(forward: Any) -> Tensor:
-        return compute_removal_gradient(forward, forward.logits[:, CLASS])
-
-    found = average_over_subsets(forward, compute, passes=3)
-    expected: dict[int, list[Tensor]] = {patch: [] for patch in range(24)}
-    for half in draw_halves(24, 3):
-        with keep_tokens(model, half.expand(2, -1)):
-            part = run_forward(model, images, gradients=True, grid=forward.grid)
-        for column, patch in enumerate(half.tolist()):
-            expected[patch].append(compute(part)[:, forward.num_prefix_tokens + column].detach())
-    means = torch.stack([torch.stack(values).mean(dim=0) for values in expected.values()], dim=1)
-    torch.testing.assert_close(found[:, forward.num_prefix_tokens :], means)
 
 
 def test_an_unknown_attention_pooling_is_refused() -> None:

@@ -1,18 +1,27 @@
 """Rollout against matrix products written separately, and cases solved by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vit.explanation.capture.capture import capture_attention
-from vit.explanation.methods.rollout import attention_rollout, discard_lowest, mixing_matrix, rollout_row
+from vit.explanation.capture.forward import run_forward
+from vit.explanation.methods.rollout import (
+    attention_rollout,
+    compute_rollout,
+    discard_lowest,
+    mixing_matrix,
+)
+from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 
 
-def random_attention(layers: int = 4, *, batch: int = 2, heads: int = 3, tokens: int = 10) -> list[Tensor]:
+def random_attention(
+    layers: int = 4, *, batch: int = 2, heads: int = 3, tokens: int = 10
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (batch, heads, tokens, tokens)
     return [(3 * torch.randn(shape, generator=generator)).softmax(dim=-1) for _ in range(layers)]
@@ -38,7 +47,9 @@ def test_equals_the_published_formula_in_float64() -> None:
 @pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
 @pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("residual", [0.0, 0.5, 0.9])
-def test_rows_sum_to_one_whatever_the_options(head_fusion: str, discard_ratio: float, residual: float) -> None:
+def test_rows_sum_to_one_whatever_the_options(
+    head_fusion: str, discard_ratio: float, residual: float
+) -> None:
     rollout = attention_rollout(
         random_attention(), head_fusion=head_fusion, discard_ratio=discard_ratio, residual=residual
     )
@@ -53,7 +64,9 @@ def test_a_batch_equals_its_images_one_by_one(head_fusion: str, discard_ratio: f
     options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio}
     together = attention_rollout(attentions, **options)
     for image in range(8):
-        alone = attention_rollout([attention[image : image + 1] for attention in attentions], **options)
+        alone = attention_rollout(
+            [attention[image : image + 1] for attention in attentions], **options
+        )
         assert (together[image] - alone[0]).abs().max() < 1e-6
 
 
@@ -61,21 +74,29 @@ def test_identity_has_the_weight_asked_for_under_max_fusion() -> None:
     (attention,) = random_attention(1)
     fused = attention.amax(dim=1)
     expected = 0.3 * torch.eye(10) + 0.7 * fused / fused.sum(dim=-1, keepdim=True)
-    assert (attention_rollout([attention], head_fusion="max", residual=0.3) - expected).abs().max() < 1e-6
+    assert (
+        attention_rollout([attention], head_fusion="max", residual=0.3) - expected
+    ).abs().max() < 1e-6
 
 
 def test_start_layer_leaves_the_layers_before_it_out() -> None:
     attentions = random_attention()
-    assert torch.equal(attention_rollout(attentions, start_layer=2), attention_rollout(attentions[2:]))
+    assert torch.equal(
+        attention_rollout(attentions, start_layer=2), attention_rollout(attentions[2:])
+    )
 
 
-@pytest.mark.parametrize(("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)])
-def test_a_readout_takes_its_row_of_the_whole_matrix(head_fusion: str, discard_ratio: float) -> None:
+@pytest.mark.parametrize(
+    ("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)]
+)
+def test_pool_weights_take_their_row_of_the_whole_matrix(
+    head_fusion: str, discard_ratio: float
+) -> None:
     attentions = random_attention()
-    readout = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
+    pool_weights = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
     options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio, "residual": 0.3}
-    expected = torch.einsum("bi,bij->bj", readout, attention_rollout(attentions, **options))
-    row = attention_rollout(attentions, readout=readout, **options)
+    expected = torch.einsum("bi,bij->bj", pool_weights, attention_rollout(attentions, **options))
+    row = attention_rollout(attentions, pool_weights=pool_weights, **options)
     assert row.shape == (2, 10)
     assert (row - expected).abs().max() < 1e-6
 
@@ -89,7 +110,7 @@ def test_half_precision_is_accumulated_in_float32() -> None:
 
 def test_discarding_spares_the_class_tokens_row_and_column() -> None:
     matrix = torch.arange(25.0).reshape(1, 5, 5)
-    kept = discard_lowest(matrix, discard_ratio=0.5)
+    kept = discard_lowest(matrix, 0.5, 1)
     assert torch.equal(kept[0, 0], matrix[0, 0])
     assert torch.equal(kept[0, :, 0], matrix[0, :, 0])
     assert torch.equal(kept[0, 1:3, 1:], torch.zeros(2, 4))  # the lowest 8 of 16
@@ -98,7 +119,7 @@ def test_discarding_spares_the_class_tokens_row_and_column() -> None:
 
 def test_a_row_that_lost_everything_keeps_its_token() -> None:
     attention = torch.full((1, 1, 4, 4), 0.25)
-    mixing = mixing_matrix(attention, discard_ratio=0.99, num_prefix_tokens=0)
+    mixing = mixing_matrix(attention, MapOptions(discard_ratio=0.99), 0)
     assert torch.equal(mixing[0, 0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
@@ -124,9 +145,12 @@ def test_no_attention_is_an_error() -> None:
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2000, 2**18])
 def test_row_form_equals_the_row_of_the_full_product(ours: Build, chunk_elements: int) -> None:
     model, images = ours()
-    with torch.no_grad(), capture_attention(model) as record:
-        model(images)
-    readout = torch.rand(2, 25).softmax(dim=-1)
-    full = (readout[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1))[:, 0]
-    row = rollout_row(readout, record.layers, residual=0.3, start_layer=1, chunk_elements=chunk_elements)
+    pool_weights = torch.rand(2, 25).softmax(dim=-1)
+    forward = replace(run_forward(model, images), pool_weights=pool_weights)
+    record = forward.record
+    full = (
+        pool_weights[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1)
+    )[:, 0]
+    options = MapOptions(residual=0.3, start_layer=1)
+    row = compute_rollout(forward, options, chunk_elements=chunk_elements)
     assert (row - full).abs().max() < 1e-6

@@ -12,10 +12,10 @@ from vit.data.images import Geometry, Preprocess
 from vit.explanation.render.overlay import (
     ColourScale,
     blend,
-    colour,
+    draw_heat,
     draw_overlay,
     draw_sheet,
-    find_range,
+    fit_scale,
     palette,
     place_map,
     relative_to_uniform,
@@ -26,9 +26,11 @@ SCALE = ColourScale(0.0, 1.0, signed=False, label="scale of this image")
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (224, 224), (97, 411)])
 @pytest.mark.parametrize("crop_pct", [1.0, 0.875])
-def test_a_planted_patch_lands_on_the_pixels_the_model_saw(size: tuple[int, int], crop_pct: float) -> None:
-    """A white square in the photo that fills one patch of the model's input, found again to within a
-    pixel."""
+def test_a_planted_patch_lands_on_the_pixels_the_model_saw(
+    size: tuple[int, int], crop_pct: float
+) -> None:
+    """A white square in the photo that fills one patch of the model's input, found again to within
+    a pixel."""
     preprocess = Preprocess(image_size=(64, 96), crop_pct=crop_pct)
     grid, patch = (8, 12), (3, 10)
     values = np.zeros(grid, dtype=np.float32)
@@ -52,7 +54,9 @@ def test_a_planted_patch_lands_on_the_pixels_the_model_saw(size: tuple[int, int]
 
 def test_outside_the_crop_nothing_is_covered() -> None:
     geometry = Geometry(original_size=(300, 200), box=(50, 0, 250, 200))
-    _, coverage = place_map(np.ones((4, 4), dtype=np.float32), geometry, size=(300, 200), smooth=True)
+    _, coverage = place_map(
+        np.ones((4, 4), dtype=np.float32), geometry, size=(300, 200), smooth=True
+    )
     assert (coverage[:, 50:250] == 1).all()
     assert (coverage[:, :50] == 0).all()
     assert (coverage[:, 250:] == 0).all()
@@ -77,15 +81,15 @@ def test_opacity_zero_leaves_the_photos_pixels_as_they_are() -> None:
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_constant_map_draws_without_warning(signed: bool) -> None:
     values = np.zeros((4, 4), dtype=np.float32)
-    low, high = find_range([values], signed=signed)
-    found = colour(values, low=low, high=high, signed=signed)
-    assert (found == palette(signed=signed)[128]).all()
+    found = draw_heat(values, fit_scale([values], signed=signed))
+    assert (np.asarray(found) == palette(signed=signed)[128]).all()
 
 
 def test_signed_maps_have_zero_in_the_middle_and_red_above() -> None:
-    low, high = find_range([np.array([[-1.0, 3.0]])], signed=True)
-    assert (low, high) == (-3.0, 3.0)
-    colours = colour(np.array([[-3.0, 0.0, 3.0]]), low=low, high=high, signed=True)[0].astype(int)
+    scale = fit_scale([np.array([[-1.0, 3.0]])], signed=True)
+    assert (scale.low, scale.high) == (-3.0, 3.0)
+    heat = draw_heat(np.array([[-3.0, 0.0, 3.0]]), scale)
+    colours = np.asarray(heat)[0].astype(int)
     assert colours[0][2] > colours[0][0]  # blue
     assert colours[2][0] > colours[2][2]  # red
     assert colours[1].min() > 235  # nearly white
@@ -111,8 +115,12 @@ def test_pictures_of_any_size_are_drawn(size: tuple[int, int]) -> None:
     assert max(picture.size) < 1500
 
 
-@pytest.mark.parametrize(("options", "side"), [({}, 512), ({"max_side": 300}, 300), ({"max_side": 0}, 900)])
-def test_photos_are_drawn_at_512_pixels_unless_told_otherwise(options: dict[str, int], side: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "side"), [({}, 512), ({"max_side": 300}, 300), ({"max_side": 0}, 900)]
+)
+def test_photos_are_drawn_at_512_pixels_unless_told_otherwise(
+    options: dict[str, int], side: int
+) -> None:
     geometry = Preprocess(image_size=(16, 16)).geometry((900, 600))
     values, photo = np.ones((4, 4), dtype=np.float32), Image.new("RGB", (900, 600))
     picture = draw_overlay(photo, values, geometry, scale=SCALE, caption=[], **options)
@@ -124,7 +132,9 @@ def test_a_warning_is_red_in_the_picture() -> None:
     geometry = Preprocess(image_size=(16, 16)).geometry((64, 64))
     values = np.ones((4, 4), dtype=np.float32)
     plain = draw_overlay(Image.new("RGB", (64, 64)), values, geometry, **arguments)
-    marked = draw_overlay(Image.new("RGB", (64, 64)), values, geometry, **arguments, warnings=["nearly uniform"])
+    marked = draw_overlay(
+        Image.new("RGB", (64, 64)), values, geometry, **arguments, warnings=["nearly uniform"]
+    )
     assert marked.height > plain.height
     pixels = np.asarray(marked).astype(int)
     assert ((pixels[..., 0] > 150) & (pixels[..., 1] < 60)).sum() > 30
@@ -133,14 +143,17 @@ def test_a_warning_is_red_in_the_picture() -> None:
 def test_a_sheet_has_a_row_for_each_layer_and_a_column_for_each_head() -> None:
     tiles = np.random.default_rng(0).random((3, 2, 4, 4), dtype=np.float32)
     sheet = draw_sheet(tiles, layers=["0", "1", "2"], heads=["0", "1"], scale=SCALE, caption=["x"])
-    wider = draw_sheet(tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"])
+    wider = draw_sheet(
+        tiles.repeat(2, axis=1), layers=["0", "1", "2"], heads=["0"] * 4, scale=SCALE, caption=["x"]
+    )
     assert wider.width - 200 == sheet.width or wider.width > sheet.width
     assert wider.height == sheet.height
 
 
 @pytest.mark.parametrize("preprocess", [None, Preprocess(image_size=(16, 16))])
 def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_path: Path) -> None:
-    """Without `preprocess` the map lies on the whole image; one with negative values is centred on zero."""
+    """Without `preprocess` the map lies on the whole image; one with negative values is centred on
+    zero."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     values = torch.tensor([[-1.0, 0.5], [0.0, 3.0]])
     box = (0.0, 0.0, 60.0, 40.0) if preprocess is None else (10.0, 0.0, 50.0, 40.0)
@@ -159,7 +172,9 @@ def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_pat
 def test_a_saved_overlays_map_without_negative_values_starts_at_its_lowest(tmp_path: Path) -> None:
     values = np.array([[0.0, 1.0], [0.0, 1.0]])
     for name, signed in (("default", None), ("unsigned", False), ("signed", True)):
-        vit.save_overlay(tmp_path / f"{name}.png", Image.new("RGB", (32, 32)), values, signed=signed)
+        vit.save_overlay(
+            tmp_path / f"{name}.png", Image.new("RGB", (32, 32)), values, signed=signed
+        )
     pictures = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
     assert pictures["default"] == pictures["unsigned"] != pictures["signed"]
 
@@ -175,7 +190,9 @@ def find_columns(size: tuple[int, int], caption: str) -> np.ndarray:
 def test_captions_of_portrait_photos_keep_their_percentage() -> None:
     """What did not fit was cut off, and the percentage stands at the end."""
     short = find_columns((150, 300), "97.1 %")
-    long = find_columns((150, 300), "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %")
+    long = find_columns(
+        (150, 300), "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %"
+    )
     assert len(long) > len(short)
     last = long[-len(short) :]
     last = last[:, np.flatnonzero(last.any(axis=0)).max() - 40 :]
@@ -190,7 +207,10 @@ def test_text_is_broken_between_words_and_never_before_a_percent_sign() -> None:
     for width in range(60, 400, 7):
         lines = _wrap("predicted: Welsh springer spaniel-and-a-very-long-word  97.1 %", width)
         assert all(_font().getlength(line) <= width for line in lines)
-        assert "".join(lines).replace(" ", "") == "predicted:Welshspringerspaniel-and-a-very-long-word97.1%"
+        assert (
+            "".join(lines).replace(" ", "")
+            == "predicted:Welshspringerspaniel-and-a-very-long-word97.1%"
+        )
         assert not any(line.startswith("%") for line in lines)
     assert _wrap("cat  3 %", 200) == ["cat  3 %"]
 
@@ -201,7 +221,9 @@ def test_the_photo_is_visible_where_a_signed_map_is_zero() -> None:
     values = np.zeros((4, 4), dtype=np.float32)
     values[0, 0], values[3, 3] = 2.0, -2.0
     scale = ColourScale(-2.0, 2.0, signed=True, label="")
-    blended = np.asarray(blend(Image.fromarray(photo), values, geometry, scale=scale, opacity=1.0)).astype(int)
+    blended = np.asarray(
+        blend(Image.fromarray(photo), values, geometry, scale=scale, opacity=1.0)
+    ).astype(int)
     assert np.array_equal(blended[:10, 30:], photo[:10, 30:])
     assert blended[0, 0].tolist() == palette(signed=True)[255].tolist()
     assert blended[-1, -1].tolist() == palette(signed=True)[0].tolist()

@@ -1,32 +1,37 @@
 """Maps that don't depend on the model: what methods have to be better than."""
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from vit.explanation.capture.readout import Grid, Images, PatchMaps
+from vit.explanation.capture.forward import Grid, Images, PatchMaps
 
-RANDOM_MAPS = 3  # of each image; their metrics are averaged
+# of each image; their metrics are averaged
+RANDOM_MAPS = 3
+
+
+def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[PatchMaps]]:
+    """Each baseline's maps of a batch [B, rows, columns] by name: `RANDOM_MAPS` random ones, one
+    of the others."""
+    # on the host, so that the numbers are the same on every device
+    generator = torch.Generator().manual_seed(seed)
+    noise = [
+        random_maps(len(images), grid, generator=generator).to(images.device)
+        for _ in range(RANDOM_MAPS)
+    ]
+    centre = centre_maps(len(images), grid).to(images.device)
+    return {"centre": [centre], "edges": [edge_maps(images, grid)], "random": noise}
 
 
 def random_maps(batch: int, grid: Grid, *, generator: torch.Generator) -> PatchMaps:
-    """Uniform noise."""
+    """Uniform noise, 0 to 1."""
     return torch.rand(batch, *grid, generator=generator)
 
 
 def centre_maps(batch: int, grid: Grid) -> PatchMaps:
     """A Gaussian in the middle, σ a quarter of each side: photographers put objects there."""
     down, across = (torch.linspace(-2, 2, side + 2)[1:-1] for side in grid)
-    centre: Tensor = torch.exp(-(down[:, None] ** 2 + across[None, :] ** 2) / 2)
+    centre = torch.exp(-(down[:, None] ** 2 + across[None, :] ** 2) / 2)
     return centre.expand(batch, -1, -1)
-
-
-def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[PatchMaps]]:
-    """Each baseline's maps of a batch: `RANDOM_MAPS` random ones, one of the others."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = [random_maps(len(images), grid, generator=generator).to(images.device) for _ in range(RANDOM_MAPS)]
-    centre = centre_maps(len(images), grid).to(images.device)
-    return {"centre": [centre], "edges": [edge_maps(images, grid)], "random": noise}
 
 
 def edge_maps(images: Images, grid: Grid) -> PatchMaps:

@@ -8,45 +8,70 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 ChooseTargets = Callable[[Float[Tensor, "B C"]], Int[Tensor, "B T"]]
-_MOST_CLASSES = 100
-_TOP = r"top(\d+)"
+_MAX_CLASSES = 100
+_TOP = re.compile(r"top(\d+)")
 
 
-def asks_for_predicted(target: int | str, class_names: Sequence[str]) -> bool:
+def starts_with_predicted(target: int | str, class_names: Sequence[str]) -> bool:
     """Whether the first class that `build_target_chooser` chooses is the predicted one."""
-    return str(target) not in class_names and bool(re.fullmatch(f"auto|all|{_TOP}", str(target)))
+    if str(target) in class_names:
+        return False
+    return target in ("auto", "all") or _TOP.fullmatch(str(target)) is not None
 
 
 def build_target_chooser(target: int | str, class_names: Sequence[str]) -> ChooseTargets:
-    """From logits to the T classes of each image that are to be explained.
+    """From logits to the classes of each image that are to be explained.
 
-    `target`: "auto" (the predicted class), a class's name or index, "all", or "top3" (any number), the most
-    probable first. Raises ValueError for anything else.
+    Args:
+        target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any
+            number), the most probable first.
+        class_names: of the model.
+
+    Returns:
+        A function from logits [B, C] to classes [B, T].
+
+    Raises:
+        ValueError: for an unknown or ambiguous class, and for too many.
     """
-    if asks_for_predicted(target, class_names):
-        top = re.fullmatch(_TOP, str(target))
-        count = int(top[1]) if top else 1 if target == "auto" else len(class_names)
-        if not 0 < count <= len(class_names):
-            raise ValueError(f"class {target!r} asks for {count} of {len(class_names)} classes")
-        if count > _MOST_CLASSES:
-            raise ValueError(f"class {target!r} would draw {count} maps an image; name a class or use top3")
-        return lambda logits: logits.topk(count, dim=1).indices
-    if target in class_names:
-        index = list(class_names).index(str(target))
-    elif str(target).isdigit() and int(target) < len(class_names):
-        index = int(target)  # no class is called so
-    elif found := _find_synonym(str(target), class_names):
-        if len(found) > 1:
-            known = "; ".join(f"{place} ({class_names[place]})" for place in found)
-            raise ValueError(f"class {target!r} is not unique: {known}; give the index")
-        index = found[0]
+    if not starts_with_predicted(target, class_names):
+        index = _find_class(target, class_names)
+        return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
+
+    top = _TOP.fullmatch(str(target))
+    if top is not None:
+        count = int(top[1])
+    elif target == "auto":
+        count = 1
     else:
+        count = len(class_names)
+    if not 0 < count <= len(class_names):
+        raise ValueError(f"class {target!r} asks for {count} of {len(class_names)} classes")
+    if count > _MAX_CLASSES:
+        raise ValueError(
+            f"class {target!r} would draw {count} maps an image; name a class or use top3"
+        )
+    return lambda logits: logits.topk(count, dim=1).indices
+
+
+def _find_class(target: int | str, class_names: Sequence[str]) -> int:
+    """The index of a class by its name, its index or one of its synonyms."""
+    if target in class_names:
+        return list(class_names).index(str(target))
+    name = str(target)
+    if name.isdigit() and int(name) < len(class_names):
+        return int(name)
+
+    # a class may have synonyms, separated by commas, as ImageNet's have; any case
+    matches = []
+    for index, class_name in enumerate(class_names):
+        synonyms = [class_name, *(synonym.strip() for synonym in class_name.split(","))]
+        if name.casefold() in [synonym.casefold() for synonym in synonyms]:
+            matches.append(index)
+    if len(matches) > 1:
+        choices = "; ".join(f"{index} ({class_names[index]})" for index in matches)
+        raise ValueError(f"class {target!r} is not unique: {choices}; give the index")
+    if not matches:
         shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
-        raise ValueError(f"unknown class {target!r}; known: auto, all, top3, 0 to {len(class_names) - 1} or {shown}")
-    return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
-
-
-def _find_synonym(name: str, class_names: Sequence[str]) -> list[int]:
-    """Classes called `name`, in whole or by one of the synonyms that commas separate, as ImageNet's; any case."""
-    called = [{known.casefold(), *(part.strip().casefold() for part in known.split(","))} for known in class_names]
-    return [place for place, names in enumerate(called) if name.casefold() in names]
+        known = f"auto, all, top3, 0 to {len(class_names) - 1} or {shown}"
+        raise ValueError(f"unknown class {target!r}; known: {known}")
+    return matches[0]

@@ -35,25 +35,32 @@ class ViTForImageClassification(PreTrainedModel):
 
 
 class ViTProcessor(ImageProcessingMixin):
-    """Scales an image to cover `resize_size`, cuts `image_size` (height, width) from its centre, normalises."""
+    """Scales an image to cover `resize_size`, cuts `image_size` (height, width) from its centre,
+    normalises."""
 
     model_input_names = ("pixel_values",)
     valid_kwargs = ImagesKwargs  # of the library, which asks for it
 
     def __call__(self, images, return_tensors=None, **unused):
         images = images if isinstance(images, list | tuple) else [images]
-        pixels = np.stack([self._resize(load_image(image)) for image in images]).astype(np.float32)
-        mean, std = np.float64([self.image_mean, self.image_std])
-        scale, shift = (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
-        values = (pixels * scale + shift).transpose(0, 3, 1, 2)
+        pixels = np.stack([self._resize(load_image(image)) for image in images])
+        std = np.float64(self.image_std)
+        scale = (1 / (255 * std)).astype(np.float32)
+        shift = (-np.float64(self.image_mean) / std).astype(np.float32)
+        values = (pixels.astype(np.float32) * scale + shift).transpose(0, 3, 1, 2)
         return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
 
     def _resize(self, image):
         image = ImageOps.exif_transpose(image).convert("RGB")
-        full, kept = self.resize_size[::-1], self.image_size[::-1]  # (width, height), as Pillow
-        pixel = min(image.size[0] / full[0], image.size[1] / full[1])
-        start = [max((side - target * pixel) / 2, 0.0) for side, target in zip(image.size, full, strict=True)]
-        stop = [min(first + target * pixel, side) for first, target, side in zip(start, full, image.size, strict=True)]
-        image = image.resize(full, self.resample, box=(*start, *stop))
-        left, top = ((target - side) // 2 for target, side in zip(full, kept, strict=True))
-        return np.asarray(image.crop((left, top, left + kept[0], top + kept[1])))
+        height, width = self.resize_size
+        pixel = min(image.width / width, image.height / height)
+        left = max((image.width - width * pixel) / 2, 0.0)
+        top = max((image.height - height * pixel) / 2, 0.0)
+        right = min(left + width * pixel, image.width)
+        bottom = min(top + height * pixel, image.height)
+        image = image.resize((width, height), self.resample, box=(left, top, right, bottom))
+
+        crop_height, crop_width = self.image_size
+        left = (width - crop_width) // 2
+        top = (height - crop_height) // 2
+        return np.asarray(image.crop((left, top, left + crop_width, top + crop_height)))

@@ -1,4 +1,5 @@
-"""Predict the classes of photographs: python predict.py IMAGE ... prints a JSON line for each, most probable first."""
+"""Predict the classes of photographs: python predict.py IMAGE ... prints a JSON line for each, most
+probable first."""
 
 import json
 import sys
@@ -10,7 +11,8 @@ from PIL import Image, ImageOps
 
 
 def read_pixels(path):
-    """Upright RGB, uint8 [1, height, width, 3]: 16 bits are scaled to 8, transparency is laid on white."""
+    """Upright RGB, uint8 [1, height, width, 3]: 16 bits are scaled to 8, transparency is laid on
+    white."""
     image = ImageOps.exif_transpose(Image.open(path))
     if image.mode.startswith("I"):
         grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
@@ -26,12 +28,11 @@ def read_pixels(path):
 def main(paths, top_k=5):
     session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
     names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
-    dtype = np.uint8 if "uint8" in session.get_inputs()[0].type else np.float32
     for path in paths:
-        (probabilities,) = session.run(["probabilities"], {"images": read_pixels(path).astype(dtype)})[0]
-        best = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
-        found = [{"index": i, "name": names[i], "probability": float(probabilities[i])} for i in best]
-        print(json.dumps({"path": path, "predictions": found}, ensure_ascii=False))
+        (scores,) = session.run(["probabilities"], {"images": read_pixels(path)})[0]
+        best = np.argsort(-scores, kind="stable")[:top_k].tolist()
+        classes = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in best]
+        print(json.dumps({"path": path, "predictions": classes}, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The model of this folder for timm, whose own VisionTransformer has neither convolutional stems nor a squared ReLU.
+"""The model of this folder for timm, whose own VisionTransformer has neither convolutional stems
+nor a squared ReLU.
 
 import timm, timm_vit  # this file
 model = timm.create_model("local-dir:FOLDER", pretrained=True)
@@ -29,26 +30,35 @@ class ResidualConv(nn.Module):
 
 
 class StemEmbed(nn.Module):
-    """3x3 convolutions that halve the image by their stride ("conv") or by max pooling, down to the patch grid."""
+    """3x3 convolutions that halve the image by their stride ("conv") or by max pooling, down to the
+    patch grid."""
 
     def __init__(self, img_size, patch_size, in_chans, embed_dim, stem, **unused):
         super().__init__()
-        self.img_size, self.patch_size = tuple(img_size), tuple(patch_size)
-        self.grid_size = tuple(side // patch for side, patch in zip(img_size, patch_size, strict=True))
+        self.img_size = tuple(img_size)
+        self.patch_size = tuple(patch_size)
+        self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
-        halvings, pooled, layers = [side.bit_length() - 1 for side in patch_size], stem != "conv", []
+        halvings = [side.bit_length() - 1 for side in patch_size]
         last = max(halvings) - 1
+        layers = []
         for stage in range(last + 1):
             stride = tuple(1 + (stage < count) for count in halvings)
-            narrower = 2 * (stage < last) if pooled else last - stage
-            width = max(embed_dim >> narrower, 8) if narrower else embed_dim
-            layers += [nn.Conv2d(in_chans, width, 3, 1 if pooled else stride, 1, bias=not pooled), nn.ReLU()]
-            layers += [nn.MaxPool2d(3, stride, 1)] if pooled else []
+            width = embed_dim
+            if stage < last:
+                width = max(embed_dim >> (last - stage if stem == "conv" else 2), 8)
+            if stem == "conv":
+                layers += [nn.Conv2d(in_chans, width, 3, stride, 1), nn.ReLU()]
+            else:
+                layers += [nn.Conv2d(in_chans, width, 3, 1, 1, bias=False), nn.ReLU()]
+                layers += [nn.MaxPool2d(3, stride, 1)]
             in_chans = width
         self.stem = nn.Sequential(*layers)
-        self.proj = nn.Identity() if stem == "conv_pool" else ResidualConv(embed_dim)
+        self.proj = nn.Identity()
         if stem == "conv":
             self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
+        elif stem == "conv_pool_residual":
+            self.proj = ResidualConv(embed_dim)
 
     def forward(self, x):
         return self.proj(self.stem(x)).flatten(2).transpose(1, 2)
@@ -57,9 +67,11 @@ class StemEmbed(nn.Module):
 def build(stem, mlp, distilled, **arguments):
     if mlp == "swiglu":
         arguments |= {"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}
-    arguments["act_layer"] = SquaredReLU if mlp == "relu2" else arguments.get("act_layer")
+    elif mlp == "relu2":
+        arguments["act_layer"] = SquaredReLU
     arguments["embed_layer"] = PatchEmbed if stem == "patch" else partial(StemEmbed, stem=stem)
-    return (VisionTransformerDistilled if distilled else VisionTransformer)(**arguments)
+    model = VisionTransformerDistilled if distilled else VisionTransformer
+    return model(**arguments)
 
 
 def vit_with_stem(pretrained=False, **arguments):

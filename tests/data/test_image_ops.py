@@ -1,0 +1,97 @@
+"""Batched operations give what torchvision gives for each image alone with the same parameters."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import functional as reference
+
+from vit.data import augment
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def pictures(count: int = 6, height: int = 20, width: int = 28) -> Tensor:
+    """uint8 [B, 3, H, W] of smooth random colours: neighbouring pixels are alike, as in
+    photographs."""
+    coarse = torch.randint(0, 256, (count, 3, 5, 7), generator=torch.Generator().manual_seed(1))
+    smooth = torch.nn.functional.interpolate(coarse.float(), (height, width), mode="bicubic")
+    return smooth.round().clamp(0, 255).to(torch.uint8)
+
+
+def each(
+    operation: Callable[[Tensor, float], Tensor], images: Tensor, parameters: Tensor
+) -> Tensor:
+    pairs = zip(images, parameters.tolist(), strict=True)
+    return torch.stack([operation(image, parameter) for image, parameter in pairs])
+
+
+FACTORS = torch.tensor([0.0, 0.3, 0.8, 1.0, 1.4, 1.9])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "parameters"),
+    [
+        (augment.adjust_brightness, reference.adjust_brightness, FACTORS),
+        (augment.adjust_contrast, reference.adjust_contrast, FACTORS),
+        (augment.adjust_saturation, reference.adjust_saturation, FACTORS),
+    ],
+    ids=["brightness", "contrast", "saturation"],
+)
+def test_colour_operations_equal_torchvisions_within_a_level(
+    ours: Callable[[Tensor, Tensor], Tensor],
+    theirs: Callable[[Tensor, float], Tensor],
+    parameters: Tensor,
+) -> None:
+    images = pictures()
+    expected = each(theirs, images, parameters).float()
+    # torchvision cuts fractions off at every step, we keep them
+    assert (ours(images.float(), parameters) - expected).abs().max() <= 2
+
+
+@pytest.mark.parametrize("size", [(8, 8), (20, 28), (31, 17)])
+def test_resized_crop_equals_torchvisions_antialiased_bilinear(size: tuple[int, int]) -> None:
+    images = pictures()
+    boxes = torch.tensor(
+        [
+            [0, 0, 28, 20],
+            [3, 5, 12, 18],
+            [27, 19, 28, 20],
+            [0, 10, 28, 20],
+            [5, 0, 8, 20],
+            [1, 1, 3, 4],
+        ]
+    )
+    expected = torch.stack(
+        [
+            reference.resized_crop(
+                image.float(), top, left, bottom - top, right - left, list(size), antialias=True
+            )
+            for image, (left, top, right, bottom) in zip(images, boxes.tolist(), strict=True)
+        ]
+    )
+    got = augment.resized_crop(images.permute(0, 2, 3, 1).contiguous(), boxes.float(), size)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=0)
+
+
+def test_gathered_pixels_are_those_named() -> None:
+    images = torch.randint(0, 256, (9, 7, 5, 3), dtype=torch.uint8, generator=GENERATOR)
+    index = torch.tensor([8, 0, 3])
+    rows = torch.randint(0, 7, (3, 4), generator=GENERATOR)
+    columns = torch.randint(0, 5, (3, 6), generator=GENERATOR)
+    got = augment.gather_pixels(images, index, rows, columns)
+    assert got.shape == (3, 4, 6, 3)
+    for b in range(3):
+        for y in range(4):
+            for x in range(6):
+                assert torch.equal(got[b, y, x], images[index[b], rows[b, y], columns[b, x]])
+
+
+def test_outside_boxes_is_the_complement_of_the_box_even_over_the_edge() -> None:
+    boxes = torch.tensor([[1, 2, 4, 3], [-2, -1, 2, 2], [5, 3, 9, 9], [3, 3, 3, 3]])
+    got = augment.outside_boxes(boxes, (5, 7))
+    for b, (left, top, right, bottom) in enumerate(boxes.tolist()):
+        for y in range(5):
+            for x in range(7):
+                assert got[b, 0, y, x] == (not (left <= x < right and top <= y < bottom))

@@ -1,0 +1,100 @@
+"""Which images are meant, and which class of the model a class of theirs is."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.bundle import Bundle
+from vit.data.cache import decode_dataset
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
+from vit.evaluation.images import (
+    Images,
+    count_duplicates,
+    load_images,
+    map_labels,
+    printable,
+)
+
+
+def write_images(root: Path, *folders: str, count: int = 3) -> Path:
+    rng = np.random.default_rng(0)
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        for number in range(count):
+            coarse = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+            Image.fromarray(coarse).resize((40, 40), Image.Resampling.BICUBIC).save(
+                root / folder / f"{number}.png"
+            )
+    return root
+
+
+def test_labels_follow_their_names_when_the_orders_differ() -> None:
+    mapped = map_labels(
+        np.array([0, 1, 2, 2]),
+        source_classes=("cat", "dog", "emu"),
+        model_classes=("emu", "cat", "dog"),
+    )
+    assert mapped.tolist() == [1, 2, 0, 0]
+
+
+def test_a_model_may_know_more_classes_and_unused_names_do_not_matter() -> None:
+    mapped = map_labels(
+        np.array([1]), source_classes=("unknown", "dog"), model_classes=("cat", "dog", "emu")
+    )
+    assert mapped.tolist() == [1]
+
+
+def test_a_class_that_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="the model doesn't know 'yak' of this data; it knows 'cat', 'dog'"
+    ):
+        map_labels(np.array([0, 1]), source_classes=("cat", "yak"), model_classes=("cat", "dog"))
+
+
+def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> None:
+    model = ("tench, Tinca tinca", "crane", "crane, machine")
+    assert map_labels(
+        np.array([0, 1]), source_classes=("tench", "crane"), model_classes=model
+    ).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="doesn't know 'drake'"):
+        map_labels(
+            np.array([0]),
+            source_classes=("drake",),
+            model_classes=("drake, bird", "drake, musician", "x"),
+        )
+
+
+def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "set", "1", "2")
+    preprocess = Preprocess((32, 32))
+    training = decode_dataset(
+        open_dataset("folder", root=root).split("all"), size=None, progress=False
+    )
+    held = write_images(tmp_path / "test", "1", "2", count=1)
+    Image.open(root / "1" / "0.png").save(held / "2" / "copy.png")
+    Image.open(root / "2" / "1.png").convert("RGB").save(held / "1" / "recoded.jpg", quality=80)
+    fresh = np.random.default_rng(9).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    for name in ("1", "2"):
+        Image.fromarray(np.rot90(fresh, int(name)).copy()).resize((40, 40)).save(
+            held / name / "0.png"
+        )
+    tested = load_images(
+        open_dataset("folder", root=held),
+        "all",
+        preprocess=preprocess,
+        class_names=bundle.class_names,
+        progress=False,
+    )
+    found = count_duplicates(tested, training.hashes)
+    assert (found.exact, found.near) == (1, 1)
+    assert found.examples == ["2/copy.png", "1/recoded.jpg"]
+    assert bundle.training_hashes is not None
+    assert count_duplicates(images, np.stack(bundle.training_hashes)).exact == 0
+
+
+def test_names_of_any_bytes_become_text() -> None:
+    assert printable("caf\udce9.png") == "caf�.png"
+    assert printable("naïve.png") == "naïve.png"

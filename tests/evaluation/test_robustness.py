@@ -1,0 +1,180 @@
+"""Fifteen corruptions that depend on the image alone and grow with severity."""
+
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.evaluation.prediction import Pixels
+from vit.evaluation.robustness import (
+    CORRUPTIONS,
+    SEVERITIES,
+    corrupt_batch,
+    rotate,
+    shift,
+)
+
+# CRC-32 of all severities of two pictures, as images were corrupted one by one
+FIRST_BYTES = {
+    "gaussian_noise": (2175987519, 747574748),
+    "shot_noise": (4229649336, 2067265959),
+    "impulse_noise": (1308924068, 4186249270),
+    "defocus_blur": (1691229747, 2944640665),
+    "glass_blur": (4037144941, 3962596633),
+    "motion_blur": (2846712883, 4272968907),
+    "zoom_blur": (108811071, 2576578913),
+    "snow": (4129558136, 539098290),
+    "frost": (3952566491, 2831798682),
+    "fog": (2644798157, 2694465123),
+    "brightness": (2049653907, 1935258687),
+    "contrast": (4038036193, 373267968),
+    "elastic_transform": (1734954486, 1550249627),
+    "pixelate": (1261637098, 3552970520),
+    "jpeg_compression": (1900120238, 1403205415),
+}
+
+
+@pytest.fixture(scope="module", params=[32, 96])
+def photo(request: pytest.FixtureRequest) -> Pixels:
+    return draw_picture(request.param, request.param)
+
+
+def draw_picture(height: int, width: int) -> Pixels:
+    """With edges, texture and colour."""
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(30, 226, (11, 11, 3), dtype=np.uint8)
+    picture = np.asarray(
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+    ).copy()
+    return np.clip(picture + rng.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
+
+
+def corrupt(pixels: Pixels, *, name: str, severity: int, digest: int) -> Pixels:
+    """One image [H, W, 3], as a batch of one."""
+    corrupted = corrupt_batch(pixels[None], name=name, severity=severity, digests=[digest])
+    return corrupted[0]
+
+
+def test_there_are_the_fifteen_of_the_paper_in_four_families() -> None:
+    families = {corruption.family for corruption in CORRUPTIONS.values()}
+    assert len(CORRUPTIONS) == 15
+    assert families == {"noise", "blur", "weather", "digital"}
+    assert all(len(each.small) == len(each.large) == 5 for each in CORRUPTIONS.values())
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corruption_damages_more_with_severity_and_repeats(photo: Pixels, name: str) -> None:
+    before = photo.copy()
+    damage = []
+    for severity in SEVERITIES:
+        corrupted = corrupt(photo, name=name, severity=severity, digest=7)
+        assert corrupted.shape == photo.shape
+        assert corrupted.dtype == np.uint8
+        assert np.array_equal(corrupted, corrupt(photo, name=name, severity=severity, digest=7))
+        damage.append(np.abs(corrupted.astype(float) - photo).mean())
+    assert np.array_equal(photo, before)
+    assert damage[0] > 0.3
+    assert damage[4] > damage[0]
+
+
+def test_pixelate_keeps_most_pixels_of_a_small_image_at_its_lowest_severity() -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    corrupted = corrupt(photo, name="pixelate", severity=1, digest=0)
+    # by hand: 30 of 32 rows and columns are kept in whole pixels, so at most two in each direction
+    # change
+    assert (corrupted == photo).all(axis=2).mean() >= (28 / 32) ** 2
+
+
+@pytest.mark.parametrize(
+    "name", ["gaussian_noise", "shot_noise", "motion_blur", "snow", "frost", "fog"]
+)
+def test_each_image_has_its_own_draw(photo: Pixels, name: str) -> None:
+    one = corrupt(photo, name=name, severity=3, digest=1)
+    assert not np.array_equal(one, corrupt(photo, name=name, severity=3, digest=2))
+
+
+def test_noise_has_the_deviation_of_the_paper() -> None:
+    grey = np.full((64, 64, 3), 128, dtype=np.uint8)
+    gaussian = corrupt(grey, name="gaussian_noise", severity=5, digest=0) / 255
+    assert gaussian.std() == pytest.approx(0.10, rel=0.05)
+    shot = corrupt(grey, name="shot_noise", severity=5, digest=0) / 255
+    assert shot.std() == pytest.approx(np.sqrt(0.5 / 50), rel=0.05)
+    impulse = corrupt(grey, name="impulse_noise", severity=5, digest=0)
+    assert (impulse != 128).any(axis=2).mean() == pytest.approx(0.07, abs=0.01)
+
+
+def test_blur_keeps_the_mean_and_contrast_shrinks_towards_it(photo: Pixels) -> None:
+    for name in ("defocus_blur", "motion_blur", "contrast"):
+        corrupted = corrupt(photo, name=name, severity=3, digest=0)
+        assert corrupted.mean() == pytest.approx(photo.mean(), abs=3)
+        assert corrupted.std() < photo.std()
+
+
+def test_brightness_raises_the_value_and_keeps_the_hue() -> None:
+    colour = np.full((32, 32, 3), (60, 120, 30), dtype=np.uint8)
+    brighter = corrupt(colour, name="brightness", severity=5, digest=0)[0, 0] / 255
+    assert brighter.max() == pytest.approx(120 / 255 + 0.3, abs=0.005)
+    assert brighter / brighter.max() == pytest.approx(np.array([0.5, 1, 0.25]), abs=0.01)
+
+
+def test_an_unknown_kind_is_refused(photo: Pixels) -> None:
+    with pytest.raises(ValueError, match=r"unknown corruption 'rain'; known: gaussian_noise, "):
+        corrupt(photo, name="rain", severity=1, digest=0)
+
+
+def test_a_shift_moves_pixels_and_mirrors_the_edge() -> None:
+    batch = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3)
+    right = shift(batch, fraction=0.25, axis=1)
+    assert np.array_equal(right[:, :, 2:], batch[:, :, :-2])
+    assert np.array_equal(right[:, :, :2], batch[:, :, 1::-1])
+    up = shift(batch, fraction=-0.25, axis=0)
+    assert np.array_equal(up[:, :-2], batch[:, 2:])
+    assert np.array_equal(shift(batch, fraction=0.0, axis=0), batch)
+
+
+def test_a_rotation_turns_about_the_centre() -> None:
+    batch = np.random.default_rng(0).integers(0, 256, (2, 9, 9, 3), dtype=np.uint8)
+    assert np.array_equal(rotate(batch, degrees=90.0), np.rot90(batch, axes=(1, 2)))
+    assert np.array_equal(rotate(batch, degrees=0.0), batch)
+    disc = np.hypot(*np.mgrid[-15.5:16, -15.5:16]) < 10
+    picture = (disc[None, ..., None] * np.uint8(200)).repeat(3, axis=-1)
+    difference = rotate(picture, degrees=30.0).astype(int) - picture
+    assert (np.abs(difference) > 150).mean() < 0.02
+
+
+def test_no_state_is_kept_between_calls(photo: Pixels) -> None:
+    alone = corrupt(photo, name="glass_blur", severity=2, digest=5)
+    for name in CORRUPTIONS:
+        corrupt(photo, name=name, severity=1, digest=9)
+    assert np.array_equal(alone, corrupt(photo, name="glass_blur", severity=2, digest=5))
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_corrupted_images_have_the_bytes_of_the_first_version(name: str) -> None:
+    for (height, width), expected in zip([(32, 32), (72, 96)], FIRST_BYTES[name], strict=True):
+        picture = draw_picture(height, width)
+        corrupted = [
+            corrupt(picture, name=name, severity=severity, digest=7) for severity in SEVERITIES
+        ]
+        assert zlib.crc32(np.stack(corrupted).tobytes()) == expected
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_an_image_is_corrupted_alike_in_any_batch_and_thread(name: str) -> None:
+    batch = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    digests, meeting = list(range(2**63, 2**63 + 20)), threading.Barrier(2)
+
+    def run(severity: int) -> Pixels:
+        meeting.wait()
+        return corrupt_batch(batch, name=name, severity=severity, digests=digests)
+
+    with ThreadPoolExecutor(2) as pool:
+        of_threads = list(pool.map(run, (4, 4)))
+    alone = [
+        corrupt(image, name=name, severity=4, digest=of)
+        for image, of in zip(batch, digests, strict=True)
+    ]
+    assert all(np.array_equal(found, np.stack(alone)) for found in of_threads)

@@ -1,0 +1,427 @@
+"""Exports are exact, repeatable and survive interruptions and bad images."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.explanation.collector import explain_with
+from vit.api import explain
+from vit.bundle import Bundle
+from vit.data.images import Preprocess, list_images
+from vit.explanation.explainer import Explainer, explain_images
+from vit.explanation.items import ImageItem, items_from_images
+from vit.explanation.methods.registry import METHODS, MapOptions
+from vit.explanation.records import ImageResult
+from vit.explanation.render.overlay import FIXED_END
+from vit.explanation.writer import MapWriter, draw_map
+from vit.model.vision_transformer import VisionTransformer
+from vit.options import ExplainOptions
+from vit.runtime.files import prepare_output
+from vit.runtime.threads import BatchThreads
+
+NAMES = ("cat", "<img src=x onerror=alert(1)>", "dog/wolf", "3", "été")
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=16, patch_size=4, num_classes=5, embed_dim=24, depth=2, num_heads=3
+    )
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return Bundle(
+        model.eval(), Preprocess(image_size=(16, 16)), NAMES, name="small", sha256="0" * 64
+    )
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[str]:
+    """Five images of different sizes, two with the same stem, and a broken one."""
+    folder = tmp_path / "photos"
+    random = np.random.default_rng(0)
+    for name, size in {
+        "a/one.png": (20, 30),
+        "b/one.png": (30, 20),
+        "two.jpg": (16, 16),
+        "é.webp": (64, 48),
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(
+            folder / name
+        )
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
+    return sorted(str(path) for path in folder.rglob("*.*"))
+
+
+def write(bundle: Bundle, items: list[ImageItem], map_writer: MapWriter) -> list[ImageResult]:
+    images: list[ImageResult] = []
+    with map_writer:
+        explanations = explain_with(
+            bundle, items, map_writer.options, map_writer.add, images.extend
+        )
+        map_writer.unreadable = explanations.unreadable
+    return images
+
+
+def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -> dict:
+    options = Explainer(
+        bundle, ExplainOptions(**{"batch_size": 2, "sanity_checks": True} | choices)
+    ).options
+    write(bundle, items_from_images(photos), MapWriter(output, bundle, options))
+    return json.loads((output / "manifest.json").read_text())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_same_input_gives_the_same_bytes(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        export(bundle, photos, tmp_path / name, methods=("rollout", "gae"))
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert first == second
+
+
+def test_arrays_are_the_exact_maps(bundle: Bundle, photos: list[str], tmp_path: Path) -> None:
+    manifest = export(bundle, photos, tmp_path / "out", batch_size=16)
+    readable = [entry["path"] for entry in manifest["images"]]
+    expected = explain_images(bundle, [Image.open(path).convert("RGB") for path in readable])
+    with np.load(tmp_path / "out" / "maps.npz") as arrays:
+        for entry, values in zip(manifest["images"], expected.maps["rollout"], strict=True):
+            assert arrays[entry["map_key"]].dtype == np.float32
+            assert np.array_equal(arrays[entry["map_key"]], values.numpy())
+
+
+def test_the_manifest_says_how_each_map_was_made(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    manifest = export(bundle, photos, tmp_path / "out")
+    assert manifest["schema_version"] == 3
+    assert manifest["method"] == "rollout"
+    assert manifest["model_sha256"] == "0" * 64
+    assert manifest["parameters"]["residual"] == 0.5
+    assert [entry["path"] for entry in manifest["images"]] == sorted(
+        path for path in photos if "broken" not in path
+    )
+    entry = manifest["images"][0]
+    assert entry["path"].endswith("a/one.png")
+    assert entry["size"] == [20, 30]
+    assert entry["grid"] == [4, 4]
+    assert entry["box"] == [0.0, 5.0, 20.0, 25.0]
+    assert entry["predicted"]["name"] == NAMES[entry["predicted"]["index"]]
+    assert 0 < entry["predicted"]["probability"] <= 1
+    assert (tmp_path / "out" / entry["overlay"]).is_file()
+    found = entry["maps"][0]
+    assert found["class_specific"] is False
+    assert found["target"] is None
+    assert 0 < found["prefix_mass"] < 1
+    numbers = {"agreement", "p_value", "alternatives", "evidence"}
+    assert {"verdict", "reason"} | numbers == found["sanity_check"].keys()
+
+
+def test_a_broken_image_is_named_and_the_rest_explained(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    manifest = export(bundle, photos, tmp_path / "out")
+    assert len(manifest["images"]) == 4
+    (bad,) = manifest["unreadable"]
+    assert bad["path"].endswith("broken.jpg")
+    assert "broken.jpg" in bad["reason"]
+
+
+def test_equal_stems_in_different_folders_do_not_collide(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    export(bundle, photos, tmp_path / "out", sanity_checks=False)
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert names == ["a-one.rollout.png", "b-one.rollout.png", "two.rollout.png", "é.rollout.png"]
+
+
+class Stop(Exception):
+    """Ctrl-C, as far as the export is concerned."""
+
+
+def test_an_interrupted_export_continues_where_it_was(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    export(bundle, photos, tmp_path / "whole", batch_size=1)
+    options = Explainer(
+        bundle, ExplainOptions(batch_size=1, sanity_checks=True, resume=True)
+    ).options
+    output = tmp_path / "parts"
+    items = items_from_images(photos)
+    countdown = iter(range(2))
+
+    def stop(explained: list[ImageResult]) -> None:
+        if next(countdown, None) is None:
+            raise Stop
+
+    with pytest.raises(Stop), MapWriter(output, bundle, options) as writer:
+        explain_with(bundle, items, options, stop, writer.add)
+    resumed = MapWriter(output, bundle, options)
+    done = resumed.names.keys()
+    assert 0 < len(done) < 4
+    seen = write(bundle, [item for item in items if item.path not in done], resumed)
+    assert not {of_image.item.path for of_image in seen} & done
+    assert contents(output) == contents(tmp_path / "whole")
+
+
+def test_continuing_with_other_settings_or_another_model_is_refused(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    export(bundle, photos, tmp_path / "out", sanity_checks=False)
+    options = ExplainOptions(batch_size=2, sanity_checks=False, resume=True)
+    assert len(MapWriter(tmp_path / "out", bundle, options).entries) == 4
+    other = replace(options, map_options=MapOptions(residual=0.4))
+    with pytest.raises(ValueError, match="another choice of residual"):
+        MapWriter(tmp_path / "out", bundle, other)
+    with pytest.raises(ValueError, match="another choice of the model"):
+        MapWriter(tmp_path / "out", replace(bundle, sha256="1" * 64), options)
+    assert MapWriter(tmp_path / "nothing", bundle, options).entries == []
+
+
+def test_an_export_of_an_older_version_is_refused(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    manifest = export(bundle, photos, tmp_path / "out", sanity_checks=False)
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 1}))
+    with pytest.raises(
+        ValueError, match=r"another version of vit .* cannot be continued; use --overwrite"
+    ):
+        MapWriter(
+            tmp_path / "out",
+            bundle,
+            ExplainOptions(batch_size=2, sanity_checks=False, resume=True),
+        )
+
+
+def test_class_targets_have_a_map_each_and_safe_names(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    manifest = export(
+        bundle,
+        photos,
+        tmp_path / "out",
+        methods=("gae", "rollout"),
+        target="all",
+        sanity_checks=False,
+    )
+    entry = manifest["images"][2]
+    maps = entry["maps"]
+    assert [found["target"] and found["target"]["name"] for found in maps].count(None) == 1
+    assert {found["target"]["name"] for found in maps if found["target"]} == set(NAMES)
+    assert all((tmp_path / "out" / found["overlay"]).is_file() for found in maps)
+    assert "two.gae._img src=x onerror=alert(1)_.png" in {found["overlay"] for found in maps}
+    assert all(np.isfinite(found["logit"]) for found in maps if found["target"])
+
+
+@pytest.mark.parametrize(
+    ("classes", "count"), [("auto", 1), ("cat", 1), ("1", 1), ("3", 1), ("top3", 3), ("all", 5)]
+)
+def test_classes_are_given_by_name_index_or_number(
+    bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
+) -> None:
+    manifest = export(
+        bundle,
+        photos[:1] + photos[2:3],
+        tmp_path / "out",
+        methods=("gae",),
+        target=classes,
+        sanity_checks=False,
+    )
+    for entry in manifest["images"]:
+        assert len(entry["maps"]) == count
+        index = {"cat": 0, "1": 1, "3": 3}.get(classes, entry["predicted"]["index"])
+        assert entry["maps"][0]["target"]["index"] == index
+
+
+@pytest.mark.parametrize("target", ["wolf", "5", "top0", "top9", "-1"])
+def test_an_unknown_class_lists_the_known_ones(bundle: Bundle, target: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown class|asks for"):
+        explain_images(bundle, [Image.new("RGB", (16, 16))], "gae", target=target)
+
+
+@pytest.mark.parametrize("scale", ["image", "batch", "fixed"])
+def test_scales_are_of_what_they_say(
+    bundle: Bundle, photos: list[str], tmp_path: Path, scale: str
+) -> None:
+    options = ExplainOptions(scale=scale, sanity_checks=False, methods=("rollout", "cdam"))
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
+    for number, name in enumerate(options.methods):
+        signed = METHODS[name].signed
+        found = [of_image.maps[number] for of_image in seen]
+        for one in found:
+            assert one.scale is not None
+            values = np.stack([other.values for other in found]) if scale == "batch" else one.values
+            high = np.abs(values).max() if signed else values.max()
+            assert np.isclose(one.scale.high, FIXED_END if scale == "fixed" else high)
+            assert np.isclose(
+                one.scale.low,
+                -one.scale.high if signed else 0 if scale == "fixed" else values.min(),
+            )
+
+
+def test_all_layers_and_heads_are_one_sheet(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    manifest = export(
+        bundle,
+        photos,
+        tmp_path / "out",
+        methods=("raw",),
+        map_options=MapOptions(layer="all", head="all"),
+    )
+    with np.load(tmp_path / "out" / "maps.npz") as arrays:
+        assert arrays[manifest["images"][0]["map_key"]].shape == (2, 3, 4, 4)
+    assert manifest["images"][0]["maps"][0]["sanity_check"] is None
+
+
+def test_an_unknown_scale_or_method_is_said_before_any_work(bundle: Bundle) -> None:
+    with pytest.raises(ValueError, match="unknown scale 'log'; known: batch, fixed, image"):
+        Explainer(bundle, ExplainOptions(scale="log"))
+    with pytest.raises(ValueError, match="unknown method 'lrp'"):
+        Explainer(bundle, ExplainOptions(methods=("lrp",)))
+
+
+def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
+    random = np.random.default_rng(0)
+    images = [
+        Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(5)
+    ]
+    whole, parts = (
+        explain_images(bundle, images, "gae"),
+        explain_images(bundle, images, "gae", batch_size=2),
+    )
+    assert (whole.maps["gae"] - parts.maps["gae"]).abs().max() < 1e-5
+    assert torch.equal(whole.targets, parts.targets)
+    assert whole.maps["gae"].shape == (5, 4, 4)
+    with pytest.raises(ValueError, match="no images"):
+        explain_images(bundle, [])
+
+
+def test_half_precision_is_of_the_forward_pass_alone(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    options = ExplainOptions(precision="bfloat16", sanity_checks=False, methods=("rollout", "gae"))
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
+    for of_image in seen:
+        rollout = of_image.maps[0]
+        assert (
+            abs(rollout.values.sum() / (1 - rollout.prefix_mass) - 1) < 1e-5
+        )  # bfloat16 would give 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:1 images are left out")
+def test_a_result_holds_what_the_batches_write(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    settings = {"methods": ("rollout", "gae"), "sanity_checks": True, "batch_size": 2}
+    export(bundle, photos, prepare_output(tmp_path / "batches"), **settings)
+    written = explain(bundle, sorted(photos), output=tmp_path / "explained", **settings)
+    assert contents(tmp_path / "explained") == contents(tmp_path / "batches")
+    in_memory = explain(bundle, sorted(photos), **settings)
+    for found in (written, in_memory):
+        assert found.maps["gae"].shape == (4, 4, 4)
+        assert torch.equal(found.maps["gae"], in_memory.maps["gae"])
+        assert found.targets.tolist() == found.probabilities.argmax(dim=1).tolist()
+        assert [path.endswith("one.png") for path in found.paths] == [True, True, False, False]
+        assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
+    with pytest.raises(
+        ValueError,
+        match="unknown --format 'gif'; known: png, jpeg, webp, npz, html, tensorboard",
+    ):
+        explain(bundle, sorted(photos), output=tmp_path / "gif", formats=["gif"])
+    assert not (tmp_path / "gif").exists()
+
+
+def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
+    found = explain(bundle, pixels, methods=("gae", "rollout"), target="top3")
+    assert found.maps["gae"].shape == (3, 3, 4, 4)
+    assert found.maps["rollout"].shape == (3, 4, 4)
+    assert found.targets.shape == (3, 3)
+    assert found.paths == ["image-00000", "image-00001", "image-00002"]
+    sheets = explain(bundle, pixels[0], methods="raw", options=MapOptions(layer="all", head="all"))
+    assert sheets.maps["raw"].shape == (1, 2, 3, 4, 4)
+
+
+@pytest.mark.parametrize("picture", ["jpeg", "webp"])
+def test_overlays_can_be_smaller_and_of_another_format(
+    bundle: Bundle, photos: list[str], tmp_path: Path, picture: str
+) -> None:
+    found = {}
+    for name, formats, side in (("png", ("png",), 0), (picture, (picture, "npz"), 40)):
+        options = ExplainOptions(sanity_checks=False, formats=formats, max_side=side)
+        with MapWriter(tmp_path / name, bundle, options) as writer:
+            explain_with(bundle, items_from_images(photos), options, writer.add)
+        entry = json.loads((tmp_path / name / "manifest.json").read_text())["images"][0]
+        assert entry["overlay"].endswith(f".rollout.{name}")
+        found[name] = tmp_path / name / entry["overlay"]
+    with Image.open(found["png"]) as large, Image.open(found[picture]) as small:
+        assert small.format == picture.upper()
+        assert small.height < large.height - 100
+    assert found[picture].stat().st_size < found["png"].stat().st_size / 4
+    with pytest.raises(ValueError, match="one format, not png and webp; choose one"):
+        MapWriter(tmp_path, bundle, ExplainOptions(formats=("png", "webp")))
+
+
+@pytest.mark.parametrize("methods", [("rollout",), ("gae", "libra-removal")])
+def test_threads_that_divide_a_batch_give_the_maps_of_one(
+    bundle: Bundle, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread explains a part with a copy of the model: what is recorded is of one pass."""
+    pixels = np.random.default_rng(0).integers(0, 256, (13, 16, 16, 3), dtype=np.uint8)
+    items = items_from_images(list_images(pixels))
+    options = ExplainOptions(methods=methods, batch_size=7, scale="batch", sanity_checks=True)
+    threads = []
+    flags = [
+        (parameter.requires_grad, parameter.data_ptr()) for parameter in bundle.model.parameters()
+    ]
+    found = []
+    for count in (1, 3):
+        monkeypatch.setattr(
+            "vit.explanation.explainer.BatchThreads",
+            lambda wanted=None, count=count: BatchThreads(count),
+        )
+        found.append(explain_with(bundle, items, options, lambda batch: threads.append(len(batch))))
+    assert threads == [7, 6] * 2
+    for alone, divided in zip(found[0].images, found[1].images, strict=True):
+        assert alone.item is divided.item
+        assert np.abs(alone.probabilities - divided.probabilities).max() <= 1e-6
+        for one, other in zip(alone.maps, divided.maps, strict=True):
+            assert np.abs(one.values - other.values).max() <= 1e-6 * np.ptp(one.values)
+            assert one.scale is not None
+            assert other.scale is not None
+            assert other.scale.high == pytest.approx(one.scale.high, rel=1e-5)
+            assert one.sanity_check is not None
+            assert other.sanity_check is not None
+            assert other.sanity_check.verdict == one.sanity_check.verdict
+    assert [
+        (parameter.requires_grad, parameter.data_ptr()) for parameter in bundle.model.parameters()
+    ] == flags
+
+
+def test_a_png_holds_the_picture_that_was_drawn(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    options = ExplainOptions(batch_size=2, sanity_checks=True)
+    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
+    assert len(seen) == 4
+    for of_image in seen:
+        drawn = draw_map(of_image, of_image.maps[0], bundle.class_names)
+        with Image.open(tmp_path / "out" / f"{of_image.maps[0].key}.png") as written:
+            assert written.mode == "RGB"
+            assert np.array_equal(np.asarray(written), np.asarray(drawn))

@@ -1,0 +1,159 @@
+"""Preprocessing and class names of models of timm, torchvision and Hugging Face."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+
+from tests.explanation.model_zoo import _HUGGING_FACE, build_hugging_face_tower
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.model.model_info import count_classes, find_class_names, find_preprocess
+from vit.model.vision_transformer import VisionTransformer
+
+
+def build_hugging_face(**changes: object) -> torch.nn.Module:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**(sizes | {"image_size": 32, "patch_size": 16} | changes))
+    )
+
+
+def build_torchvision(num_classes: int = 1000, image_size: int = 224) -> torch.nn.Module:
+    with torch.device("meta"):
+        return torchvision.models.VisionTransformer(
+            image_size, 16, 1, 12, 768, 3072, num_classes=num_classes
+        )
+
+
+class TestTimm:
+    def test_imagenet_names_and_values(self) -> None:
+        module = timm.create_model("vit_tiny_patch16_224", depth=1)
+        names = find_class_names(module)
+        assert names[0].startswith("tench")
+        assert len(names) == count_classes(module) == 1000
+        assert find_preprocess(module) == {
+            "image_size": [224, 224],
+            "crop_pct": 0.9,
+            "mean": [0.5] * 3,
+            "std": [0.5] * 3,
+            "interpolation": "bicubic",
+        }
+
+    def test_other_class_counts_are_numbered_and_none_is_empty(self) -> None:
+        numbered = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
+        assert find_class_names(numbered) == ("class 0", "class 1")
+        assert find_class_names(timm.create_model("vit_small_patch14_dinov2", depth=1)) == ()
+        headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
+        assert find_class_names(headless) == ()
+
+    def test_a_model_of_another_size_is_fed_its_own(self) -> None:
+        module = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 64))
+        assert find_preprocess(module)["image_size"] == [32, 64]
+
+    def test_a_module_without_pretrained_cfg_has_numbered_classes(self) -> None:
+        module = timm.models.VisionTransformer(
+            32, 16, embed_dim=32, depth=1, num_heads=2, num_classes=1000
+        )
+        assert find_class_names(module)[999] == "class 999"
+        assert Preprocess.from_dict(find_preprocess(module)).image_size == (32, 32)
+
+    def test_another_crop_mode_is_told(self) -> None:
+        module = timm.create_model("vit_tiny_patch16_224", depth=1)
+        module.pretrained_cfg = {**module.pretrained_cfg, "crop_mode": "squash"}
+        with pytest.warns(
+            UserWarning, match="crop_mode 'squash'; here images keep their aspect ratio"
+        ):
+            find_preprocess(module)
+
+    def test_another_interpolation_is_refused(self) -> None:
+        module = timm.create_model("vit_tiny_patch16_224", depth=1)
+        module.pretrained_cfg = {**module.pretrained_cfg, "interpolation": "lanczos"}
+        with pytest.raises(
+            ValueError, match="unknown interpolation 'lanczos'; known: bicubic, bilinear"
+        ):
+            Preprocess.from_dict(find_preprocess(module))
+
+
+class TestTorchvision:
+    def test_its_weights_tell_names_and_values(self) -> None:
+        module = build_torchvision()
+        assert find_class_names(module)[0] == "tench"
+        preprocess = Preprocess.from_dict(find_preprocess(module))
+        assert preprocess == Preprocess((224, 224), crop_pct=0.875, interpolation="bilinear")
+        assert preprocess.resize_size == (256, 256)
+        swag = Preprocess.from_dict(find_preprocess(build_torchvision(image_size=384)))
+        assert swag == Preprocess((384, 384))
+
+    def test_other_class_counts_are_numbered(self) -> None:
+        module = build_torchvision(num_classes=3)
+        assert find_class_names(module) == ("class 0", "class 1", "class 2")
+        assert find_preprocess(module) == {"image_size": [224, 224]}
+
+
+class TestHuggingFace:
+    def test_config_tells_names_and_size(self) -> None:
+        module = build_hugging_face(id2label={0: "ant", 1: "bee", 2: "cow"})
+        assert find_class_names(module) == ("ant", "bee", "cow")
+        preprocess = Preprocess.from_dict(find_preprocess(module))
+        assert preprocess == Preprocess((32, 32), 1.0, (0.5,) * 3, (0.5,) * 3, "bilinear")
+        processor = transformers.ViTImageProcessor()  # its defaults
+        assert (tuple(processor.image_mean), tuple(processor.image_std)) == (
+            preprocess.mean,
+            preprocess.std,
+        )
+
+    def test_the_image_processor_of_its_folder_is_read(self, tmp_path: Path) -> None:
+        build_hugging_face().save_pretrained(tmp_path)
+        config = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+        module = transformers.ViTForImageClassification.from_pretrained(tmp_path)
+        assert Preprocess.from_dict(find_preprocess(module)) == Preprocess(
+            (32, 32), 1.0, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic"
+        )
+
+    @pytest.mark.parametrize(
+        ("family", "processor"),
+        [
+            ("CLIP", "CLIPImageProcessor"),
+            ("MetaClip2", "CLIPImageProcessor"),
+            ("Siglip", "SiglipImageProcessor"),
+        ],
+    )
+    def test_models_of_images_and_texts_are_fed_what_their_processor_makes(
+        self, family: str, processor: str
+    ) -> None:
+        published = getattr(transformers, processor)()
+        tower = getattr(transformers, f"{family}VisionModel")(
+            getattr(transformers, f"{family}VisionConfig")(**_HUGGING_FACE)
+        )
+        for module in (build_hugging_face_tower(family), tower):
+            found = Preprocess.from_dict(find_preprocess(module))
+            assert found == Preprocess(
+                (64, 64), 1.0, tuple(published.image_mean), tuple(published.image_std), "bicubic"
+            )
+        mean = (0.5,) * 3 if family == "Siglip" else (0.48145466, 0.4578275, 0.40821073)
+        assert Bundle.from_model(build_hugging_face_tower(family)).preprocess.mean == mean
+
+    def test_another_model_of_images_and_texts_is_told_to_give_preprocess(self) -> None:
+        module = build_hugging_face_tower("CLIP")
+        module.config.model_type = "other"
+        with pytest.raises(
+            ValueError, match=r"mean and std of the images of .* unknown; give preprocess="
+        ):
+            Bundle.from_model(module)
+
+
+def test_own_models_know_their_size_alone() -> None:
+    model = VisionTransformer((8, 16), 4, num_classes=2, embed_dim=16, depth=1, num_heads=2)
+    assert find_preprocess(model) == {"image_size": [8, 16]}
+    assert find_class_names(model) == ("class 0", "class 1")

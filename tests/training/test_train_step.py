@@ -1,0 +1,305 @@
+"""One step by its numbers."""
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.optimizer import create_optimizer
+from vit.optim.schedule import create_schedule
+from vit.runtime.threads import BatchThreads, thread_generator
+from vit.training.nonfinite import find_nonfinite
+from vit.training.train_step import TrainStep
+
+
+def build_step(
+    model: nn.Module | None = None, *, optimizer: str = "sgd", lr: float = 1.0, **arguments
+) -> TrainStep:
+    """A step in float32 at a constant rate."""
+    if model is None:
+        torch.manual_seed(0)
+        model = VisionTransformer(8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
+    algorithm = create_optimizer(
+        optimizer, model, lr=lr, momentum=0.0 if optimizer == "sgd" else 0.95
+    )
+    schedule = create_schedule(
+        algorithm, name="constant-cooldown", warmup_steps=0, total_steps=10_000
+    )
+    return TrainStep(model, algorithm, schedule, **{"precision": "float32"} | arguments)
+
+
+def draw_batch(size: int = 16, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 3, 8, 8, generator=generator), torch.randint(
+        0, 5, (size,), generator=generator
+    )
+
+
+def weights(step: TrainStep) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in step.module.parameters()])
+
+
+@pytest.mark.parametrize(("size", "count"), [(256, 4), (10, 4), (7, 7)])
+def test_micro_batches_make_the_whole_batchs_step(size, count):
+    whole, split = build_step(), build_step(grad_accum_steps=count)
+    results = [step(*draw_batch(size)) for step in (whole, split)]
+    torch.testing.assert_close(weights(split), weights(whole), rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[1].loss, results[0].loss)
+    torch.testing.assert_close(results[1].grad_norm, results[0].grad_norm)
+    assert results[1].correct == results[0].correct
+
+
+@pytest.mark.parametrize(("size", "count"), [(256, 4), (10, 1), (7, 7), (1, 1)])
+def test_threads_make_the_whole_batchs_step(size, count):
+    whole, divided = build_step(), build_step(grad_accum_steps=count, threads=BatchThreads(3))
+    results = [step(*draw_batch(size)) for step in (whole, divided)]
+    torch.testing.assert_close(weights(divided), weights(whole), rtol=0, atol=1e-6)
+    torch.testing.assert_close(results[1].loss, results[0].loss)
+    torch.testing.assert_close(results[1].grad_norm, results[0].grad_norm)
+    assert results[1].correct == results[0].correct
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_threads_train_convolutions_as_the_whole_batch_does(optimizer):
+    """Their gradients lie in memory in another order, and torch's fused optimizers read values in
+    that order."""
+
+    def train(threads: BatchThreads | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        options = {"stem": "conv_pool_residual", "global_pool": "avg", "pos_embed": "sincos"}
+        model = VisionTransformer(
+            8, 4, num_classes=5, embed_dim=16, depth=1, num_heads=2, **options
+        )
+        step = build_step(model, optimizer=optimizer, lr=1e-2, threads=threads)
+        for seed in range(2):
+            step(*draw_batch(seed=seed))
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for divided, whole in zip(train(BatchThreads(2)), train(None), strict=True):
+        assert divided.stride() == whole.stride()
+        torch.testing.assert_close(divided, whole, rtol=0, atol=1e-4)
+
+
+def test_threads_draw_the_same_numbers_in_every_run():
+    """Which paths are dropped doesn't depend on which thread is first, and no two parts drop the
+    same."""
+
+    def train(delays: list[float]) -> Tensor:
+        torch.manual_seed(0)
+        model = VisionTransformer(
+            8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, drop_path_rate=0.5
+        )
+        step = build_step(model, threads=BatchThreads(4), precision="bfloat16")
+        whole = step._forward
+
+        def forward(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            time.sleep(delays[int(targets[0]) % len(delays)])
+            return whole(images, targets)
+
+        step._forward = forward
+        for seed in range(3):
+            torch.manual_seed(seed)
+            step(*draw_batch(64, seed=seed))
+        return weights(step)
+
+    assert torch.equal(train([0.0, 0.01, 0.0, 0.02]), train([0.02, 0.0, 0.01, 0.0]))
+    threads = BatchThreads(4)
+    drawn = threads.map(
+        lambda _: torch.rand(8, generator=thread_generator()), range(4), is_random=True
+    )
+    assert len({tuple(values.tolist()) for values in drawn}) == 4
+    assert thread_generator() is None
+
+
+def test_later_threads_have_all_of_torchs_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        BatchThreads(3).map(lambda _: None, range(3))
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_frozen_and_unused_parameters_have_no_gradient_with_threads():
+    step = build_step(threads=BatchThreads(2))
+    step.module.patch_embed.requires_grad_(False)
+    step.module.unused = nn.Parameter(torch.ones(2))
+    step(*draw_batch())
+    assert step.module.patch_embed.proj.weight.grad is None
+    assert step.module.unused.grad is None
+    assert torch.equal(step.module.unused, torch.ones(2))
+
+
+def test_loss_is_the_smoothed_cross_entropy_before_the_update():
+    step = build_step(label_smoothing=0.1)
+    images, labels = draw_batch()
+    log_probabilities = step.module(images).log_softmax(1)
+    probabilities = 0.9 * F.one_hot(labels, 5) + 0.1 / 5
+    torch.testing.assert_close(
+        step(images, labels).loss, -(probabilities * log_probabilities).sum(1).mean().detach()
+    )
+
+
+def test_mixed_targets_weigh_their_classes_and_count_the_larger_one():
+    step = build_step()
+    images, labels = draw_batch()
+    probabilities = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
+    logits = step.module(images).detach()
+    result = step(images, probabilities)
+    torch.testing.assert_close(result.loss, -(probabilities * logits.log_softmax(1)).sum(1).mean())
+    assert result.correct == (logits.argmax(1) == labels).sum()
+
+
+def test_class_weights_multiply_each_samples_loss_whatever_the_micro_batches():
+    """The mean is over samples, not over weights: micro-batches and processes then add up."""
+    class_weights = torch.tensor([0.2, 0.5, 1.0, 2.0, 0.0])
+    images, labels = draw_batch(10)
+    steps = [build_step(class_weights=class_weights, grad_accum_steps=count) for count in (1, 4)]
+    logits = steps[0].module(images).detach()
+    expected = (class_weights[labels] * F.cross_entropy(logits, labels, reduction="none")).mean()
+    results = [step(images, labels) for step in steps]
+    for result in results:
+        torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(weights(steps[1]), weights(steps[0]), rtol=0, atol=1e-6)
+    mixed = build_step(class_weights=class_weights)
+    probabilities = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
+    expected = -(class_weights * probabilities * logits.log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(mixed(images, probabilities).loss, expected)
+
+
+def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped():
+    free, clipped, loose = build_step(), build_step(clip_grad=0.01), build_step(clip_grad=1e6)
+    start = weights(free)
+    results = [step(*draw_batch()) for step in (free, clipped, loose)]
+    norm = (weights(free) - start).norm()  # the rate is 1
+    assert norm > 0.1
+    for result in results:
+        torch.testing.assert_close(result.grad_norm, norm, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        (weights(clipped) - start).norm(), torch.tensor(0.01), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(weights(loose), weights(free), rtol=0, atol=0)
+
+
+def test_average_follows_the_weights_as_worked_by_hand():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5, bias=False))
+    with torch.no_grad():
+        model[1].weight.zero_()
+    step = build_step(model, ema_decay=0.2)
+    step(*draw_batch())
+    first = model[1].weight.detach().clone()
+    step(*draw_batch(seed=1))
+    second = model[1].weight.detach()
+    # the first decay is 2/11, below 0.2; the second would be 3/12 and is held to 0.2
+    expected = 0.2 * (9 / 11) * first + 0.8 * second
+    torch.testing.assert_close(step.averaged_model[1].weight, expected)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_count(optimizer):
+    step = build_step(optimizer=optimizer, lr=1e-3, ema_decay=0.9, clip_grad=1.0)
+    step(*draw_batch())
+    before, average = weights(step), copy.deepcopy(step.averaged_model.state_dict())
+    state = copy.deepcopy(step.optimizer.state_dict()["state"])
+    images, labels = draw_batch(seed=1)
+    images[3, 0, 0, 0] = float("inf")
+    result = step(images, labels)
+    assert not result.finite
+    assert step.nonfinite_steps == 1
+    assert torch.equal(weights(step), before)
+    assert all(
+        torch.equal(value, average[name])
+        for name, value in step.averaged_model.state_dict().items()
+    )
+    for index, values in step.optimizer.state_dict()["state"].items():
+        assert all(
+            torch.equal(value, state[index][key])
+            for key, value in values.items()
+            if value is not None
+        )
+    assert step(*draw_batch(seed=2)).finite
+    assert not torch.equal(weights(step), before)
+
+
+def test_with_halt_nothing_moves_after_the_first_step_that_is_not_finite():
+    step = build_step(halt_on_nonfinite=True)
+    step(torch.full((2, 3, 8, 8), float("nan")), torch.zeros(2, dtype=torch.int64))
+    before = weights(step)
+    assert not step(*draw_batch()).finite
+    assert torch.equal(weights(step), before)
+
+
+def test_bfloat16_follows_float32():
+    results = {precision: [] for precision in ("bfloat16", "float32")}
+    for precision, losses in results.items():
+        step = build_step(precision=precision, lr=0.05)
+        losses.extend(float(step(*draw_batch(32, seed=seed)).loss) for seed in range(10))
+    assert results["bfloat16"] == pytest.approx(results["float32"], rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_restored_state_goes_on_to_the_same_bits(precision):
+    step = build_step(precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9)
+    for seed in range(3):
+        step(*draw_batch(seed=seed))
+    resumed = build_step(
+        copy.deepcopy(step.module), precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9
+    )
+    resumed.load_state_dict(copy.deepcopy(step.state_dict()))
+    for seed in range(3, 6):
+        ours, theirs = resumed(*draw_batch(seed=seed)), step(*draw_batch(seed=seed))
+        assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(weights(resumed), weights(step))
+    averages = zip(
+        resumed.averaged_model.parameters(), step.averaged_model.parameters(), strict=True
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in averages)
+
+
+class TestFindNonfinite:
+    def test_names_the_first_module_whose_output_is_not_finite(self):
+        model = build_step().module
+        with torch.no_grad():
+            model.blocks[1].mlp.fc1.bias[3] = float("inf")
+        assert find_nonfinite(model, *draw_batch()) == "blocks.1.mlp.fc1"
+
+    def test_names_a_gradient_where_all_outputs_are_finite(self):
+        class Root(nn.Module):
+            def forward(self, values: Tensor) -> Tensor:
+                return values.square().sqrt()  # at zero its slope is 0 · ∞
+
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), Root())
+        with torch.no_grad():
+            model[1].weight.zero_()
+            model[1].bias.zero_()
+        assert find_nonfinite(model, *draw_batch()) == "gradient of 1.bias"
+        assert model[1].weight.grad is None
+
+    def test_finds_nothing_in_a_sound_model_and_leaves_no_hook(self):
+        model = build_step().module
+        assert find_nonfinite(model, *draw_batch()) is None
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def compare_compiled() -> None:
+    plain, compiled = build_step(lr=0.1), build_step(lr=0.1, compile=True)
+    for seed in range(3):
+        losses = [step(*draw_batch(seed=seed)).loss for step in (plain, compiled)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(weights(compiled), weights(plain), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_step_equals_the_plain_one(cli):
+    # in a process of its own: here shapes are checked as calls run, which a compiler can't see
+    # through
+    source = "from tests.training.test_train_step import compare_compiled; compare_compiled()"
+    cli.finish(cli.start(program=("-c", source)))

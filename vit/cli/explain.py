@@ -1,0 +1,61 @@
+"""`vit explain`, also called `vit attention`: maps of any images, or of the model's test split."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import typer
+
+from vit.cli.common import list_names
+from vit.options import ExplainOptions
+
+
+def explain(
+    model: str, images: list[str] | None = None, *, output: Path, options: ExplainOptions
+) -> None:
+    """Show which parts of an image the model's answer came from, with sanity checks of each map.
+
+    Writes NAME.METHOD.png, maps.npz (exact values on the patch grid), manifest.json and, with
+    --format html, a gallery to open in a browser. vit attention is the same command.
+
+    Methods: rollout, raw, gae, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
+    libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal.
+
+    Args:
+        model: model.safetensors, a training directory or timm:NAME
+        images: files, folders, or - for a list on standard input; without, images of the model's
+            test split
+        output: directory for the results
+    """
+    # torch, which `vit --help` does without
+    from vit import api
+    from vit.data.images import list_images
+    from vit.explanation.faithfulness.best_method import describe_best_method
+
+    paths = None
+    if images:
+        paths = sorted({str(path) for path in list_images(list_names(images))})
+    result = api.run_explanation(model, paths, output, options)
+
+    _show(output, has_gallery="html" in options.formats)
+    best = describe_best_method(result.bundle)
+    if best and not options.random_weights:
+        typer.echo(best)
+
+
+def _show(output: Path, *, has_gallery: bool) -> None:
+    # the manifest also holds what an earlier command explained
+    manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    unreadable = manifest["unreadable"]
+    for image in unreadable:
+        typer.secho(f"skipped {image['path']}: {image['reason']}", fg="yellow")
+    skipped = f", {len(unreadable)} skipped" if unreadable else ""
+    typer.echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
+
+    maps = [entry for image in manifest["images"] for entry in image["maps"]]
+    verdicts = Counter(entry["sanity_check"]["verdict"] for entry in maps if entry["sanity_check"])
+    if verdicts:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        typer.echo(f"sanity checks of {verdicts.total()} maps: {counts}")
+    if has_gallery:
+        typer.echo(f"open {output / 'gallery.html'} in a browser")

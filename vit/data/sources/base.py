@@ -1,0 +1,229 @@
+"""Readers of images, wherever they are stored, and what the kinds of sources have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from vit.data.images import read_image
+from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.files import read_text
+
+# split → what its folder, its shards or the value in a table may be called
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
+
+Root = Path | str | None
+Classes = Sequence[str] | None
+# folder name → readable name
+Aliases = Mapping[str, str]
+
+
+@runtime_checkable
+class ImageReader(Protocol):
+    """Decodes the images of a dataset one by one."""
+
+    # whether it stays in this process: pixels already, or objects passed from Python
+    in_process: ClassVar[bool] = False
+    # whether images come over a network, so that they are never decoded all before training
+    is_remote: ClassVar[bool] = False
+
+    def image(self, index: int) -> Image.Image:
+        """The RGB image, as `vit.data.images.read_image` gives it.
+
+        Raises:
+            ValueError, OSError: it can't be decoded; the message names it.
+            RemoteError: object storage can't be reached, which says nothing about the image.
+        """
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Bring images of object storage here, many at a time, before they are read. Raises
+        RemoteError."""
+        # others are at hand
+        return
+
+    def sizes(self) -> np.ndarray | None:
+        """Bytes of each image's file, int64 [n], -1 for one that is missing; None where the images
+        are no files."""
+        return None
+
+    def cache_key(self) -> bytes:
+        """Bytes that change when an image changes, found without decoding any."""
+
+    def subset(self, indices: np.ndarray) -> ImageReader:
+        """These images in this order, and nothing else: it may be sent to another process."""
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayReader(ImageReader):
+    """Images that are already pixels: uint8 [n, H, W, 3]."""
+
+    pixels: np.ndarray
+    in_process = True
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
+
+    def cache_key(self) -> bytes:
+        return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
+
+    def subset(self, indices: np.ndarray) -> ArrayReader:
+        return ArrayReader(self.pixels[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class FileReader(ImageReader):
+    """Image files below a root."""
+
+    root: Path
+    # relative to the root
+    paths: Sequence[str]
+
+    def image(self, index: int) -> Image.Image:
+        return read_image(self.root / self.paths[index])
+
+    def sizes(self) -> np.ndarray:
+        return self._read_stats()[:, 0]
+
+    def cache_key(self) -> bytes:
+        return self._read_stats().tobytes()
+
+    def subset(self, indices: np.ndarray) -> FileReader:
+        return FileReader(self.root, [self.paths[index] for index in indices])
+
+    def _read_stats(self) -> np.ndarray:
+        """Bytes and modification time in nanoseconds of each file, int64 [n, 2]."""
+        stats = np.zeros((len(self.paths), 2), dtype=np.int64)
+        # joining texts is many times faster than joining paths
+        root = os.fspath(self.root)
+        for index, path in enumerate(self.paths):
+            try:
+                stat = os.stat(os.path.join(root, path))
+            except OSError:
+                # a link to nothing: reading the image will say so
+                stats[index] = -1, 0
+            else:
+                stats[index] = stat.st_size, stat.st_mtime_ns
+        return stats
+
+
+def check_label(label: Any, *, origin: str) -> str:
+    """The class that a table names, a text or a whole number, as text.
+
+    Args:
+        label: the value in the table.
+        origin: the row, at the start of the message.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if isinstance(label, list | tuple | dict | np.ndarray):
+        text = shorten(str(label))
+        raise ValueError(f"{origin}: label {text} is several labels; an image has one class here")
+
+    if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+        text = shorten(repr(label))
+        raise ValueError(f"{origin}: label {text} is neither a text nor a whole number")
+    return str(label)
+
+
+def choose_classes(
+    class_names: Sequence[str], classes: Classes, *, aliases: Aliases | None = None
+) -> tuple[str, ...]:
+    """Those of `class_names` that `data.classes` keeps, in the order of the set.
+
+    Args:
+        class_names: all classes of the set.
+        classes: those to keep, each by its name or an alias; None keeps all.
+        aliases: class name → another name for it.
+
+    Raises:
+        ValueError: a class is unknown, or fewer than two are kept.
+    """
+    if classes is None:
+        return tuple(class_names)
+
+    # a class has its own name and perhaps an alias, such as "tench" for n01440764
+    class_of = {name: name for name in class_names}
+    class_of |= {alias: name for name, alias in (aliases or {}).items() if name in class_of}
+    for name in classes:
+        check_choice(name, class_of, name="class of data.classes")
+
+    # the order is that of the set, so that labels don't depend on how classes are listed
+    chosen = {class_of[name] for name in classes}
+    check_class_count(chosen, origin="data.classes")
+    return tuple(name for name in class_names if name in chosen)
+
+
+def check_class_count(class_names: Collection[str], *, origin: str) -> None:
+    """Raise ValueError where there are fewer than two classes; the message begins with `origin`."""
+    if len(class_names) < 2:
+        names = shorten(", ".join(map(repr, class_names)) or "none")
+        raise ValueError(f"{origin} names fewer than two classes: {names}; a classifier needs two")
+
+
+def read_words(path: Path) -> dict[str, str]:
+    """Class → name of each line such as "n01440764 tench, Tinca tinca": of synonyms the first."""
+    words = {}
+    for line in read_text(path).splitlines():
+        parts = line.split(maxsplit=1)
+        if len(parts) == 2:
+            words[parts[0]] = parts[1].split(",")[0].strip()
+    return words
+
+
+def resolve_class_names(
+    class_names: Sequence[str], source: Path | Mapping[str, str]
+) -> tuple[str, ...]:
+    """The names of classes in words.
+
+    Args:
+        class_names: the classes as the data set calls them.
+        source: names by class, of all classes or some; or a text file of all. Its lines are a class
+            and its name or, in the order of the classes (of numbers: line 0 first), the name alone.
+
+    Raises:
+        ValueError: the file doesn't fit the classes.
+    """
+    if isinstance(source, Mapping):
+        return deduplicate({name: source.get(name, name) for name in class_names})
+
+    # a class and its name a line, perhaps of more classes than there are here
+    words = read_words(source)
+    if all(name in words for name in class_names):
+        return deduplicate({name: words[name] for name in class_names})
+
+    # or the names alone, in the order of the classes
+    lines = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+    are_numbers = all(name.isdecimal() for name in class_names)
+    if are_numbers and max(map(int, class_names)) < len(lines):
+        return deduplicate({name: lines[int(name)] for name in class_names})
+
+    if len(lines) != len(class_names):
+        missing = next(name for name in class_names if name not in words)
+        counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"
+        hint = "write a class and its name a line"
+        raise ValueError(f"data.class_names {source} has {counts}; {hint}")
+    return deduplicate(dict(zip(class_names, lines, strict=True)))
+
+
+def deduplicate(names: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of classes, with the class behind a name that several have: "crane" is a bird and a
+    machine."""
+    counts = Counter(names.values())
+    return tuple(
+        name if counts[name] == 1 else f"{name} ({class_name})"
+        for class_name, name in names.items()
+    )

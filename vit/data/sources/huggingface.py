@@ -1,0 +1,245 @@
+"""Data sets of Hugging Face's library `datasets`: names, directories of save_to_disk, and Parquet
+files."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vit.data.dataset import ImageDataset, Source
+from vit.data.images import read_image
+from vit.data.sources.base import (
+    SPLIT_OF,
+    Classes,
+    ImageReader,
+    Root,
+    check_class_count,
+    check_label,
+)
+from vit.data.sources.shards import list_shards
+from vit.runtime.arguments import first_line, shorten
+from vit.runtime.hub import offline_if_unreachable
+
+
+@dataclass(frozen=True, eq=False)
+class RowReader(ImageReader):
+    """Images in rows of a table that is mapped from disk: the bytes of an image file, or its
+    path."""
+
+    # datasets.Dataset of one column, not decoded
+    rows: Any
+    ids: Sequence[str]
+    indices: np.ndarray  # int64 [n], of the rows
+
+    def image(self, index: int) -> Image.Image:
+        # one column, of {bytes, path}
+        (stored,) = self.rows[int(self.indices[index])].values()
+        if stored is not None and stored["bytes"] is not None:
+            return read_image(io.BytesIO(stored["bytes"]), name=self.ids[index])
+        if stored is not None and stored["path"] is not None:
+            return read_image(Path(stored["path"]))
+        raise ValueError(f"{self.ids[index]} has no image")
+
+    def sizes(self) -> np.ndarray:
+        import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
+
+        (column,) = self.rows.with_format("arrow")[:].columns
+        lengths = pc.binary_length(pc.struct_field(column, "bytes"))
+        sizes: np.ndarray = pc.fill_null(lengths, -1).to_numpy()[self.indices]
+        return sizes
+
+    def cache_key(self) -> bytes:
+        stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
+        versions = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        return repr(versions).encode() + self.indices.tobytes()
+
+    def subset(self, indices: np.ndarray) -> RowReader:
+        ids = [self.ids[index] for index in indices]
+        return replace(self, ids=ids, indices=self.indices[indices])
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether there are Parquet files, or what save_to_disk wrote."""
+    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return is_saved or bool(_list_parquet(path))
+
+
+def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+    """The splits of a data set that the library `datasets` reads.
+
+    An image is in the column image, img or the only one of images; its class in label, class or the
+    only one of classes, as a number, a name, or a number that the file's features name. Splits
+    without labels are left out.
+
+    Args:
+        root: "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that save_to_disk wrote,
+            a Parquet file or a folder of them (such as data/train-00000.parquet).
+        classes: those to keep; None keeps all.
+        cache_dir: takes the library's copies.
+
+    Raises:
+        ValueError: the library isn't installed, or there are no images and labels.
+        OSError: the data set can't be read.
+    """
+    if root is None:
+        text = "data.name=huggingface needs data.root"
+        raise ValueError(f"{text}: hf:NAME, or a folder or file of it")
+    origin = f"data.root {root}"
+    tables = _load(str(root), cache_dir / "datasets")
+
+    features = next(iter(tables.values())).features
+    image_column = _find_column(features, ("image", "img"), "Image", origin)
+    label_column = _find_column(features, ("label", "class"), "ClassLabel", origin)
+
+    # by the library's name of a split
+    labels: dict[str, list[Any]] = {}
+    # split → that name
+    name_of: dict[str, str] = {}
+    for name, table in tables.items():
+        values = _read_labels(table, label_column, f"{origin} {name}")
+        if values and name.lower() in SPLIT_OF:
+            labels[name] = values
+            name_of[SPLIT_OF[name.lower()]] = name
+    if not labels:
+        known = ", ".join(SPLIT_OF)
+        names = ", ".join(tables)
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}")
+
+    # labels are numbers whose names the features have, or the names themselves
+    class_names = getattr(features[label_column], "names", None)
+    if class_names is None:
+        class_names = sorted({value for values in labels.values() for value in values})
+        number_of = {value: number for number, value in enumerate(class_names)}
+        labels = {name: [number_of[value] for value in labels[name]] for name in labels}
+    class_names = tuple(map(str, class_names))
+    check_class_count(class_names, origin=origin)
+
+    # the user should know: a split may have been spelled in another way
+    left_out = [name for name in tables if name not in labels]
+    notes = tuple(f"the split {name!r} was left out" for name in left_out)
+
+    def load(split: str) -> ImageDataset:
+        name = name_of[split]
+        # -1 among other labels, or a number beyond the names
+        numbers = np.array(labels[name], dtype=np.int64)
+        for wrong in numbers[(numbers < 0) | (numbers >= len(class_names))]:
+            text = f"label {wrong} is not one of the {len(class_names)} classes"
+            raise ValueError(f"{origin} {name}: {text}")
+
+        ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
+        rows = _keep_images(tables[name], image_column, origin)
+        dataset = ImageDataset(
+            name="huggingface",
+            class_names=class_names,
+            labels=numbers,
+            ids=ids,
+            reader=RowReader(rows, ids, np.arange(len(ids))),
+            notes=notes,
+        )
+        return dataset.keep_classes(classes)
+
+    origins = {split: f"the split {name!r}" for split, name in name_of.items()}
+    return Source(origins, load).with_test_split()
+
+
+def _list_parquet(path: Path) -> dict[str, list[str]]:
+    """The Parquet files of each split at a path."""
+    if path.suffix == ".parquet" and path.is_file():
+        return {"train": [str(path)]}
+    for folder in (path, path / "data"):
+        shards = list_shards(str(folder), ".parquet")
+        if shards:
+            return shards
+    return {}
+
+
+def _load(root: str, cache_dir: Path) -> dict[str, Any]:
+    """Split → table, as the library names and maps them."""
+    try:
+        # an extra, which takes seconds to import
+        import datasets
+    except ImportError as error:
+        text = f"data.root {root} is read by the library datasets, which is not installed"
+        raise ValueError(f"{text}: pip install 'vit-pipeline[datasets]'") from error
+
+    path = Path(root).expanduser()
+    parquet = _list_parquet(path)
+    with _quiet(datasets):
+        try:
+            if root.startswith("hf:"):
+                name, _, configuration = root.removeprefix("hf:").partition(":")
+                with offline_if_unreachable():
+                    tables = datasets.load_dataset(
+                        name, configuration or None, cache_dir=str(cache_dir)
+                    )
+            elif parquet:
+                tables = datasets.load_dataset(
+                    "parquet", data_files=parquet, cache_dir=str(cache_dir), batch_size=1000
+                )
+            else:
+                tables = datasets.load_from_disk(str(path))
+        except Exception as error:
+            # of the library, of pyarrow or of what reaches the Hub
+            reason = shorten(first_line(error.__cause__ or error))
+            raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
+    return dict(tables) if isinstance(tables, dict) else {"train": tables}
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """What fails is said once, by us; bars are for a screen."""
+    level = datasets.logging.get_verbosity()
+    had_bars = not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+def _find_column(features: Mapping[str, Any], names: Sequence[str], kind: str, origin: str) -> str:
+    """The first of the `names` that is there, or the only column of a kind."""
+    columns = [name for name in names if name in features]
+    if columns:
+        return columns[0]
+    # any other name will do where there is one such column
+    columns = [name for name, feature in features.items() if type(feature).__name__ == kind]
+    if len(columns) == 1:
+        return columns[0]
+    only = shorten(", ".join(features))
+    raise ValueError(f"{origin} has no column {' or '.join(names)}, only {only}")
+
+
+def _read_labels(table: Any, column: str, origin: str) -> list[Any]:
+    """The value of each row; none where no row has one (-1, as the Hub's test splits, or null)."""
+    values = list(table[column])
+    if all(value is None or value == -1 for value in values):
+        return []
+    for row, value in enumerate(values):
+        check_label(value, origin=f"{origin} row {row}")
+    return values
+
+
+def _keep_images(table: Any, column: str, origin: str) -> Any:
+    """The images alone, as the bytes or the paths of their files."""
+    # an extra, imported by `_load` already
+    from datasets import Image as ImageFeature
+
+    try:
+        return table.select_columns([column]).cast_column(column, ImageFeature(decode=False))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = shorten(str(table.features[column]))
+        raise ValueError(f"{origin}: the column {column} holds {kind}, not images") from error

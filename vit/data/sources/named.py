@@ -1,0 +1,166 @@
+"""Sets known by name: scikit-learn's digits, torchvision's CIFAR and Imagenette, an ImageNet
+folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vit.data.dataset import ImageDataset, Source
+from vit.data.sources.base import ArrayReader, Classes, Root, deduplicate, read_words
+from vit.data.sources.folders import check_root, find_class_folders, find_split_folders
+from vit.runtime.files import default_cache_dir
+
+# its shorter side: enough to train at 224, a quarter of the full download
+_IMAGENETTE = "imagenette2-320"
+_IMAGENETTE_URL = f"https://s3.amazonaws.com/fast-ai-imageclas/{_IMAGENETTE}.tgz"
+_IMAGENETTE_CLASSES = {
+    "n01440764": "tench",
+    "n02102040": "English springer",
+    "n02979186": "cassette player",
+    "n03000684": "chain saw",
+    "n03028079": "church",
+    "n03394916": "French horn",
+    "n03417042": "garbage truck",
+    "n03425413": "gas pump",
+    "n03445777": "golf ball",
+    "n03888257": "parachute",
+}
+
+
+def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+    """scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, inside the installed package."""
+
+    def load(split: str) -> ImageDataset:
+        # takes a second to import
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
+        dataset = _make_dataset("digits", "digits", pixels, digits.target, "0123456789")
+        return dataset.keep_classes(classes)
+
+    return Source({"train": "scikit-learn's digits"}, load)
+
+
+def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> Source:
+    """CIFAR-10 or CIFAR-100 (Krizhevsky 2009) as published, verified by torchvision's checksums."""
+    # takes seconds to import
+    from torchvision import datasets
+
+    dataset_class = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    folder = _choose_folder(name, root)
+    # a folder of images would be taken for a download that broke off
+    if root is not None and "train" in find_split_folders(folder):
+        text = f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
+        raise ValueError(f"{text}; read it with data.name=folder")
+
+    def load(split: str) -> ImageDataset:
+        open_published = partial(dataset_class, folder, train=split == "train")
+        archive = f"{dataset_class.filename} (from {dataset_class.url})"
+        published = _open_or_download(open_published, name, folder, archive)
+        labels = np.array(published.targets)
+        return _make_dataset(name, split, published.data, labels, published.classes).keep_classes(
+            classes
+        )
+
+    return Source({"train": "the published training set", "test": "the published test set"}, load)
+
+
+def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+    """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
+    split."""
+    folder = _choose_folder("imagenette", root)
+    # unpacked where it was downloaded to, or the folder itself
+    for copy in (folder, *sorted(folder.glob("imagenette2*"))):
+        if copy.is_dir() and {"train", "validation"} <= find_split_folders(copy).keys():
+            return find_class_folders("imagenette", copy, classes, aliases=_IMAGENETTE_CLASSES)
+
+    # takes seconds to import
+    from torchvision.datasets import Imagenette
+
+    _open_or_download(
+        partial(Imagenette, folder, size="320px"),
+        "imagenette",
+        folder,
+        f"{_IMAGENETTE}.tgz (from {_IMAGENETTE_URL})",
+    )
+    return find_class_folders(
+        "imagenette", folder / _IMAGENETTE, classes, aliases=_IMAGENETTE_CLASSES
+    )
+
+
+def find_imagenet(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+    """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the classes named by wnid or name.
+
+    Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there,
+    from torchvision.
+    """
+    folder = check_root("imagenet", root)
+    splits = find_split_folders(folder)
+    if "train" not in splits:
+        hint = "ImageNet is read as train/<wnid> and val/<wnid>"
+        raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
+
+    aliases = _read_imagenet_names(folder, splits["train"])
+    return find_class_folders("imagenet", folder, classes, aliases=aliases)
+
+
+def _read_imagenet_names(root: Path, train: Path) -> dict[str, str]:
+    """wnid → name; {} where the names are unknown."""
+    wnids = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
+    mapping = root / "LOC_synset_mapping.txt"
+    if mapping.is_file():
+        names = read_words(mapping)
+    elif len(wnids) == 1000:
+        # takes seconds to import
+        from torchvision.models import ResNet18_Weights
+
+        names = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
+    else:
+        return {}
+    return dict(zip(names, deduplicate(names), strict=True))
+
+
+def _make_dataset(
+    name: str, prefix: str, pixels: np.ndarray, labels: np.ndarray, class_names: Sequence[str]
+) -> ImageDataset:
+    return ImageDataset(
+        name=name,
+        class_names=tuple(class_names),
+        labels=labels,
+        ids=[f"{prefix}/{index:05d}" for index in range(len(pixels))],
+        reader=ArrayReader(pixels),
+    )
+
+
+def _choose_folder(name: str, root: Root) -> Path:
+    """Where a published set is, or will be."""
+    if root is None:
+        return default_cache_dir() / "downloads" / name
+    return check_root(name, root)
+
+
+def _open_or_download(
+    open_published: Callable[..., Any], name: str, folder: Path, archive: str
+) -> Any:
+    """torchvision's data set from `folder`, downloaded (with its checksum) where it isn't there
+    yet.
+
+    Raises:
+        OSError: the download failed; the message says how to do it by hand.
+    """
+    # without download=True nothing is asked of a network
+    with suppress(RuntimeError, OSError):
+        return open_published()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open_published(download=True)
+    except (RuntimeError, OSError) as error:
+        hint = f"by hand: put {archive} into {folder} and start again, or point data.root at a copy"
+        raise OSError(f"{name} could not be downloaded ({error}); {hint}") from error

@@ -1,0 +1,172 @@
+"""Tables of image files and their classes: labels.csv, any CSV or JSON Lines file, Hugging Face's
+metadata files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vit.data.dataset import ImageDataset, Source
+from vit.data.sources.base import (
+    SPLIT_NAMES,
+    SPLIT_OF,
+    Classes,
+    FileReader,
+    check_class_count,
+    check_label,
+)
+from vit.runtime.arguments import shorten
+from vit.runtime.documents import parse_json, read_table
+from vit.runtime.files import read_text
+
+_METADATA = ("metadata.csv", "metadata.jsonl")
+
+# names that a column may have
+_PATH = ("path", "filename", "file_name")
+_LABEL = ("label", "class")
+
+
+def is_table(path: Path) -> bool:
+    """Whether it is a CSV or JSON Lines file."""
+    return path.suffix.lower() in (".csv", ".jsonl") and path.is_file()
+
+
+def list_tables(root: Path) -> list[Path]:
+    """The table that `root` is or holds, or the metadata files of its split folders; none where
+    there are none.
+
+    Raises:
+        ValueError: some split folders have a metadata file, and others don't.
+    """
+    if root.is_file():
+        return [root]
+    for name in ("labels.csv", *_METADATA):
+        if (root / name).is_file():
+            return [root / name]
+
+    # Hugging Face's layout: a metadata file in the folder of each split
+    tables: list[Path] = []
+    missing: list[Path] = []
+    for folder in sorted(root.iterdir()):
+        if folder.name.lower() in SPLIT_OF and folder.is_dir():
+            metadata = [folder / name for name in _METADATA if (folder / name).is_file()]
+            tables.extend(metadata[:1])
+            if not metadata:
+                missing.append(folder)
+
+    if tables and missing:
+        text = f"{missing[0]} has no metadata.csv or metadata.jsonl"
+        raise ValueError(f"{text}, which other splits of {root} have")
+    return tables
+
+
+def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes) -> Source:
+    """The splits of tables.
+
+    A row has a path (also filename, file_name) relative to the folder of the table, a label (also
+    class) and perhaps a split. Without, the images of a metadata file belong to the split whose
+    folder they are in.
+
+    Args:
+        name: the data.name.
+        root: the folder of the table, or of the folders with one each.
+        tables: CSV or JSON Lines files.
+        classes: those to keep; None keeps all.
+
+    Raises:
+        ValueError: a row is wrong, with its line number; or there are fewer than two classes.
+    """
+    # split → (path, label) of its images
+    rows: dict[str, list[tuple[str, str]]] = {}
+    origins: dict[str, str] = {}
+    paths: set[str] = set()
+    has_splits = False
+    for table in tables:
+        folder = "" if table.parent == root else table.parent.name
+        for line, row in _read_rows(table):
+            written = str(next(row[name] for name in _PATH if name in row))
+            label = next(row[name] for name in _LABEL if name in row)
+            label = check_label(label, origin=line)
+            path = os.path.join(folder, written)
+            split, origin = _choose_split(row, path, table, line)
+            has_splits = "split" in row
+
+            if not os.path.isfile(root / path):
+                raise ValueError(f"{line}: {shorten(written)} is not a file below {table.parent}")
+            if path in paths:
+                raise ValueError(f"{line}: {shorten(path)} was already listed")
+            paths.add(path)
+            rows.setdefault(split, []).append((path, label))
+            origins.setdefault(split, origin)
+
+    # all splits together, so that their classes are numbered alike
+    labels = {label for split_rows in rows.values() for _, label in split_rows}
+    class_names = tuple(sorted(labels))
+    check_class_count(class_names, origin=str(tables[0]))
+    number_of = {class_name: number for number, class_name in enumerate(class_names)}
+
+    def load(split: str) -> ImageDataset:
+        split_paths = [path for path, _ in rows[split]]
+        dataset = ImageDataset(
+            name=name,
+            class_names=class_names,
+            labels=np.array([number_of[label] for _, label in rows[split]]),
+            ids=split_paths,
+            reader=FileReader(root, split_paths),
+        )
+        return dataset.keep_classes(classes)
+
+    # a table that names splits means what it says
+    source = Source(origins, load)
+    return source if has_splits else source.with_test_split()
+
+
+def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> tuple[str, str]:
+    """The split of a row, and where that is from."""
+    if "split" in row:
+        written = str(row["split"])
+        if written.lower() not in SPLIT_OF:
+            known = ", ".join(SPLIT_NAMES)
+            raise ValueError(f"{line}: unknown split {shorten(written)!r}; known: {known}")
+        split = SPLIT_OF[written.lower()]
+        return split, f"{split} in {table.name}"
+
+    folder = path.partition("/")[0]
+    if table.name in _METADATA and folder.lower() in SPLIT_OF:
+        return SPLIT_OF[folder.lower()], f"{folder}/"
+    return "train", f"train in {table.name}"
+
+
+def _read_rows(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE line N", values by column) of each row."""
+    if table.suffix.lower() != ".jsonl":
+        rows = read_table(table)
+        _, header = next(rows, ("", []))
+        _check_columns(header, f"{table} line 1")
+        for line, values in rows:
+            if len(values) != len(header):
+                text = f"{line} must have {len(header)} values, {','.join(header)}"
+                raise ValueError(f"{text}, not {shorten(','.join(values))!r}")
+            yield line, dict(zip(header, values, strict=True))
+        return
+
+    for number, text in enumerate(read_text(table).splitlines(), start=1):
+        line = f"{table} line {number}"
+        if text.strip():
+            row = parse_json(text, origin=line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{line} is not a JSON object: {shorten(text)}")
+            _check_columns(row, line)
+            yield line, row
+
+
+def _check_columns(columns: Iterable[str], line: str) -> None:
+    # a table without a header is found by its first row
+    names = set(columns)
+    if names.isdisjoint(_PATH) or names.isdisjoint(_LABEL):
+        text = f"{line} must name path (or filename, file_name) and label (or class)"
+        raise ValueError(f"{text}, not {shorten(','.join(columns))!r}")

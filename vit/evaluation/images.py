@@ -1,0 +1,233 @@
+"""Images to evaluate on, with their labels as the model's classes, and which of them were in
+training."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vit.bundle import Bundle
+from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageDataset
+from vit.data.duplicates import find_duplicates
+from vit.data.images import Preprocess
+from vit.data.open import DatasetSplits, open_for_model
+from vit.evaluation.metrics import Ints
+from vit.evaluation.prediction import Pixels, Predictor
+from vit.runtime.processes import current_process
+
+# below which an interval says nothing
+MIN_CORRECT_IMAGES = 8
+_MAX_DUPLICATE_NAMES = 20
+# in a message
+_MAX_CLASS_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Images:
+    """Decoded images to evaluate on."""
+
+    dataset: ImageDataset
+    # the dataset's, as text that any file can hold
+    ids: tuple[str, ...]
+    # indices of the model's classes
+    labels: Ints
+    preprocess: Preprocess
+    # of the data set, for readers
+    title: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, start: int, stop: int) -> Pixels:
+        """Images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
+        # only a scan has none
+        assert self.dataset.images is not None
+        return self.preprocess.crop(self.dataset.images[start:stop])
+
+
+@dataclass(frozen=True)
+class TrainTestOverlap:
+    """Evaluated images that were in training: metrics on them don't measure generalisation."""
+
+    # the same pixels
+    exact: int
+    # a similar perceptual hash: recoded, rescaled or much alike
+    near: int
+    # up to 20 of them, exact ones first
+    examples: list[str]
+
+
+def load_images(
+    dataset: DatasetSplits,
+    split: str | None,
+    *,
+    preprocess: Preprocess,
+    class_names: Sequence[str],
+    progress: bool,
+) -> Images:
+    """Decode a split, and match its classes with the model's.
+
+    Args:
+        dataset: where the images are.
+        split: name; None for the default one.
+        preprocess: the model's.
+        class_names: the model's.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: a class of the data is not one of the model's.
+    """
+    source = dataset.split(split)
+    # before the decoding, which takes minutes: foreign classes are refused
+    map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
+    decoded = decode_dataset(
+        source,
+        size=preprocess.resize_size,
+        interpolation=preprocess.interpolation,
+        cache_dir=dataset.cache_dir,
+        progress=progress,
+    )
+    labels = map_labels(
+        decoded.labels, source_classes=decoded.class_names, model_classes=class_names
+    )
+    ids = tuple(printable(name) for name in decoded.ids)
+    return Images(decoded, ids, labels, preprocess, printable(dataset.title))
+
+
+def printable(name: str) -> str:
+    """A file name as valid Unicode: bytes that are not UTF-8 become replacement characters."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
+    """Hashes of the images that a model was trained on, uint64 [2, n]; None where they are unknown.
+
+    A model file holds them where all images were decoded before training. Those of images that were
+    decoded as training went are computed here, once: the cache keeps them.
+    """
+    if bundle.training_hashes is not None:
+        return np.stack(bundle.training_hashes)
+    trained_on = bundle.config.get("data", {})
+    if trained_on.get("pipeline") != "workers":
+        return None
+    try:
+        splits = open_for_model(None, trained_on=trained_on)
+        train = splits.split("train")
+    # they were passed from Python, or are no longer there
+    except (ValueError, OSError):
+        return None
+    # it would take as long as an epoch
+    if train.reader.is_remote:
+        return None
+    decoded = decode_dataset(
+        train,
+        size=None,
+        cache_dir=splits.cache_dir,
+        # the training has judged that
+        max_unreadable_fraction=1.0,
+        progress=current_process().is_main,
+    )
+    return decoded.hashes
+
+
+def count_duplicates(images: Images, training_hashes: NDArray[np.uint64]) -> TrainTestOverlap:
+    """Look for `images` among those in training, whose hashes are uint64 [2, n]."""
+    # they are decoded
+    assert images.dataset.hashes is not None
+    duplicates = find_duplicates(images.dataset.hashes, training_hashes)
+    indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
+    names = [images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]]
+    return TrainTestOverlap(len(duplicates.exact), len(duplicates.near), names)
+
+
+def map_labels(
+    labels: Ints, *, source_classes: Sequence[str], model_classes: Sequence[str]
+) -> Ints:
+    """Labels of the source as indices of the model's classes, by name.
+
+    A name also fits a list of synonyms that it begins ("tench" fits "tench, Tinca tinca", timm's
+    spelling).
+
+    Raises:
+        ValueError: names the classes that occur among the labels and that the model doesn't know.
+    """
+    first_words = [name.partition(",")[0] for name in model_classes]
+    counts = Counter(first_words)
+    index = {word: position for position, word in enumerate(first_words) if counts[word] == 1}
+    index |= {name: position for position, name in enumerate(model_classes)}
+    occurring = [source_classes[label] for label in np.unique(labels)]
+    unknown = [name for name in occurring if name not in index]
+    if unknown:
+        raise ValueError(
+            f"the model doesn't know {_shorten(unknown)} of this data; it knows"
+            f" {_shorten(model_classes)}"
+        )
+    return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)[labels]
+
+
+def select_correct_images(
+    bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
+) -> tuple[Float[Tensor, "n 3 H W"], Int[Tensor, " n"], list[str]]:
+    """Choose images that the model predicts correctly: a wrong prediction has no evidence that a
+    map could point at.
+
+    Args:
+        bundle: the model, on its device.
+        dataset: the images; unreadable ones are passed over.
+        count: number of images, the first ones in an order shuffled with `seed`.
+        batch_size: images a forward pass.
+        seed: of the order.
+
+    Returns:
+        Model inputs, classes and ids.
+
+    Raises:
+        ValueError: fewer than `MIN_CORRECT_IMAGES` are predicted correctly.
+    """
+    labels = map_labels(
+        dataset.labels, source_classes=dataset.class_names, model_classes=bundle.class_names
+    )
+    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    correct: list[tuple[Pixels, int, str]] = []
+    for start in range(0, len(order), batch_size):
+        indices = []
+        images = []
+        for index in order[start : start + batch_size].tolist():
+            try:
+                images.append(bundle.preprocess.to_uint8(dataset.image(index)))
+            except (ValueError, OSError):
+                continue
+            indices.append(index)
+        if not images:
+            continue
+
+        classes = predictor.predict_images(images).argmax(axis=1).tolist()
+        for index, image, predicted in zip(indices, images, classes, strict=True):
+            if predicted == labels[index]:
+                correct.append((image, predicted, dataset.ids[index]))
+        if len(correct) >= count:
+            break
+
+    num_correct = min(len(correct), count)
+    if num_correct < MIN_CORRECT_IMAGES:
+        raise ValueError(
+            f"the model predicts {num_correct} of {len(dataset)} images correctly;"
+            f" {MIN_CORRECT_IMAGES} are needed"
+        )
+    chosen_images, chosen_classes, chosen_ids = zip(*correct[:count], strict=True)
+    inputs = bundle.preprocess.normalize(torch.from_numpy(np.stack(chosen_images)))
+    return inputs, torch.tensor(chosen_classes), list(chosen_ids)
+
+
+def _shorten(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_MAX_CLASS_NAMES])
+    if len(names) > _MAX_CLASS_NAMES:
+        shown += f" and {len(names) - _MAX_CLASS_NAMES} more"
+    return shown

@@ -1,0 +1,303 @@
+"""The map methods by name, and one call that computes several of them from one forward pass."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from vit.explanation.capture.forward import (
+    Forward,
+    Images,
+    compute_entropy,
+    run_forward,
+    split_prefix,
+)
+from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.methods.gradients import (
+    compute_attention_gradcam,
+    compute_cdam,
+    compute_fullgrad_plus,
+    compute_gae,
+    compute_gradient_rollout,
+    compute_input_x_gradient,
+    compute_legrad,
+)
+from vit.explanation.methods.libra import LibraGradients
+from vit.explanation.methods.removal import compute_removal_gradient
+from vit.explanation.methods.rollout import check_rollout_options, compute_rollout, in_chunks
+from vit.explanation.methods.targets import ChooseTargets
+from vit.options import MapOptions as MapOptions
+
+Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way from a recorded forward pass to each token's relevance.
+
+    Args:
+        name: what `--method` takes.
+        title: what legends say.
+        compute: takes the forward pass, a class of each image [B] and the options, and returns
+            [B, N] (prefix tokens included), or [B, K, N] for the K maps of a contact sheet.
+        class_specific: whether the maps depend on the class.
+        signed: whether values below zero speak against the class.
+        libra: whether it takes the gradients of a forward pass within `LibraGradients`.
+        of_removal: whether it is made of the removal gradient, in whole or in part: that is no
+            evidence for it.
+    """
+
+    name: str
+    title: str
+    compute: Compute
+    class_specific: bool = True
+    signed: bool = False
+    libra: bool = False
+    of_removal: bool = False
+
+
+class Maps(NamedTuple):
+    """Maps of one method: T classes, or T maps of a contact sheet, of each image; T is 1 for a
+    method that does not depend on the class."""
+
+    method: Method
+    values: Float[Tensor, "B T rows columns"]  # float32
+    prefix_mass: Float[Tensor, "B T"]  # fraction of the relevance in prefix tokens, 0 to 1
+    entropy: Float[Tensor, "B T"]  # nats, 0 to log(patches)
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether these are layers and heads, not explanations of classes."""
+        return not self.method.class_specific and self.values.shape[1] > 1
+
+
+@torch.inference_mode(False)
+def compute_maps(
+    model: nn.Module,
+    images: Images,
+    *,
+    methods: Sequence[str] = ("rollout",),
+    choose_targets: ChooseTargets | None = None,
+    options: MapOptions | None = None,
+    keep_graph: bool = False,
+    block_tokens: bool = False,
+    verify: bool = True,
+) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
+    """One recorded forward pass, the classes explained and the maps of every method.
+
+    Args:
+        model: any model whose attention `capture_attention` understands.
+        images: normalised images [B, 3, height, width].
+        methods: names, see `METHODS`.
+        choose_targets: picks T classes of each image from the logits; by default the predicted one.
+        options: of the methods.
+        keep_graph: keep the model's own gradients, whatever the methods need.
+        block_tokens: keep what leaves each block.
+        verify: check that the recorded attention is the model's, see `run_forward`.
+
+    Returns:
+        The forward pass, the classes [B, T], and the maps in the order of `methods`.
+
+    Raises:
+        ValueError: for an unknown method, an option outside its range, and a model whose attention
+            is not understood.
+    """
+    chosen = find_methods(methods)
+    options = options or MapOptions()
+
+    # methods of the removal gradient take the model's own gradients, beside Libra's or alone
+    own_methods = [method for method in chosen if method.of_removal or not method.libra]
+    forward = libra_forward = None
+    if own_methods or keep_graph:
+        forward = run_forward(
+            model,
+            images,
+            gradients=keep_graph or any(method.class_specific for method in own_methods),
+            block_tokens=block_tokens,
+            verify=verify,
+        )
+    if any(method.libra for method in chosen):
+        with LibraGradients():
+            libra_forward = run_forward(
+                model, images, gradients=True, block_tokens=block_tokens, verify=verify
+            )
+        libra_forward.without_libra = forward
+
+    first_forward = forward or libra_forward  # both have the same logits
+    assert first_forward is not None
+    check_options(options, first_forward.record.layers)
+    logits = first_forward.logits.detach()
+    if choose_targets is None:
+        targets = logits.argmax(dim=1, keepdim=True)
+    else:
+        targets = choose_targets(logits)
+
+    maps = []
+    # the forward pass may be in half precision; the products of many matrices are not
+    with torch.autocast(images.device.type, enabled=False), torch.enable_grad():
+        for method in chosen:
+            pass_of_method = libra_forward if method.libra else forward
+            assert pass_of_method is not None
+            maps.append(_compute_method(method, pass_of_method, targets, options))
+    return first_forward, targets, maps
+
+
+def find_methods(names: Sequence[str]) -> list[Method]:
+    """Methods by name; ValueError lists the known ones."""
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
+    return [METHODS[name] for name in names]
+
+
+def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
+    """Raise ValueError for an option that a model with these layers has no use for."""
+    check_rollout_options(options, len(layers))
+    if options.layer != "all" and not -len(layers) <= options.layer < len(layers):
+        raise ValueError(
+            f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers"
+        )
+    num_heads = layers[0].num_heads
+    if isinstance(options.head, int) and not 0 <= options.head < num_heads:
+        raise ValueError(f"head {options.head} is outside 0 to {num_heads - 1}, this model's heads")
+
+
+def _compute_method(
+    method: Method, forward: Forward, targets: Int[Tensor, "B T"], options: MapOptions
+) -> Maps:
+    classes = targets if method.class_specific else targets[:, :1]
+    relevance = torch.stack(
+        [method.compute(forward, column, options).detach() for column in classes.unbind(dim=1)],
+        dim=1,
+    )
+    relevance = relevance.flatten(1, -2)  # [B, T, N]
+    values, prefix_mass = split_prefix(
+        relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
+    )
+    return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float())
+
+
+def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    return compute_rollout(forward, options)
+
+
+def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    """What the pooled feature attends to, uᵀA, as [B, layers · heads, N]."""
+    layers = forward.record.layers
+    if options.layer != "all":
+        layers = [layers[options.layer]]
+    pool_weights = forward.pool_weights[:, None, None].float()  # [B, 1, 1, N]
+
+    def attend(layer: AttentionLayer) -> Float[Tensor, "B H N"]:
+        return in_chunks(
+            layer, lambda images: (pool_weights[images] @ layer.attention(images).float())[:, :, 0]
+        )
+
+    rows = torch.stack([attend(layer) for layer in layers], dim=1)  # [B, L, H, N]
+    if options.head == "mean":
+        rows = rows.mean(dim=2, keepdim=True)
+    elif options.head != "all":
+        rows = rows[:, :, options.head : options.head + 1]
+    return rows.flatten(1, 2)
+
+
+# from the mean colour: what painting a patch over removes
+_pixels_x_gradient = partial(compute_input_x_gradient, from_mean=True)
+
+
+def _removal_gradient(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    # of the probability, as the sanity checks' evidence: a logit may rise for all classes alike
+    probability = forward.logits.softmax(dim=1).gather(1, classes[:, None])[:, 0]
+    return compute_removal_gradient(forward, probability)
+
+
+def _libra_removal(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
+    """The mean of libra-fullgrad, libra-input-x-gradient and removal-gradient, each divided by its
+    standard deviation over the patches: where patches are left out, where they are painted over,
+    and for one patch alone."""
+    assert forward.without_libra is not None
+    maps = [
+        compute_fullgrad_plus(forward, classes, options),
+        _pixels_x_gradient(forward, classes, options),
+        _removal_gradient(forward.without_libra, classes, options),
+    ]
+    # they differ in scale: each is divided by its standard deviation. Prefix tokens get nothing
+    num_prefix = forward.num_prefix_tokens
+    patches = torch.stack([values.detach().float()[:, num_prefix:] for values in maps])
+    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
+    return torch.nn.functional.pad(combined, (num_prefix, 0))
+
+
+_ALL_METHODS = (
+    # of the attention alone
+    Method("rollout", "attention rollout", _rollout, class_specific=False),
+    Method("raw", "attention of a layer", _raw, class_specific=False),
+    # attention weighted by gradients
+    Method("gae", "generic attention explanation", compute_gae),
+    Method(
+        "gradient-rollout",
+        "gradient-weighted rollout",
+        compute_gradient_rollout,
+    ),
+    Method(
+        "attn-gradcam",
+        "Grad-CAM of the last attention",
+        compute_attention_gradcam,
+    ),
+    Method("legrad", "LeGrad", compute_legrad),
+    # input or tokens times gradient, signed
+    Method(
+        "cdam",
+        "class-discriminative attention map",
+        compute_cdam,
+        signed=True,
+    ),
+    Method(
+        "input-x-gradient",
+        "input times gradient",
+        compute_input_x_gradient,
+        signed=True,
+    ),
+    # the same with LibraGrad's gradients
+    Method(
+        "libra-fullgrad",
+        "Libra FullGrad+",
+        compute_fullgrad_plus,
+        signed=True,
+        libra=True,
+    ),
+    Method(
+        "libra-gae",
+        "Libra generic attention explanation",
+        compute_gae,
+        libra=True,
+    ),
+    Method(
+        "libra-input-x-gradient",
+        "Libra input times gradient",
+        _pixels_x_gradient,
+        signed=True,
+        libra=True,
+    ),
+    # what leaving a token out would do
+    Method(
+        "removal-gradient",
+        "removal gradient",
+        _removal_gradient,
+        signed=True,
+        of_removal=True,
+    ),
+    Method(
+        "libra-removal",
+        "Libra FullGrad+, pixels and removal gradient",
+        _libra_removal,
+        signed=True,
+        libra=True,
+        of_removal=True,
+    ),
+)
+METHODS = {method.name: method for method in _ALL_METHODS}

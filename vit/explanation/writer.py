@@ -1,0 +1,332 @@
+"""Explained images to files: overlays, exact arrays and a manifest that says how each was made.
+Overlays are drawn and written by threads, beside the model's work. Equal input and settings give
+equal bytes: no times, no random numbers, sorted order."""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import BaseModel, ConfigDict
+
+from vit.bundle import Bundle
+from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, draw_sheet
+from vit.options import ExplainOptions
+from vit.runtime.documents import check_schema, read_json
+from vit.runtime.files import read_arrays, write_arrays, write_atomically, write_text
+
+SCHEMA_VERSION = 3
+ARRAYS_FILE = "maps.npz"
+MANIFEST_FILE = "manifest.json"
+PICTURE_FORMATS = ("png", "jpeg", "webp")
+FORMATS = (*PICTURE_FORMATS, "npz", "html", "tensorboard")
+_QUALITY = {"jpeg": 85, "webp": 80}
+_LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
+# each time all images so far are written, so that of many it may take at most a fraction of the
+# time
+_SAVE_EVERY_SECONDS = 60.0
+_MAX_SAVING_FRACTION = 0.05
+# more would keep many photos in memory where drawing is slower than the model
+_MAX_WAITING_BATCHES = 2
+
+
+class _Map(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    map_key: str
+    sanity_check: dict[str, Any] | None
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    path: str
+    name: str
+    maps: list[_Map]
+
+
+class _Manifest(BaseModel):
+    parameters: Mapping[str, Any]
+    model_sha256: str
+    images: list[_Entry]
+
+
+class MapWriter:
+    """Writes explained images into a directory, batch by batch: overlays `NAME.METHOD.png`,
+    maps.npz, and always manifest.json.
+
+    A context manager. An interruption leaves a manifest of what was finished.
+
+    Args:
+        output: the directory.
+        bundle: the model.
+        options: how the images are explained, as `Explainer.options` has them, and written: the
+            formats png (or jpeg or webp) for overlays and npz for maps.npz (others are for others),
+            `max_side` of the photos in overlays, and `resume` to start from the manifest that an
+            interruption left.
+
+    Raises:
+        ValueError: for an unknown format, for overlays in several formats, and where `resume` finds
+            an export by another model, with other options or by another version.
+    """
+
+    def __init__(self, output: str | Path, bundle: Bundle, options: ExplainOptions) -> None:
+        for name in options.formats:
+            if name not in FORMATS:
+                raise ValueError(f"unknown --format {name!r}; known: {', '.join(FORMATS)}")
+        pictures = [name for name in options.formats if name in PICTURE_FORMATS]
+        if len(pictures) > 1:
+            choices = " and ".join(pictures)
+            raise ValueError(
+                f"overlays are written in one format, not {choices}; choose one of them"
+            )
+        self.output = Path(output)
+        self.bundle = bundle
+        self.options = options
+        self.entries: list[dict[str, Any]] = []  # of the manifest
+        self.arrays: dict[str, np.ndarray] = {}
+        # path and reason of images that could not be read
+        self.unreadable: list[tuple[str, str]] = []
+        self._picture_format = pictures[0] if pictures else None
+        self._pool = ThreadPoolExecutor()
+        self._writing: list[list[Future[None]]] = []  # the overlays of each batch
+        self._last_saved = monotonic()
+        self._save_after = _SAVE_EVERY_SECONDS
+        # without a manifest nothing was finished
+        if options.resume and (self.output / MANIFEST_FILE).is_file():
+            self._load()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the images that are written, by their paths."""
+        return {entry["path"]: entry["name"] for entry in self.entries}
+
+    def __enter__(self) -> "MapWriter":
+        self.output.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # also after an interruption: what is finished can be continued
+        with self._pool:
+            if self.entries or self.unreadable:
+                self._save()
+
+    def add(self, images: Sequence[ImageResult]) -> None:
+        """Take a batch. Its overlays are written soon, the rest once a minute, of very many
+        images less often, and at the end."""
+        if self._picture_format:
+            overlays = [(image, result) for image in images for result in image.maps]
+            self._writing.append(
+                [self._pool.submit(self._write_overlay, *overlay) for overlay in overlays]
+            )
+        for image in images:
+            self.entries.append(self._describe(image))
+            for result in image.maps:
+                self.arrays[result.key] = result.values
+        # where drawing is slower than the model, the model waits
+        self._wait(_MAX_WAITING_BATCHES)
+        if monotonic() - self._last_saved > self._save_after:
+            self._save()
+
+    def _load(self) -> None:
+        path = self.output / MANIFEST_FILE
+        manifest = read_json(path)
+        schema = manifest.get("schema_version") if isinstance(manifest, dict) else None
+        if schema != SCHEMA_VERSION:
+            what = f"by another version of vit (schema {schema}, not {SCHEMA_VERSION})"
+            hint = "use --overwrite or another --output"
+            raise ValueError(f"{self.output} was written {what} and cannot be continued; {hint}")
+        check_schema(_Manifest, manifest, origin=str(path))
+
+        # maps made in different ways must not lie in one directory
+        parameters = self._describe_options()
+        changed = [
+            key for key, value in parameters.items() if value != manifest["parameters"].get(key)
+        ]
+        if manifest["model_sha256"] != self.bundle.sha256:
+            changed.append("the model")
+        if changed:
+            hint = "give the same, or another --output"
+            raise ValueError(
+                f"{self.output} was made with another choice of {', '.join(changed)}; {hint}"
+            )
+
+        self.entries = manifest["images"]
+        arrays_path = self.output / ARRAYS_FILE
+        if arrays_path.is_file():
+            self.arrays = read_arrays(arrays_path)
+        keys = {result["map_key"] for entry in self.entries for result in entry["maps"]}
+        if "npz" in self.options.formats and not keys <= self.arrays.keys():
+            raise ValueError(f"{arrays_path} lacks maps of the manifest; use --overwrite")
+
+    def _wait(self, max_waiting: int) -> None:
+        """Until the overlays of at most so many batches are not yet written."""
+        while len(self._writing) > max_waiting:
+            for future in self._writing.pop(0):
+                future.result()
+
+    def _save(self) -> None:
+        self._wait(0)
+        start = monotonic()
+        self.entries.sort(key=lambda entry: entry["path"])
+        if "npz" in self.options.formats:
+            write_arrays(self.output / ARRAYS_FILE, dict(sorted(self.arrays.items())))
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "method": ",".join(self.options.methods),
+            "parameters": self._describe_options(),
+            "model": self.bundle.name,
+            "model_sha256": self.bundle.sha256,
+            "run_id": self.bundle.metadata.get("run_id"),
+            "preprocess": self.bundle.preprocess.to_dict(),
+            "versions": {name: version(name) for name in _LIBRARIES},
+            "images": self.entries,
+            "unreadable": [{"path": path, "reason": reason} for path, reason in self.unreadable],
+        }
+        write_text(self.output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        self._last_saved = monotonic()
+        seconds = self._last_saved - start
+        self._save_after = max(_SAVE_EVERY_SECONDS, seconds / _MAX_SAVING_FRACTION)
+
+    def _describe_options(self) -> dict[str, Any]:
+        """What the maps depend on."""
+        return asdict(self.options.map_options) | {
+            "methods": list(self.options.methods),
+            "target": self.options.target,
+            "scale": self.options.scale,
+            "sanity_checks": self.options.sanity_checks,
+            "batch_size": self.options.batch_size,
+            "precision": self.options.precision,
+        }
+
+    def _describe(self, image: ImageResult) -> dict[str, Any]:
+        """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
+        maps = [self._describe_map(image, result) for result in image.maps]
+        return {
+            "path": image.item.path,
+            "name": image.item.name,
+            "sha256": image.sha256,
+            "size": list(image.size),
+            "box": list(image.geometry.box),
+            "predicted": self._describe_class(image, image.predicted),
+            "grid": list(image.grid),
+            "map_key": maps[0]["map_key"],
+            "overlay": maps[0]["overlay"],
+            "maps": maps,
+        }
+
+    def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
+        target = sanity_check = overlay = None
+        if result.target is not None:
+            target = self._describe_class(image, result.target)
+        if result.sanity_check is not None:
+            sanity_check = result.sanity_check.to_dict()
+        if self._picture_format:
+            overlay = f"{result.key}.{self._picture_format}"
+        return {
+            "method": result.method.name,
+            "class_specific": result.method.class_specific,
+            "target": target,
+            "logit": result.logit,
+            "map_key": result.key,
+            "overlay": overlay,
+            "prefix_mass": result.prefix_mass,
+            "entropy": result.entropy,
+            "sanity_check": sanity_check,
+        }
+
+    def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "name": self.bundle.class_names[index],
+            "probability": float(image.probabilities[index]),
+        }
+
+    def _write_overlay(self, image: ImageResult, result: MapResult) -> None:
+        kind = self._picture_format
+        assert kind is not None
+        picture = draw_map(image, result, self.bundle.class_names, self.options.max_side)
+        # the manifest, written after them, makes all their names sure
+        write_atomically(
+            self.output / f"{result.key}.{kind}",
+            lambda path: _save_picture(picture, path, kind),
+            flush_name=False,
+        )
+
+
+def draw_map(
+    image: ImageResult,
+    result: MapResult,
+    class_names: Sequence[str],
+    max_side: int = MAX_SIDE,
+) -> Image.Image:
+    """The picture of one map, or the contact sheet of several, with its caption.
+
+    Args:
+        image: the explained image.
+        result: one of its maps.
+        class_names: of the model.
+        max_side: of the photo, pixels; 0 for no limit.
+    """
+    scale = result.scale
+    assert scale is not None
+
+    def describe_class(index: int) -> str:
+        return f"{class_names[index]}  {100 * image.probabilities[index]:.1f} %"
+
+    # what the model said comes first, the map's own line below it
+    predicted = f"predicted: {describe_class(image.predicted)}"
+    if result.is_grid:
+        num_layers, num_heads = result.values.shape[:2]
+        layers = [f"layer {layer}" for layer in range(num_layers)]
+        heads = [f"head {head}" for head in range(num_heads)]
+        return draw_sheet(
+            result.values,
+            layers=layers if num_layers > 1 else [""],
+            heads=heads if num_heads > 1 else ["mean"],
+            scale=scale,
+            caption=[predicted, result.method.title],
+        )
+
+    about = "does not depend on the class"
+    if result.target is not None:
+        about = f"for {describe_class(result.target)}"
+    check = result.sanity_check
+    warnings = []
+    if check is not None and check.verdict != "supported":
+        warnings.append(f"{check.verdict}: {check.reason}")
+    return draw_overlay(
+        image.read_image(),
+        result.shown_values,
+        image.geometry,
+        scale=scale,
+        caption=[predicted, f"{result.method.title}, {about}"],
+        warnings=warnings,
+        max_side=max_side,
+    )
+
+
+def _save_picture(picture: Image.Image, path: Path, kind: str) -> None:
+    if kind != "png":
+        picture.save(path, kind, quality=_QUALITY[kind])
+        return
+    import cv2  # takes a tenth of a second
+
+    # by run lengths of the differences to the row above: photos hardly compress any further.
+    # Pillow, which tries five kinds of differences for each row, takes 1.7 times as long for a file
+    # of 0.9 times the size
+    options = [
+        cv2.IMWRITE_PNG_COMPRESSION,
+        1,
+        cv2.IMWRITE_PNG_STRATEGY,
+        cv2.IMWRITE_PNG_STRATEGY_RLE,
+        cv2.IMWRITE_PNG_FILTER,
+        cv2.IMWRITE_PNG_FILTER_UP,
+    ]
+    _, encoded = cv2.imencode(".png", np.asarray(picture)[:, :, ::-1], options)
+    path.write_bytes(encoded.tobytes())

@@ -1,0 +1,342 @@
+"""A configuration for images that come without one, chosen from their number and sizes, the device
+and the minutes.
+
+It starts from a packaged recipe, which is measured, and fits size, batch, length and regularisation
+to the images. What the user sets with `key.path=value` holds, and what depends on it follows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vit.config import Config, flatten_config, load_config, read_sections
+from vit.data.open import DatasetSplits, find_kind
+from vit.data.statistics import measure_shorter_side
+from vit.factory.data import build_dataset
+from vit.factory.model import build_model
+from vit.factory.recipe import find_recipe
+from vit.factory.run import build_plan, build_train_step, estimate_seconds
+from vit.runtime.arguments import as_pair
+from vit.runtime.device import choose_device
+from vit.runtime.processes import Process
+
+# section → key → value, not yet validated
+Sections = dict[str, dict[str, Any]]
+
+DEFAULT_MINUTES = {"cpu": 5.0, "cuda": 20.0}
+# of the minutes: the rest is for starting, decoding, augmentation and evaluation
+_TRAINING_FRACTION = 0.75
+# images whose sizes are read
+_SAMPLE = 64
+# Fewer photos than these are overfitted by a model of 6 blocks at 128 px: of 4 × 200 of
+# Imagenette's, 75.6 % where 4 blocks at 64 px gave 80.6 % in a third of the time (2 cores, one
+# seed). Cutmix, weight decay of 0.1 and 80 epochs gave 84.7 and 82.4 % on 1,525 and 1,601 other
+# images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
+_ENOUGH_PHOTOS = 3000
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a configuration is chosen for."""
+
+    num_images: int  # to train on
+    num_classes: int
+    side: int  # the images' shorter one in pixels, median
+    device: torch.device
+    minutes: float
+    pretrained_size: tuple[int, int] | None  # of the weights to start from, pixels
+    user: Sections  # what the user sets
+
+
+class _Candidate(NamedTuple):
+    """A recipe at an image size, taken where the minutes hold at least `min_epochs` of it."""
+
+    recipe: str
+    size_reason: str
+    side: int = 0  # pixels; 0 for the pretrained weights' own
+    min_epochs: int = 0
+
+
+def choose_config(
+    data: str | Path, overrides: Sequence[str] = (), minutes: float | None = None
+) -> tuple[Config, dict[str, str], DatasetSplits]:
+    """Choose a configuration for images.
+
+    Args:
+        data: what `vit.data.open.find_kind` knows: a data set's name, a folder, a table or shards.
+        overrides: `key.path=value` of the user.
+        minutes: of training; None for `DEFAULT_MINUTES`.
+
+    Returns:
+        The configuration, what was chosen by name with its reason, and the images, opened.
+
+    Raises:
+        ValueError: images that can't be opened, or overrides that don't fit.
+    """
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes {minutes} must be more than 0")
+    user = _read_overrides(overrides)
+    kind = find_kind(data)
+    source = {"name": kind}
+    if kind != str(data):
+        source["root"] = str(data)
+    # the size is yet to be chosen, and to list images takes none
+    data_section = source | user["data"] | {"image_size": 32}
+    splits = build_dataset(load_config({"data": data_section}))
+
+    train_images = splits.split("train")
+    device = choose_device(find_device(overrides))
+    num_classes = len(train_images.class_names)
+    pretrained_size = None
+    if init := user["model"].get("init"):
+        # timm, which takes seconds to import
+        from vit.model.timm_weights import load_pretrained
+
+        model, _ = load_pretrained(str(init), img_size=None, num_classes=num_classes)
+        pretrained_size = model.patch_embed.img_size
+    task = _Task(
+        num_images=len(train_images),
+        num_classes=num_classes,
+        side=round(measure_shorter_side(train_images, count=_SAMPLE)),
+        device=device,
+        minutes=minutes or DEFAULT_MINUTES[device.type],
+        pretrained_size=pretrained_size,
+        user=user,
+    )
+
+    # the first recipe that the minutes hold enough epochs of
+    for candidate in _list_candidates(task):
+        sections = _adapt_recipe(candidate, task)
+        sections["data"] |= source
+        images_per_second = _measure_rate(load_config(sections, overrides), task)
+        seconds = 60 * task.minutes * _TRAINING_FRACTION
+        epochs = seconds * images_per_second / task.num_images
+        if epochs >= candidate.min_epochs:
+            break
+    _set_length(sections, task, epochs)
+
+    config = load_config(sections, overrides)
+    speed = f"{images_per_second:,.0f} images/s"
+    choices = _explain_choices(config, task, candidate, epochs=epochs, speed=speed)
+    return config, choices, splits
+
+
+def find_device(overrides: Sequence[str]) -> str:
+    """`train.device` of a configuration that is yet to be chosen."""
+    return str(_read_overrides(overrides)["train"].get("device", "auto"))
+
+
+def _read_overrides(overrides: Sequence[str]) -> Sections:
+    """What the user sets, every section among it; what isn't a section is refused with the whole
+    configuration."""
+    sections = read_sections(None, overrides)
+    known = {name: keys for name, keys in sections.items() if isinstance(keys, dict)}
+    return {name: known.get(name, {}) for name in (*Config.model_fields, *known)}
+
+
+def _list_candidates(task: _Task) -> list[_Candidate]:
+    """Best first; the last is taken in any case."""
+    on_gpu = task.device.type == "cuda"
+    side = task.side
+    if task.pretrained_size is not None:
+        return [_Candidate("folder/finetune", "the size that its weights were trained at")]
+    if side <= 48:
+        size_reason = "the images' own size"
+        if side <= 16:
+            return [_Candidate("digits", size_reason, side)]
+        if on_gpu:
+            return [
+                _Candidate("cifar10/best", size_reason, side, min_epochs=60),
+                _Candidate("cifar10/speedrun", size_reason, side),
+            ]
+        return [
+            _Candidate("cifar10/cpu-20-minutes", size_reason, side, min_epochs=20),
+            _Candidate("cifar10/cpu", size_reason, side),
+        ]
+
+    large = min(side, 128)
+    small = min(side, 64)
+    if task.num_images < _ENOUGH_PHOTOS:
+        size_reason = f"{side} px would be overfitted by {task.num_images:,} images"
+        return [_Candidate("folder/small", size_reason, small)]
+    too_slow = f"{side} px take more time"
+    too_few_minutes = f"the minutes are too few for more of {side} px"
+    candidates = [
+        _Candidate("imagenette/cpu", too_slow, large, min_epochs=12),
+        _Candidate("folder/small", too_few_minutes, small),
+    ]
+    if on_gpu:
+        candidates.insert(0, _Candidate("imagenette/gpu", too_slow, large, min_epochs=30))
+    return candidates
+
+
+def _adapt_recipe(candidate: _Candidate, task: _Task) -> Sections:
+    """The candidate's recipe, with a size, patch, batch and regularisation that fit the images and
+    what the user sets."""
+    sections = read_sections(find_recipe(candidate.recipe))
+    data = sections["data"]
+    model = sections["model"]
+    train = sections["train"]
+    # those of the recipe are for the classes and the number of images of its own data set
+    data.pop("validation_fraction", None)
+    train["class_balance"] = "auto"
+    if task.pretrained_size is not None:
+        data["image_size"] = _shorten(task.pretrained_size)
+        # that of the weights holds
+        del data["crop_pct"]
+        return sections
+
+    # the power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000, and four
+    # times that on GPUs
+    train["batch_size"] = max(2 ** round(math.log2(2 * task.num_images) / 2), 8)
+    if task.device.type == "cuda":
+        train["batch_size"] *= 4
+
+    if _is_small(candidate, task):
+        sections["augment"]["cutmix"] = 1.0
+        sections["optimizer"]["weight_decay"] = 0.1
+    elif candidate.recipe.startswith("imagenette") and task.num_images < 2 * _ENOUGH_PHOTOS:
+        model["drop_path_rate"] = 0.1
+
+    # the size and the patches are the preset's then
+    if "preset" in task.user["model"]:
+        sections["model"] = {}
+    else:
+        _fit_patches(data, model, candidate.side, task.user)
+    return sections
+
+
+def _is_small(candidate: _Candidate, task: _Task) -> bool:
+    return candidate.recipe == "folder/small" and task.num_images < _ENOUGH_PHOTOS
+
+
+def _fit_patches(data: dict[str, Any], model: dict[str, Any], side: int, user: Sections) -> None:
+    """Image and patch size: about as many patches as in the recipe, an image of whole patches."""
+    user_size = user["data"].get("image_size")
+    height, width = as_pair(user_size or side, name="data.image_size")
+    # as many patches on the shorter side as the recipe has
+    scale = min(height, width) / data["image_size"]
+    ideal_patch = max(model["patch_size"] * scale, 2)
+    patch_size = user["model"].get("patch_size")
+    if not patch_size:
+        # the power of two that is nearest; of a size that is fixed one that divides both sides, or
+        # else the nearest divisor
+        sizes = list(range(1, min(height, width) + 1))
+        if user_size is not None:
+            divisor = math.gcd(height, width)
+            sizes = [size for size in sizes if divisor % size == 0]
+        powers = [size for size in sizes if _is_power_of_two(size)]
+        patch_size = min(powers or sizes, key=lambda size: abs(math.log(size / ideal_patch)))
+
+    patch_height, patch_width = as_pair(patch_size, name="model.patch_size")
+    rows = max(round(height / patch_height), 1)
+    columns = max(round(width / patch_width), 1)
+    data["image_size"] = _shorten((rows * patch_height, columns * patch_width))
+    model["patch_size"] = patch_size
+    # the convolutional stems halve the image until it is the grid of patches
+    if not (_is_power_of_two(patch_height) and _is_power_of_two(patch_width)):
+        model["stem"] = "patch"
+
+
+def _is_power_of_two(size: int) -> bool:
+    return size > 1 and size & (size - 1) == 0
+
+
+def _shorten(sides: tuple[int, int]) -> int | list[int]:
+    return sides[0] if sides[0] == sides[1] else list(sides)
+
+
+def _measure_rate(config: Config, task: _Task) -> float:
+    """Images that are trained on in a second, over the sizes and the dropped patches of the run."""
+    model, _ = build_model(config, num_classes=task.num_classes)
+    model.to(task.device)
+    plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
+    process = Process()
+    train_step = build_train_step(config, model, plan=plan, process=process, device=task.device)
+    seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
+    return plan.batch_size * plan.total_steps / seconds
+
+
+def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
+    """Set the epochs that the minutes hold and that so many images are good for, and what depends
+    on these."""
+    train = sections["train"]
+    max_epochs = train["epochs"]
+    if task.pretrained_size is None:
+        # about 80 epochs for 600 images: more overfits; recipes are for more images
+        epochs_for_images = round(min(80 * (600 / task.num_images) ** 0.5, 150))
+        max_epochs = max(epochs_for_images, 2 * max_epochs)
+    # so little time is enough for the head alone
+    elif epochs < 2:
+        sections["model"]["freeze"] = "backbone"
+
+    train["epochs"] = min(max(int(epochs), 1), max_epochs)
+    # what the user sets is applied again by `load_config`; what depends on it must know it here
+    user_epochs = task.user["train"].get("epochs")
+    if user_epochs is not None:
+        train["epochs"] = user_epochs
+    elif epochs < 1:
+        num_steps = int(epochs * task.num_images / train["batch_size"])
+        train["max_steps"] = max(num_steps, 1)
+    train["evaluate_every_epochs"] = max(train["epochs"] // 16, 1)
+
+
+def _explain_choices(
+    config: Config,
+    task: _Task,
+    candidate: _Candidate,
+    *,
+    epochs: float,
+    speed: str,
+) -> dict[str, str]:
+    """By name, the values that were chosen, and why."""
+    recipe = f"as in the recipe {candidate.recipe}"
+    regularisation = recipe
+    if config.model.drop_path_rate > 0 or _is_small(candidate, task):
+        regularisation = f"more than in the recipe for so few as {task.num_images:,} images"
+    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}, {speed}"
+    if config.train.epochs < int(epochs):
+        length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
+
+    # name → the keys, and the reason for their values
+    crop_keys = ["augment.resized_crop_scale", "augment.crop_padding", "augment.flip"]
+    augment_keys = [*crop_keys, "augment.mixup", "augment.cutmix"]
+    decay_keys = ["train.label_smoothing", "optimizer.weight_decay", "model.drop_path_rate"]
+    rate_keys = ["optimizer.name", "optimizer.lr", "optimizer.muon_lr", "schedule.name"]
+    model_keys = ["model.stem", "model.embed_dim", "model.depth"]
+    rows = {
+        "image size": (["data.image_size", "model.patch_size"], candidate.size_reason),
+        "architecture": (model_keys, recipe),
+        "length": (["train.epochs"], length),
+        "batch": (["train.batch_size"], f"near √(2 × {task.num_images:,} images)"),
+        "augmentation": (
+            augment_keys,
+            f"{recipe}; set augment.flip=none where left and right matter, as in letters",
+        ),
+        "regularisation": (decay_keys, regularisation),
+        "learning rate": (rate_keys, recipe),
+    }
+    if config.model.init:
+        rows["image size"] = (["data.image_size"], candidate.size_reason)
+        rows["architecture"] = (["model.init", "model.freeze"], "its weights are the start")
+        rows["batch"] = (["train.batch_size"], recipe)
+        rate_keys = ["optimizer.lr", "optimizer.layer_decay"]
+        rows["learning rate"] = (rate_keys, f"{recipe}: lower for lower layers")
+    elif config.model.preset:
+        rows["architecture"] = (["model.preset"], recipe)
+
+    # a row says "given" only where the user set all of its keys
+    user_keys = {f"{section}.{key}" for section, keys in task.user.items() for key in keys}
+    values = flatten_config(config)
+    choices = {}
+    for name, (keys, reason) in rows.items():
+        shown = ", ".join(
+            f"{key.partition('.')[2]}={values[key]}" for key in keys if values[key] is not None
+        )
+        source = "given" if user_keys.issuperset(keys) else reason
+        choices[name] = f"{shown} ({source})"
+    return choices

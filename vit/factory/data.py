@@ -1,0 +1,215 @@
+"""Config → the images of a run: its splits, their normalisation, and the loader of batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vit.config import Config
+from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageDataset
+from vit.data.images import Preprocess
+from vit.data.loader import Pipeline, TrainLoader, choose_pipeline
+from vit.data.open import DatasetSplits, open_dataset
+from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
+from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
+from vit.data.transforms import Transform, apply_transform
+from vit.runtime.files import default_cache_dir
+from vit.runtime.processes import Process
+
+_MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
+_SAMPLED_IMAGES = 256  # or so many, where images are decoded for it alone
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run, and what was decided about them."""
+
+    config: Config
+    splits: DatasetSplits
+    train: ImageDataset
+    validation: ImageDataset | None  # both decoded for the pipeline "resident" alone
+    preprocess: Preprocess
+    pipeline: Pipeline
+    pipeline_reason: str
+    class_balance: ClassBalance
+    class_balance_reason: str
+
+    @cached_property
+    def decoded_validation(self) -> ImageDataset:
+        """The validation images with their pixels, decoded when they are first needed."""
+        assert self.validation is not None
+        return _decode(self.config, self.splits, self.validation, self.preprocess)
+
+
+def build_dataset(
+    config: Config, *, user_dataset: Any = None, class_names: Sequence[str] | None = None
+) -> DatasetSplits:
+    """Find the images of a run, without decoding any.
+
+    Args:
+        config: names them.
+        user_dataset: replaces them, as `vit.train` takes it.
+        class_names: of that.
+    """
+    data = config.data
+    if user_dataset is None:
+        return open_dataset(
+            data.name,
+            root=data.root,
+            classes=data.classes,
+            class_names=data.class_names,
+            validation_fraction=data.validation_fraction,
+            split_seed=data.split_seed,
+            cache_dir=data.cache_dir,
+        )
+    # images passed from Python have no test split: whoever has them can evaluate on others
+    return DatasetSplits(
+        FROM_PYTHON,
+        find_python_objects(user_dataset, class_names),
+        data.validation_fraction,
+        data.split_seed,
+        data.cache_dir or default_cache_dir(),
+        test_fraction=0.0,
+    )
+
+
+def build_data(
+    config: Config,
+    splits: DatasetSplits,
+    *,
+    device: torch.device,
+    pretrained: Preprocess | None = None,
+) -> Data:
+    """List the training and validation images, and decode them where they fit memory. The test
+    images are not touched.
+
+    Args:
+        config: its `data.mean`, `data.std` and `data.crop_pct` come before what is measured.
+        splits: the data set.
+        device: where the images are to lie.
+        pretrained: the preprocessing of pretrained weights, which comes before measured values.
+    """
+    image_size = config.data.size
+    preprocess = replace(pretrained or Preprocess(image_size), image_size=image_size)
+    if config.data.crop_pct is not None:
+        preprocess = replace(preprocess, crop_pct=config.data.crop_pct)
+
+    train = splits.split("train")
+    validation = None
+    if config.data.validation_fraction > 0:
+        validation = splits.split("validation")
+
+    # a resumed run names the pipeline, so that memory that is free now doesn't change it
+    pipeline: Pipeline
+    if config.data.pipeline != "auto":
+        pipeline = config.data.pipeline
+        reason = "data.pipeline says so"
+    elif train.reader.is_remote:
+        pipeline = "workers"
+        reason = "images in object storage are read as training goes"
+    else:
+        num_images = len(train) + (len(validation) if validation is not None else 0)
+        pipeline, reason = choose_pipeline(
+            num_images * math.prod(preprocess.resize_size) * 3,
+            device=device,
+            fraction=config.data.memory_fraction,
+        )
+
+    # otherwise they are decoded as training goes, and validation images when they are needed
+    if pipeline == "resident":
+        train = _decode(config, splits, train, preprocess)
+        if validation is not None:
+            validation = _decode(config, splits, validation, preprocess)
+
+    # pretrained weights keep what they were trained with
+    mean = preprocess.mean
+    std = preprocess.std
+    if pretrained is None and train.images is not None:
+        step = max(1, len(train) // _MEASURED_IMAGES)
+        mean, std = measure_mean_and_std(train.images[::step])
+    elif pretrained is None:
+        sample = train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES))
+        mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
+    preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
+
+    balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
+    return Data(
+        config=config,
+        splits=splits,
+        train=train,
+        validation=validation,
+        preprocess=preprocess,
+        pipeline=pipeline,
+        pipeline_reason=reason,
+        class_balance=balance,
+        class_balance_reason=balance_reason,
+    )
+
+
+def build_train_loader(
+    config: Config,
+    data: Data,
+    *,
+    device: torch.device,
+    process: Process,
+    transform: Transform | None = None,
+) -> TrainLoader:
+    """The loader of augmented training batches.
+
+    Args:
+        config: the configuration.
+        data: the images.
+        device: where the batches are to be.
+        process: which part of every batch is loaded.
+        transform: of one image, passed from Python; it is tried on one at once.
+    """
+    train = data.train
+    if transform is not None:  # refused now rather than in a worker
+        if train.images is None:
+            image = next(train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES)))
+        else:
+            image = Image.fromarray(train.images[0])
+        apply_transform(transform, image, seed=0)
+
+    # of a set smaller than the batch, all images that divide into pairs for every process
+    multiple = 2 * process.world_size
+    batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
+    return TrainLoader(
+        train,
+        batch_size=batch_size,
+        seed=config.train.seed,
+        device=device,
+        preprocess=data.preprocess,
+        augment=config.augment,
+        num_classes=len(train.class_names),
+        balanced=data.class_balance == "sampler",
+        transform=transform,
+        rank=process.rank,
+        world_size=process.world_size,
+        workers=config.data.workers,
+        max_unreadable_fraction=config.data.max_unreadable_fraction,
+    )
+
+
+def _decode(
+    config: Config, splits: DatasetSplits, dataset: ImageDataset, preprocess: Preprocess
+) -> ImageDataset:
+    return decode_dataset(
+        dataset,
+        size=preprocess.resize_size,
+        interpolation=preprocess.interpolation,
+        cache_dir=splits.cache_dir,
+        workers=config.data.workers,
+        max_unreadable_fraction=config.data.max_unreadable_fraction,
+    )
+
+
+def _choose_evenly(count: int, num_chosen: int) -> list[int]:
+    """At most `num_chosen` evenly spaced indices of `count`."""
+    num_chosen = min(num_chosen, count)
+    return [place * count // num_chosen for place in range(num_chosen)]

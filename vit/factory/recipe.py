@@ -1,0 +1,79 @@
+"""The packaged recipes, which `vit recipes` lists without torch or numpy."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import vit
+from vit.config import Config
+from vit.runtime.files import read_text
+
+# what configures a run: a YAML file or a packaged recipe's name, sections, or a configuration
+ConfigLike = str | Path | Mapping[str, object] | Config
+
+
+class Recipe(NamedTuple):
+    """What the comment at the start of a packaged recipe says."""
+
+    task: str
+    accuracy: str
+    time: str
+
+
+def names_images(source: ConfigLike | None) -> bool:
+    """Whether a user named images, for which a configuration is to be chosen. What is neither
+    images nor a recipe counts as a recipe, to be named in an error."""
+    if not isinstance(source, str | Path):
+        return False
+    is_yaml = Path(source).suffix in (".yaml", ".yml")
+    if is_yaml or (_recipe_folder() / f"{source}.yaml").is_file():
+        return False
+    # numpy and Pillow, which `vit recipes` doesn't need
+    from vit.data.open import find_kind
+
+    return find_kind(source) is not None
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The configuration file `name`, or the packaged recipe of that name, such as "cifar10/cpu".
+
+    Raises:
+        FileNotFoundError: it is neither; the error lists the recipes.
+    """
+    # a path comes before a recipe of the same name
+    path = Path(name)
+    folder = _recipe_folder()
+    if path.is_file() or path.suffix in (".yaml", ".yml") or not folder.is_dir():
+        return path
+    recipe = folder / f"{name}.yaml"
+    if not recipe.is_file():
+        known = f"packaged recipes: {', '.join(list_recipes())}"
+        raise FileNotFoundError(
+            f"configuration {name} does not exist; {known}; or name a folder of images"
+        )
+    return recipe
+
+
+def list_recipes() -> dict[str, Recipe]:
+    """The packaged recipes by name."""
+    folder = _recipe_folder()
+    recipes = {}
+    for path in sorted(folder.rglob("*.yaml")):
+        lines = read_text(path).splitlines()
+        comment = " ".join(line[2:] for line in lines if line.startswith("# "))
+        accuracy = re.search(r"([\d.]+(?: ± [\d.]+)? %) test top-1", comment)
+        time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
+        recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
+            task=re.split(r"[.:] ", comment)[0],
+            accuracy=accuracy[1] if accuracy else "not measured",
+            time=time[1] if time else "",
+        )
+    return recipes
+
+
+def _recipe_folder() -> Path:
+    packaged = Path(vit.__file__).parent / "configs"
+    if packaged.is_dir():
+        return packaged
+    return packaged.parents[1] / "configs"  # of a checkout

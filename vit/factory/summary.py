@@ -1,0 +1,108 @@
+"""What the user is told before a training run starts: what it will do, and what may go wrong."""
+
+import numpy as np
+import torch
+
+from vit.data.statistics import MAX_RATIO, compute_class_ratio, measure_shorter_side
+from vit.factory.run import Run, estimate_seconds
+from vit.model.presets import compute_flops
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.device import describe_device
+
+_FEW_STEPS = 200
+# of the images' shorter side, in units of data.image_size
+_MIN_SCALE = 0.5
+_MAX_SCALE = 8
+# images whose sizes are read
+_SAMPLE = 200
+
+
+def summarize_run(run: Run, *, with_estimate: bool = False) -> dict[str, str]:
+    """The run's images, model, device and length, as text by name.
+
+    Args:
+        run: before it starts.
+        with_estimate: of the minutes, from a few steps, in which all processes take part; then the
+            run is of no use, since they train.
+    """
+    plan = run.trainer.plan
+    data = run.data
+    num_steps = len(run.train_loader)
+
+    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    model = f"{num_parameters:,} parameters"
+    if isinstance(run.model, VisionTransformer):
+        # the backward pass costs twice the forward
+        image_flops = 3 * compute_flops(run.model.architecture)
+        epoch_flops = image_flops * num_steps * plan.batch_size
+        model += f", {epoch_flops / 1e12:,.2f} TFLOP an epoch"
+
+    images = f"{len(data.train):,} training"
+    if data.validation is not None:
+        images += f", {len(data.validation):,} validation"
+    if unreadable := list_unreadable(run):
+        images += f", {len(unreadable)} unreadable and skipped"
+
+    train_step = run.trainer.train_step
+    device = describe_device(train_step.device)
+    compiled = "compiled" if run.is_compiled else "not compiled"
+    epochs = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
+    facts = {
+        "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
+        "splits": "; ".join(data.splits.describe_splits()),
+        "fingerprint": data.train.fingerprint[:16],
+        "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
+        "class balance": f"{data.class_balance} ({data.class_balance_reason})",
+        "model": model,
+        "device": f"{device}, {torch.get_num_threads()} threads, {train_step.precision}, {compiled}",
+        "run": f"{epochs}, {plan.total_steps:,} steps in all",
+        **run.choices,
+    }
+    if with_estimate:
+        seconds = estimate_seconds(
+            train_step, plan, image_size=data.preprocess.image_size, process=run.trainer.process
+        )
+        facts["estimate"] = f"{seconds / 60:.1f} minutes of training steps"
+    return facts
+
+
+def list_unreadable(run: Run) -> list[str]:
+    """One sentence for each image that could not be read."""
+    return [
+        f"skipped {dataset.split} image {name}: {reason}"
+        for dataset in (run.data.train, run.data.validation)
+        if dataset is not None
+        for name, reason in dataset.unreadable
+    ]
+
+
+def list_warnings(run: Run) -> list[str]:
+    """One sentence for each thing that may go wrong with the run."""
+    data = run.data
+    warnings = list(data.train.notes)
+
+    total_steps = run.trainer.plan.total_steps
+    if total_steps < _FEW_STEPS:
+        warnings.append(
+            f"the run has {total_steps} steps, and fewer than {_FEW_STEPS} rarely train well: "
+            "raise train.epochs or lower train.batch_size"
+        )
+
+    if compute_class_ratio(data.train.labels) > MAX_RATIO and data.class_balance == "none":
+        counts = np.bincount(data.train.labels)
+        names = data.train.class_names
+        warnings.append(
+            f"classes of more than {MAX_RATIO}:1: {names[counts.argmax()]} has {counts.max():,} "
+            f"training images and {names[counts.argmin()]} has {counts.min():,}; "
+            "train.class_balance=auto balances them"
+        )
+
+    # of the files, whatever was decoded of them
+    image_size = min(data.preprocess.image_size)
+    side = measure_shorter_side(data.splits.split("train"), count=_SAMPLE)
+    sizes = f"({side:.0f} px) than data.image_size {image_size}"
+    if side < _MIN_SCALE * image_size:
+        warnings.append(f"the images are much smaller {sizes}; a smaller one trains faster")
+    if side > _MAX_SCALE * image_size:
+        warnings.append(f"the images are much larger {sizes}; a larger one shows more of them")
+    return warnings

@@ -1,0 +1,190 @@
+"""A training run from its configuration to its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vit.config import (
+    Config,
+    dump_config,
+    load_config,
+    plain_values,
+    read_sections,
+    validate_config,
+)
+from vit.factory.automatic import choose_config, find_device
+from vit.factory.pictures import load_first_images
+from vit.factory.recipe import ConfigLike, find_recipe, names_images
+from vit.factory.run import Run, UserObjects, build_run, set_pipeline
+from vit.model.model_file import MODEL_FILE
+from vit.options import TrainOptions
+from vit.runtime.files import write_atomically, write_text
+from vit.runtime.processes import join_processes
+from vit.training.identity import find_changes
+from vit.training.result import TrainingResult
+from vit.training.run_directory import CONFIG_FILE, open_run_directory
+
+
+def train_model(
+    source: ConfigLike | None,
+    overrides: Sequence[str],
+    output: Path,
+    options: TrainOptions,
+    objects: UserObjects,
+    *,
+    on_start: Callable[[Run, bool], None] | None = None,
+) -> TrainingResult:
+    """Train a model; arguments and errors as of `vit.train`.
+
+    Args:
+        source: a configuration, or images to choose one for.
+        overrides: `key.path=value`, applied on top of it.
+        output: the run's directory.
+        options: how to start.
+        objects: what was passed from Python and replaces parts of the configuration.
+        on_start: called in the main process with the run that is about to start, and whether it was
+            resumed; of a dry run in all processes.
+    """
+    if options.resume and options.overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    if options.init is not None:
+        init = find_initial_weights(options.init, output)
+        overrides = [f"model.init={init}", *overrides]
+    config = resolve_config(source, overrides, output, options, objects)
+    device = find_device(overrides) if config is None else config.train.device
+
+    with (
+        join_processes(device) as (process, device_name),
+        open_run_directory(
+            output,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            # a dry run leaves a run that is there alone
+            is_main=process.is_main and not options.dry_run,
+        ),
+    ):
+        splits = None
+        choices: Mapping[str, str] = {}
+        if config is None and process.is_main:
+            # it measures the speed of training: one process does so for all
+            assert isinstance(source, str | Path)
+            config, choices, splits = choose_config(source, overrides, options.minutes)
+        config, choices = process.broadcast((config, choices))
+        assert config is not None
+
+        run = build_run(
+            config,
+            directory=output,
+            process=process,
+            device_name=device_name,
+            objects=objects,
+            splits=splits,
+            choices=choices,
+        )
+        resumed = options.resume and not options.dry_run and run.trainer.resume()
+        if process.is_main and not options.dry_run and not (output / CONFIG_FILE).exists():
+            write_text(output / CONFIG_FILE, dump_config(run.config))
+        # the estimate of a dry run takes steps, in which all processes take part
+        if on_start is not None and (process.is_main or options.dry_run):
+            on_start(run, resumed)
+        if options.dry_run:
+            # a second to import
+            from torchvision.utils import save_image
+
+            images = load_first_images(run.train_loader, run.data.preprocess)
+            output.mkdir(parents=True, exist_ok=True)
+            write_atomically(
+                output / "dry_run.png", lambda path: save_image(images, path, format="png", nrow=8)
+            )
+            return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
+
+        progress = run.trainer.train()
+
+    best_top1 = None if progress.best_top1 < 0 else progress.best_top1
+    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, objects.model)
+
+
+def resolve_config(
+    source: ConfigLike | None,
+    overrides: Sequence[str],
+    output: Path,
+    options: TrainOptions,
+    objects: UserObjects,
+) -> Config | None:
+    """The configuration of the run in the directory `output`.
+
+    Args:
+        source: a file, a recipe's name, sections or a `Config`; None for that of the run which is
+            to be resumed.
+        overrides: `key.path=value`, applied on top of it.
+        output: the run's directory.
+        options: whether to continue the run in it, if there is one.
+        objects: what replaces parts of the configuration.
+
+    Returns:
+        The configuration; None where images are named, for which one is to be chosen.
+
+    Raises:
+        ValueError: there is no configuration, it is wrong, or it differs from that of the run
+            which is to be resumed.
+    """
+    saved = output / CONFIG_FILE
+    continues = options.resume and saved.exists()
+    has_images = names_images(source)
+    if options.minutes is not None and not has_images:
+        raise ValueError(
+            "--minutes is for a configuration that is chosen for images; others have train.epochs"
+        )
+    if has_images and not continues:
+        if objects.dataset is not None or objects.model is not None:
+            raise ValueError(
+                "a configuration is chosen for images and models that are named; "
+                "name a recipe to pass them from Python"
+            )
+        return None
+    if source is None and not continues:
+        usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
+        raise ValueError(f"which configuration? {usage}")
+
+    if source is None or has_images:
+        sections = read_sections(saved, overrides)
+    elif isinstance(source, Config):
+        sections = read_sections(plain_values(source), overrides)
+    elif isinstance(source, Mapping):
+        sections = read_sections(source, overrides)
+    else:
+        sections = read_sections(find_recipe(source), overrides)
+    objects.mark_sections(sections)
+    config = validate_config(sections)
+    if not continues:
+        return config
+
+    pipeline = load_config(saved).data.pipeline
+    if config.data.pipeline == "auto" and pipeline != "auto":
+        config = set_pipeline(config, pipeline)
+    if changed := find_changes(config, saved):
+        raise ValueError(
+            f"--resume continues the run of {saved}, but {', '.join(changed)} differ; resume "
+            f"without them or start another run, perhaps from its model with --init {output}"
+        )
+    return config
+
+
+def find_initial_weights(init: str | Path, output: Path) -> str:
+    """The value of `model.init` for what a user names: timm:NAME, a model file or a run directory,
+    as an absolute path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is the run that is about to be trained.
+    """
+    if str(init).startswith("timm:"):
+        return str(init)
+    path = Path(init).expanduser()
+    # a folder of timm's has a config.json and is opened as a whole
+    if path.is_dir() and not (path / "config.json").is_file():
+        path /= MODEL_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"--init {init} is not timm:NAME, and there is no {path}")
+    if path.resolve().parent == output.resolve():
+        raise ValueError(f"--init {init} is the run in --output; choose another --output")
+    return str(path.absolute())

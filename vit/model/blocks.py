@@ -1,0 +1,174 @@
+"""The encoder block: pre-norm attention and MLP, each added to the tokens it read."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit.model.attention import MultiHeadAttention, build_norm
+from vit.model.cpu_kernels import Backend, SquaredReLU
+from vit.runtime.arguments import check_choice
+from vit.runtime.threads import thread_generator
+
+Tokens = Float[Tensor, "B N D"]
+
+
+class Block(nn.Module):
+    """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens)).
+
+    Args:
+        embed_dim, num_heads, qkv_bias, qk_norm: As in `MultiHeadAttention`.
+        mlp_ratio: Width of the MLP's hidden layer in units of embed_dim.
+        mlp: Its activation, as in `Mlp`.
+        init_values: LayerScale's initial value; None: no LayerScale.
+        drop_path: Rate at which a branch is dropped from a sample.
+        attention_backend: As in `MultiHeadAttention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        mlp: str = "gelu",
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        attention_backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        # what is off is an Identity, which has no parameters, so that names are timm's either way
+        self.norm1 = build_norm(embed_dim)
+        self.attn = MultiHeadAttention(
+            embed_dim,
+            num_heads,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            backend=attention_backend,
+        )
+        self.ls1 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = build_norm(embed_dim)
+        self.mlp = Mlp(embed_dim, round(embed_dim * mlp_ratio), activation=mlp)
+        self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(
+        self, tokens: Tokens, *, num_out_tokens: int | None = None
+    ) -> Float[Tensor, "B M D"]:
+        """The tokens after the block.
+
+        Args:
+            tokens: [B, N, D].
+            num_out_tokens: Only that many leading tokens go on, M of them, having attended to all;
+                None: all, M = N.
+        """
+        normed = self.norm1(tokens)
+        if num_out_tokens is None:
+            return self._add_branches(tokens, self.attn(normed))
+        # queries of those tokens, keys and values of all
+        attended = self.attn(normed[:, :num_out_tokens], normed, normed)
+        return self._add_branches(tokens[:, :num_out_tokens], attended)
+
+    def forward_with_weights(self, tokens: Tokens) -> tuple[Tokens, Float[Tensor, "B H N N"]]:
+        """The tokens and the attention weights, computed explicitly."""
+        attended, weights = self.attn.forward_with_weights(self.norm1(tokens))
+        return self._add_branches(tokens, attended), weights
+
+    def _add_branches(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        tokens = tokens + self.drop_path1(self.ls1(attended))
+        branch: Tensor = self.drop_path2(self.ls2(self.mlp(self.norm2(tokens))))
+        return tokens + branch
+
+
+class Mlp(nn.Module):
+    """Two linear maps around an activation, for each token independently.
+
+    Args:
+        embed_dim: Width of the tokens.
+        hidden_dim: Width between the maps; "swiglu" counts both its halves, as timm's packed one.
+        activation: "gelu" (exact), "relu2" = max(x, 0)² (So et al. 2021) or "swiglu" = silu(a)·b
+            (Shazeer 2020).
+
+    Raises:
+        ValueError: for an unknown activation, and an odd width of "swiglu".
+    """
+
+    def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
+        super().__init__()
+        check_choice(activation, ("gelu", "relu2", "swiglu"), name="mlp")
+        if activation == "swiglu" and hidden_dim % 2:
+            raise ValueError(
+                f"swiglu halves its hidden width, which is odd: {hidden_dim}; change mlp_ratio"
+            )
+        self.activation = activation
+        self.fc1 = nn.Linear(embed_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim // 2 if activation == "swiglu" else hidden_dim, embed_dim)
+
+    def forward(self, tokens: Tokens) -> Tokens:
+        hidden = self.fc1(tokens)
+        if self.activation == "swiglu":
+            # one map holds both halves, the gate first, as timm packs them
+            gate, hidden = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * hidden
+        elif self.activation == "gelu":
+            hidden = F.gelu(hidden)
+        elif self.training:
+            # the same numbers, with a backward pass written by hand
+            hidden = SquaredReLU.apply(hidden)
+        else:
+            hidden = F.relu(hidden).square()
+        output: Tensor = self.fc2(hidden)
+        return output
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT)."""
+
+    def __init__(self, embed_dim: int, init_values: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((embed_dim,), init_values))
+
+    def forward(self, tokens: Tokens) -> Tokens:
+        return tokens * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): drops a residual branch from a random fraction of the
+    samples."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"drop_path_rate {rate} is not a fraction from 0 to below 1")
+        self.rate = rate
+
+    def forward(self, branch: Tokens) -> Tokens:
+        if not self.training or self.rate == 0:
+            return branch
+        mask = branch.new_empty(branch.shape[0], 1, 1)
+        mask.bernoulli_(1 - self.rate, generator=thread_generator())
+        # those that stay are scaled up, so that the expectation is the branch's
+        return branch * mask / (1 - self.rate)
+
+
+def drop_patches(tokens: Tokens, rate: float, *, num_prefix_tokens: int) -> Float[Tensor, "B M D"]:
+    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): a random subset of each image's patches, in
+    random order, after the prefix tokens. They have their positions already.
+
+    Args:
+        tokens: [B, N, D], prefix tokens first.
+        rate: Fraction of the patches that is dropped, the same number in every image; at least one
+            patch stays.
+        num_prefix_tokens: Leading tokens that all stay.
+    """
+    prefix = tokens[:, :num_prefix_tokens]
+    patches = tokens[:, num_prefix_tokens:]
+    count = max(round(patches.shape[1] * (1 - rate)), 1)
+    # the order of random numbers is a random permutation of each image's patches
+    noise = torch.empty(patches.shape[:2], device=patches.device)
+    noise.uniform_(generator=thread_generator())
+    chosen = noise.argsort(dim=1)[:, :count, None]  # [B, count, 1]
+    return torch.cat([prefix, patches.gather(1, chosen.expand(-1, -1, patches.shape[2]))], dim=1)

@@ -1,0 +1,152 @@
+"""What a model of timm, torchvision or Hugging Face says about itself: the size and normalisation
+of its images, and the names of its classes."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
+# `model_type` of a model of images and texts in Hugging Face → the image processor whose defaults
+# it was trained with
+_PROCESSORS = {
+    "clip": "CLIPImageProcessor",
+    "metaclip_2": "CLIPImageProcessor",
+    "siglip": "SiglipImageProcessor",
+}
+
+
+def count_classes(model: nn.Module) -> int | None:
+    """The number of logits; None where it is unknown."""
+    config_count = getattr(getattr(model, "config", None), "num_labels", None)
+    count = getattr(model, "num_classes", config_count)
+    return count if isinstance(count, int) else None
+
+
+def find_class_names(model: nn.Module) -> tuple[str, ...]:
+    """timm's, torchvision's or Hugging Face's (`config.id2label`) names of the classes, otherwise
+    "class 0" and so on. Raises ValueError where the number of classes is unknown."""
+    net: Any = model
+    count = count_classes(model)
+    if count is None:
+        raise ValueError(f"number of classes of {type(model).__name__} unknown; give class_names=…")
+    names = None
+    match _find_library(model):
+        case "timm":
+            from vit.model.timm_weights import timm_class_names  # timm takes a second to import
+
+            names = timm_class_names(model)
+        case "torchvision":
+            if weights := _find_torchvision_weights(net):
+                names = tuple(weights.meta["categories"])
+        case "transformers":
+            names = tuple(net.config.id2label[index] for index in range(count))
+    return names or tuple(f"class {index}" for index in range(count))
+
+
+def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
+    """The values of the `Preprocess` that the weights were trained with, as far as they are known.
+
+    - timm: its pretrained_cfg.
+    - torchvision: the transforms of its weights for this architecture and image size; of several,
+      IMAGENET1K_V1.
+    - Hugging Face: preprocessor_config.json beside the weights or among the downloads, else the
+      defaults of its image processor for CLIP, MetaCLIP 2 and SigLIP, for others of
+      ViTImageProcessor. It changes the aspect ratio of images that aren't square; we crop them.
+    - others: the image size alone.
+
+    Raises:
+        ValueError: where the image size is unknown, and for another model of images and texts
+            without preprocessor_config.json.
+    """
+    library = _find_library(model)
+    if library == "timm":
+        from vit.model.timm_weights import timm_preprocess  # timm takes a second to import
+
+        return timm_preprocess(model)
+    if library == "torchvision" and (weights := _find_torchvision_weights(model)):
+        transform = weights.transforms()
+        return {
+            "image_size": transform.crop_size * 2,
+            "crop_pct": transform.crop_size[0] / transform.resize_size[0],
+            "mean": transform.mean,
+            "std": transform.std,
+            "interpolation": transform.interpolation.value,
+        }
+
+    # Hugging Face: models of images and texts have a configuration for each
+    config = getattr(model, "config", None)
+    tower = getattr(config, "vision_config", None)
+    size: Any = getattr(tower or config, "image_size", getattr(model, "image_size", None))
+    size = getattr(getattr(model, "patch_embed", None), "img_size", size)
+    if size is None:
+        raise ValueError(
+            f"image size of {type(model).__name__} unknown; give preprocess=Preprocess(…)"
+        )
+    image_size = [size, size] if isinstance(size, int) else list(size)
+    if library != "transformers" or config is None:
+        return {"image_size": image_size}
+
+    processor = _find_processor(config)
+    if processor is None:
+        raise ValueError(
+            f"mean and std of the images of {type(model).__name__} unknown; "
+            "give preprocess=Preprocess(…)"
+        )
+    from PIL.Image import Resampling
+
+    return {
+        "image_size": image_size,
+        "mean": processor.get("image_mean", [0.5, 0.5, 0.5]),
+        "std": processor.get("image_std", [0.5, 0.5, 0.5]),
+        "interpolation": Resampling(processor.get("resample", Resampling.BILINEAR)).name.lower(),
+    }
+
+
+def _find_processor(config: Any) -> Mapping[str, Any] | None:
+    """The values of a Hugging Face model's image processor, empty for ViTImageProcessor's defaults;
+    None where they are unknown."""
+    import transformers  # it made the model, so that it is loaded already
+    from transformers.utils.hub import cached_file
+
+    name = config.name_or_path
+    path = None
+    if name:
+        with suppress(OSError):
+            path = cached_file(name, "preprocessor_config.json", local_files_only=True)
+    family = config.model_type.removesuffix("_vision_model")
+    values: Mapping[str, Any] | None = {}
+    if path:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    elif family in _PROCESSORS:
+        values = getattr(transformers, _PROCESSORS[family])().to_dict()
+    elif hasattr(config, "vision_config"):
+        values = None  # another model of images and texts
+    return values
+
+
+def _find_library(model: nn.Module) -> str | None:
+    """Where the model's class, or one that it derives from, is defined."""
+    modules = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    return next((name for name in modules if name in ("timm", "torchvision", "transformers")), None)
+
+
+def _find_torchvision_weights(model: Any) -> "WeightsEnum | None":
+    """The first of torchvision's weights with this architecture, image size and number of
+    classes."""
+    from torchvision.models import get_model_weights, list_models
+
+    letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))
+    name = f"vit_{letter}_{getattr(model, 'patch_size', 0)}"
+    if name not in list_models():
+        return None
+    for weights in get_model_weights(name):
+        sizes = (weights.transforms().crop_size, len(weights.meta["categories"]))
+        if sizes == ([model.image_size], model.num_classes):
+            return weights
+    return None

@@ -1,0 +1,213 @@
+"""The options of each command and of the function behind it, typed once.
+
+The command line's parameters are generated from these records (`vit.cli.parameters`): an option's
+help is its text under `Args:`. The functions of `vit.api` make a record from their arguments, and
+what they call takes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+# what a model is also measured on, and how its answers are averaged
+ROBUSTNESS = ("corruptions", "shift", "rotation")
+TTA = ("none", "hflip")
+
+
+class Option(NamedTuple):
+    """How a field appears on the command line."""
+
+    # by default the field's name
+    flag: str = ""
+    min: float | None = None
+    max: float | None = None
+    # set by --option NAME=VALUE, as all fields of a record within a record
+    is_rare: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How `vit train` starts a run.
+
+    Args:
+        init: weights to start from: a model file, a run directory or timm:NAME
+        minutes: of training, where images are named; default: 5 on a CPU, 20 on a GPU
+        resume: continue from the last checkpoint
+        overwrite: replace the run that is there
+        dry_run: show the plan and one batch, then stop
+    """
+
+    init: str | Path | None = None
+    minutes: Annotated[float | None, Option(min=0.01)] = None
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The images that a model is measured on.
+
+    Args:
+        data: a data set, folder or shards; default: what the model was trained on
+        root: where that data set is
+        split: train, validation, test or all; default: test, or all if it has none
+    """
+
+    data: str | Path | None = None
+    root: str | Path | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(DataOptions):
+    """On what `vit evaluate` measures a model, and what it measures.
+
+    Args:
+        calibrate: fit a temperature on the validation split, into the model file
+        robustness: accuracy on changed images: corruptions (fifteen at five severities), shift,
+            rotation; separated by commas
+        tta: test-time augmentation; none, or hflip: mean logits of the image and its mirror image
+        num_examples: errors, uncertain predictions and label errors to show, of each
+        batch_size: default: 256, or on a CPU the 64 that its caches hold
+        device: auto, cpu, cuda or cuda:N
+        precision: auto, float32 or bfloat16
+    """
+
+    calibrate: bool = False
+    robustness: tuple[str, ...] = ()
+    tta: str = "none"
+    num_examples: Annotated[int, Option(flag="--pictures", min=0)] = 16
+    batch_size: Annotated[int | None, Option(min=1)] = None
+    device: str = "auto"
+    precision: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """What `vit predict` answers, and how it runs.
+
+    Args:
+        top_k: classes an image
+        batch_size: images at a time
+        device: auto, cpu, cuda or cuda:N
+        precision: auto, float32 or bfloat16
+    """
+
+    top_k: Annotated[int, Option(min=1)] = 5
+    batch_size: Annotated[int, Option(min=1)] = 64
+    device: str = "auto"
+    precision: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapOptions:
+    """Options of the map methods; each method uses those that concern it.
+
+    Args:
+        head_fusion: rollout: mean, max or min
+        discard_ratio: rollout: fraction of the weakest attention dropped
+        residual: rollout: weight of the residual connection
+        start_layer: leave out the layers before this one
+        layer: raw: a layer, or all as one picture; -1 is the last
+        head: raw: a head, mean, or all as one picture
+    """
+
+    head_fusion: str = "mean"
+    discard_ratio: float = 0.0
+    residual: float = 0.5
+    start_layer: int = 0
+    layer: int | Literal["all"] = -1
+    head: int | Literal["mean", "all"] = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """Which maps `vit explain` makes, and where they go.
+
+    Args:
+        methods: one or more methods, separated by commas; best: the one that vit faithfulness found
+        target: auto (the predicted one), a name, an index, all or top3
+        formats: png (or jpeg or webp), npz, html, tensorboard; separated by commas
+        sanity_checks: sanity checks of every map; default: up to 64 images
+        count: how many, where no IMAGES are named
+        batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
+        device: auto, cpu, cuda or cuda:N
+        resume: continue: skip what the manifest holds
+        overwrite: replace an earlier result
+        map_options: of the methods
+        scale: of the colours: image, batch or fixed
+        max_side: of a photo in the overlays, pixels; 0: no limit
+        precision: auto, float32 or bfloat16
+        random_weights: true: the same model untrained, a sanity check
+    """
+
+    methods: Annotated[tuple[str, ...], Option(flag="--method")] = ("rollout",)
+    target: Annotated[int | str, Option(flag="--class")] = "auto"
+    formats: Annotated[tuple[str, ...], Option(flag="--format")] = ("png", "npz")
+    sanity_checks: Annotated[bool | None, Option(flag="--checks/--no-checks")] = None
+    count: Annotated[int, Option(flag="--images", min=1)] = 16
+    batch_size: Annotated[int | None, Option(min=1)] = None
+    device: str = "auto"
+    resume: bool = False
+    overwrite: bool = False
+    map_options: MapOptions = field(default_factory=MapOptions)
+    scale: Annotated[str, Option(is_rare=True)] = "image"
+    max_side: Annotated[int, Option(min=0, is_rare=True)] = 512
+    precision: Annotated[str, Option(is_rare=True)] = "float32"
+    random_weights: Annotated[bool, Option(is_rare=True)] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaithfulnessOptions(DataOptions):
+    """On what `vit faithfulness` measures which methods.
+
+    Args:
+        methods: all, or names separated by commas
+        count: correctly predicted images to measure on
+        batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
+        seed: of the choice of images and of random maps
+        device: auto, cpu, cuda or cuda:N
+        random_weights: the same model untrained: a sanity check
+    """
+
+    methods: tuple[str, ...] = ("all",)
+    count: Annotated[int, Option(flag="--images", min=8)] = 128
+    batch_size: Annotated[int | None, Option(min=1)] = None
+    seed: int = 0
+    device: str = "auto"
+    random_weights: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """In which form `vit export` writes a model.
+
+    Args:
+        to: the form to write
+        input: of onnx: RGB pixels of any size, or what the model takes
+        precision: of onnx's weights; int8 is evaluated
+        attention: of onnx: rollout maps as a second output
+        data: a data set, folder or shards; default: what the model was trained on
+        root: where that data set is
+        split: train, validation, test or all; default: test, or all if it has none
+        overwrite: replace an earlier result
+    """
+
+    to: Literal["onnx", "timm", "huggingface"] = "onnx"
+    input: Literal["uint8", "normalised"] = "uint8"
+    precision: Literal["float32", "int8"] = "float32"
+    attention: bool = False
+    # last, since they are for int8 alone
+    data: str | Path | None = None
+    root: str | Path | None = None
+    split: str | None = None
+    overwrite: bool = False
+
+
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
+    """One name, or several."""
+    if isinstance(values, str):
+        return (values,)
+    return tuple(values)

@@ -1,0 +1,36 @@
+"""One model in several processes: torch's DistributedDataParallel."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vit.runtime.processes import Process
+
+_MIN_BUCKETS = 8  # of gradients; each is exchanged as soon as it is full
+_TORCH_BUCKET_MB = 25.0
+
+
+def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> nn.Module:
+    """Move a model to its device and, in a run of several processes, average its gradients over
+    them. The gradients of the last layers are exchanged during the backward pass of the first.
+
+    Args:
+        model: the same in all processes.
+        process: this process's place in the run.
+        device: of this process.
+    """
+    model.to(device)
+    if process.world_size == 1:
+        return model
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    # one bucket of torch's size would hold a small model whole, and its exchange would begin when
+    # the backward pass has ended
+    bucket_mb = max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0)
+    return DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        # torch makes the first of its own buckets smaller
+        bucket_cap_mb=bucket_mb if bucket_mb < _TORCH_BUCKET_MB else None,
+    )

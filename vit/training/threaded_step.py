@@ -1,0 +1,69 @@
+"""The forward and backward pass of a training step on a CPU, divided among threads.
+
+`vit.runtime.threads` says why. `TrainStep.forward_backward` is the plain form: both compute the
+same, up to the order in which gradients are added.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vit.runtime.threads import BatchThreads
+
+
+def forward_backward_on_threads(
+    compute_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    parameters: list[nn.Parameter],
+    images: Tensor,
+    targets: Tensor,
+    *,
+    threads: BatchThreads,
+    num_micro_batches: int,
+) -> tuple[Tensor, Tensor]:
+    """Loss and number of correct images of a batch; its gradients are in `.grad`.
+
+    Args:
+        compute_loss: from images and targets to their mean loss and number of correct images.
+        parameters: of the model; frozen ones get no gradient.
+        images: [B, 3, H, W].
+        targets: classes [B] or class probabilities [B, C].
+        threads: that the micro-batches are divided among.
+        num_micro_batches: the least number of them; it is raised to a multiple of the threads.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def differentiate(
+        micro_batch: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        loss, correct = compute_loss(*micro_batch)
+        loss = loss * (len(micro_batch[0]) / len(images))
+        # not loss.backward(): threads would add to the same .grad in no certain order
+        gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+        return loss.detach(), correct, gradients
+
+    num_rounds = -(-num_micro_batches // threads.count)
+    num_parts = threads.count * num_rounds
+    micro_batches = list(zip(images.chunk(num_parts), targets.chunk(num_parts), strict=True))
+
+    # added up in the order of the batch, so that the sum doesn't depend on which thread is first
+    loss = torch.zeros(())
+    correct = torch.zeros((), dtype=torch.int64)
+    sums: list[Tensor | None] = [None] * len(trainable)
+    for micro_loss, micro_correct, gradients in threads.map(
+        differentiate, micro_batches, is_random=True
+    ):
+        loss = loss + micro_loss
+        correct = correct + micro_correct
+        for place, gradient in enumerate(gradients):
+            total = sums[place]
+            if gradient is not None:  # None: of a parameter that the loss doesn't depend on
+                sums[place] = gradient if total is None else total + gradient
+
+    for parameter, gradient in zip(trainable, sums, strict=True):
+        # torch's fused optimizers on a CPU read weight and gradient in the order of memory, which
+        # is another one for a convolution's gradient
+        if gradient is not None and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = gradient
+    return loss, correct

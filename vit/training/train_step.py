@@ -1,0 +1,297 @@
+"""One training step: forward pass, backward pass, update of the weights and of their average."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from vit.runtime.device import Precision, autocast
+from vit.runtime.threads import BatchThreads
+from vit.training.threaded_step import forward_backward_on_threads
+
+
+class StepResult(NamedTuple):
+    """Tensors on the device, so that nothing waits for it. Over all processes."""
+
+    loss: Float[Tensor, ""]  # mean over the global batch, before the update
+    correct: Int[Tensor, ""]  # images of the global batch whose largest logit is the label's
+    grad_norm: Float[Tensor, ""]  # before clipping
+    finite: Bool[Tensor, ""]  # False: loss or gradient was not finite, and nothing was updated
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """Trains a model by one batch a call.
+
+    A step with a loss or gradient that is not finite changes neither weights nor optimizer nor
+    average. The check needs no answer from the device.
+
+    Args:
+        model: to train; it may be wrapped in DistributedDataParallel.
+        optimizer: over the model's parameters, one that reads `grad_scale` and `found_inf`, as
+            torch's fused ones and `vit.optim.muon.Muon` do.
+        schedule: stepped once after every step.
+        precision: of the forward pass; weights and gradients are float32.
+        label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` takes it.
+        class_weights: what a sample's loss is multiplied by, by its class; their mean over the
+            training images is 1. None weighs all alike.
+        clip_grad: the largest L2 norm of all gradients together; None doesn't clip.
+        grad_accum_steps: micro-batches of near-equal size that a batch goes through in; their
+            gradients add up to the whole batch's.
+        ema_decay: of the average of the weights that is kept beside them; None keeps none.
+        halt_on_nonfinite: after a step that is not finite, no later one changes anything either.
+        compile: the forward pass and the loss, and with them the backward pass.
+        threads: of a CPU that divide the batch among themselves, for a model that is not wrapped.
+            Each takes at least one micro-batch.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    _: KW_ONLY
+    precision: Precision = "bfloat16"
+    label_smoothing: float = 0.0
+    class_weights: Float[Tensor, " C"] | None = None
+    clip_grad: float | None = None
+    grad_accum_steps: int = 1
+    ema_decay: float | None = None
+    halt_on_nonfinite: bool = False
+    compile: InitVar[bool] = False
+    threads: BatchThreads | None = None
+
+    def __post_init__(self, compile: bool) -> None:
+        self.module = self.model
+        if isinstance(self.model, DistributedDataParallel):
+            self.module = self.model.module
+        self.average: nn.Module | None = None
+        if self.ema_decay:
+            self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
+
+        self._forward = self._compute_loss
+        if compile:
+            # from the third image size on torch would make sizes symbols, which a CUDA graph
+            # cannot have
+            self._forward = torch.compile(self._compute_loss, dynamic=False)
+
+        self.num_steps = 0  # done so far
+        self.device = next(self.model.parameters()).device
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+
+        # numbers that change from step to step are on the device, where a CUDA graph reads them;
+        # torch's fused optimizers take a rate as float32 on CUDA, as float64 on a CPU
+        rate_dtype = torch.float32 if self.device.type == "cuda" else torch.float64
+        self._device_rates = [
+            torch.zeros((), dtype=rate_dtype, device=self.device)
+            for _ in self.optimizer.param_groups
+        ]
+        self._average_weight = torch.zeros((), device=self.device)
+
+    @property
+    def averaged_model(self) -> nn.Module:
+        """The model to evaluate: the weights' average, or the model itself where none is kept."""
+        return self.module if self.average is None else self.average
+
+    def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
+        """Update the weights.
+
+        Args:
+            images: a batch of this process.
+            targets: classes [B] or class probabilities [B, C].
+        """
+        self.set_schedule_values()
+        result = self.run_on_device(images, targets)
+        self.schedule.step()
+        self.num_steps += 1
+        return result
+
+    def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
+        """All that a step does on the device, with the values of `set_schedule_values`. It reads
+        nothing from the device and uses the same memory each time, so a CUDA graph of it can be
+        replayed on other batches put in the place of this one."""
+        # a CUDA graph writes gradients to where they were; a CPU saves adding them to zeros
+        self.optimizer.zero_grad(set_to_none=self.device.type == "cpu")
+
+        if self.threads is None or len(images) == 1:
+            loss, correct = self.forward_backward(images, targets)
+            return self.update(loss, correct)
+
+        # on a CPU each thread differentiates a part of the batch; the update runs on the same
+        # threads, as otherwise all of torch's wait for one another in each of its hundreds of
+        # operations
+        with self.threads.limit_threads():
+            loss, correct = forward_backward_on_threads(
+                self._forward,
+                list(self.model.parameters()),
+                images,
+                targets,
+                threads=self.threads,
+                num_micro_batches=self.grad_accum_steps,
+            )
+            return self.update(loss, correct)
+
+    def forward_backward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and number of correct images of a batch; its gradients are in `.grad`."""
+        loss = torch.zeros((), device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        micro_images = images.chunk(self.grad_accum_steps)
+        micro_targets = targets.chunk(self.grad_accum_steps)
+        for number, micro_batch in enumerate(zip(micro_images, micro_targets, strict=True), 1):
+            with self._exchange_gradients(number == len(micro_images)):
+                micro_loss, micro_correct = self._forward(*micro_batch)
+                micro_loss = micro_loss * (len(micro_batch[0]) / len(images))
+                micro_loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+            loss += micro_loss.detach()
+            correct += micro_correct
+        return loss, correct
+
+    @torch.no_grad()
+    def update(self, loss: Tensor, correct: Tensor) -> StepResult:
+        """Move the weights along the gradients, unless loss or gradients are not finite."""
+        if isinstance(self.model, DistributedDataParallel):
+            totals = torch.stack([loss / dist.get_world_size(), correct.float()])
+            dist.all_reduce(totals)
+            loss = totals[0]
+            correct = totals[1].long()
+
+        gradients = [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        finite = torch.isfinite(grad_norm) & torch.isfinite(loss)
+        if self.halt_on_nonfinite:
+            finite &= self.nonfinite_steps == 0
+        self.nonfinite_steps += ~finite
+
+        # torch's fused optimizers divide the gradients by grad_scale and change nothing where
+        # found_inf is 1
+        grad_scale = None
+        if self.clip_grad:
+            grad_scale = (grad_norm / self.clip_grad).clamp(min=1)
+        self.optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.threads = self.threads  # type: ignore[attr-defined]  # Muon divides matrices
+        with self._rates_on_device():
+            self.optimizer.step()
+        self._update_average(finite)
+        return StepResult(loss, correct, grad_norm, finite)
+
+    def set_schedule_values(self) -> None:
+        """Put what a step takes from the host, learning rates and the average's weight, on the
+        device. The average's decay d rises from 0.1 to `ema_decay` as (2 + step) / (11 + step):
+        the first weights are soon forgotten."""
+        for rate, group in zip(self._device_rates, self.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
+        self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact continuation needs: weights, their average, optimizer, schedule and
+        counters. The tensors are the step's own."""
+        return {
+            "model": self.module.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "num_steps": self.num_steps,
+            "nonfinite_steps": self.nonfinite_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on this step's device.
+
+        Raises:
+            ValueError: the state is of another model, or of a run that averages weights where
+                this one doesn't, or the other way round.
+        """
+        if (state["average"] is None) != (self.average is None):
+            raise ValueError(
+                "this run and its checkpoint differ in keeping averaged weights;"
+                " use the same ema_decay"
+            )
+        if self.module.state_dict().keys() != state["model"].keys():
+            raise ValueError(
+                "the checkpoint is of another architecture;"
+                " resume with the configuration it began with"
+            )
+        self.module.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+        self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, values in self.optimizer.state.items():
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            if any(tensor.shape not in ((), parameter.shape) for tensor in tensors):
+                raise ValueError("the optimizer's state is of another model")
+
+        self.schedule.load_state_dict(state["schedule"])
+        self.num_steps = state["num_steps"]
+        self.nonfinite_steps.copy_(state["nonfinite_steps"])
+
+    def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss and number of correct images of a batch or a part of one."""
+        with autocast(self.device, self.precision):
+            logits = self.model(images)
+
+        if self.class_weights is None:
+            loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
+        else:
+            # torch's own mean would divide by the sum of the weights; divided by the number of
+            # samples, micro-batches and processes add up to the batch
+            losses = F.cross_entropy(
+                logits.float(),
+                targets,
+                weight=self.class_weights,
+                label_smoothing=self.label_smoothing,
+                reduction="none",
+            )
+            loss = losses.mean()
+
+        labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
+        return loss, (logits.detach().argmax(dim=1) == labels).sum()
+
+    @contextmanager
+    def _exchange_gradients(self, is_last: bool) -> Iterator[None]:
+        """Processes exchange gradients once, with the last micro-batch."""
+        if isinstance(self.model, DistributedDataParallel) and not is_last:
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Between steps they are floats, which the schedule sets and checkpoints hold."""
+        groups = self.optimizer.param_groups
+        floats = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._device_rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, floats, strict=True):
+                group["lr"] = rate
+
+    def _update_average(self, finite: Tensor) -> None:
+        """average ← d · average + (1 − d) · weights, where the step was `finite`."""
+        if self.average is None:
+            return
+        averages = _floating_values(self.average)
+        # a few operations for all tensors together: a loop would start three kernels for each
+        change = torch._foreach_sub(_floating_values(self.module), averages)
+        torch._foreach_mul_(change, self._average_weight * finite)
+        torch._foreach_add_(averages, change)
+
+
+def _floating_values(model: nn.Module) -> list[Tensor]:
+    """Weights and buffers, but for counters."""
+    return [value for value in model.state_dict().values() if value.is_floating_point()]

@@ -1,0 +1,374 @@
+"""The training loop: epochs of steps, an evaluation, a checkpoint.
+
+Everything random in a step is a function of (seed, step, rank), and the batches are one of (seed,
+epoch): a run that stops anywhere and goes on from its last checkpoint ends, bit for bit, where an
+uninterrupted one ends.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from vit.checkpoint import CheckpointStore
+from vit.data.loader import Batch, TrainLoader
+from vit.data.random import seed_step
+from vit.runtime.arguments import first_line
+from vit.runtime.device import autocast
+from vit.runtime.processes import Process, is_lost
+from vit.training.identity import RunIdentity
+from vit.training.nonfinite import find_nonfinite
+from vit.training.observers import LOG_EVERY_STEPS, Observer
+from vit.training.plan import Progress, TrainingPlan, Validation
+from vit.training.signals import TrainingInterrupted, stop_on_signals
+from vit.training.train_step import StepResult, TrainStep
+
+
+@dataclass(kw_only=True, eq=False)
+class Trainer:
+    """Runs a plan.
+
+    Args:
+        train_step: trains the model by one batch.
+        plan: how long, and what happens when.
+        train_batches: of this process.
+        evaluate: measures a model on the validation images; called in all processes. None without
+            such images.
+        checkpoints: of the run.
+        save_model: writes the model file; called in all processes, with the best model so far.
+        has_model: whether the model file is there, intact, and of this run.
+        observers: told what happens; in the main process alone.
+        process: this process's place in the run.
+        identity: kept in every checkpoint.
+        sample_name: of the training image with a number, for messages.
+    """
+
+    train_step: TrainStep
+    plan: TrainingPlan
+    train_batches: TrainLoader
+    evaluate: Callable[[nn.Module], Validation] | None
+    checkpoints: CheckpointStore
+    save_model: Callable[[nn.Module], None]
+    has_model: Callable[[], bool]
+    observers: list[Observer]
+    process: Process
+    identity: RunIdentity
+    sample_name: Callable[[int], str]
+
+    def __post_init__(self) -> None:
+        self.progress = Progress().to(self.train_step.device)
+        self._stop_requested = False
+        self._signalled = False
+        self._started_at = 0.0
+        # results whose flag `finite` was not read yet: reading waits for the device
+        self._unchecked: list[tuple[int, StepResult]] = []
+
+    def train(self) -> Progress:
+        """Train to the end of the plan, or until an observer asks to stop.
+
+        Raises:
+            TrainingInterrupted: after SIGINT or SIGTERM, with the state saved.
+            OSError: a process that decodes images was killed, or a file can't be written.
+            ValueError: a loss or gradient is not finite, and the plan says to stop there.
+        """
+        self._started_at = time.perf_counter() - self.progress.elapsed_seconds
+        self.process.set_timeout(self.plan.timeout_seconds)
+        with stop_on_signals(self._request_stop):
+            try:
+                self._notify(
+                    lambda observer: observer.on_start(
+                        step=self.progress.step,
+                        total_steps=self.plan.total_steps,
+                        settings=self.identity.settings,
+                    )
+                )
+                self._train_epochs()
+            except RuntimeError as error:
+                # torch raises it wherever the loop is when a worker was killed
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise OSError(
+                    "a process that decodes images was killed, for want of memory?"
+                    " continue with --resume, perhaps with fewer data.workers"
+                ) from error
+            finally:
+                self._notify(lambda observer: observer.on_end())
+        return self.progress
+
+    def _train_epochs(self) -> None:
+        try:
+            while not self.progress.is_done(self.plan):
+                if not self._train_epoch():
+                    break
+                self._finish_epoch()
+                if not self.progress.is_done(self.plan) and self._stop_if_requested():
+                    break
+        except (ConnectionError, EOFError) as error:
+            # a killed worker's pipe ends before torch's handler of its signal is called, which
+            # raises as well
+            raise RuntimeError("a DataLoader worker was killed while it sent a batch") from error
+        finally:
+            self.train_batches.close()
+
+    def _train_epoch(self) -> bool:
+        """The rest of the running epoch, or of the plan; whether it was finished."""
+        progress = self.progress
+        plan = self.plan
+        self.train_step.model.train()
+        if plan.patch_drop_rates:
+            # of our models alone, as was checked when the run was built
+            model = cast(Any, self.train_step.module)
+            model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
+
+        epoch_started_at = time.perf_counter() - progress.epoch_seconds
+        for batch in self._batches(start_step=progress.step_in_epoch):
+            seed_step(plan.seed, progress.step, self.process.rank)
+            result = self.train_step(batch.images, batch.targets)
+
+            progress.step += 1
+            progress.step_in_epoch += 1
+            progress.loss_sum += torch.where(result.finite, result.loss, 0)
+            progress.correct += result.correct
+            progress.finite_steps += result.finite
+            progress.epoch_seconds = time.perf_counter() - epoch_started_at
+            self._log(result)
+
+            if self._stop_if_requested():
+                return False
+            if progress.step >= plan.total_steps:
+                break
+            # an epoch's last step is saved with its metrics: a kill between the two would log them
+            # twice
+            is_last = progress.step_in_epoch == len(self.train_batches)
+            if self._is_checkpoint_due() and not is_last:
+                self._save()
+        return True
+
+    def _finish_epoch(self) -> None:
+        """Evaluate, keep the best model, tell the observers, save."""
+        progress = self.progress
+        plan = self.plan
+        self._check_finite()
+
+        is_last = progress.step >= plan.total_steps
+        is_due = is_last or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
+        model = self.train_step.averaged_model.eval()
+        validation = None
+        if is_due and self.evaluate is not None:
+            validation = self.evaluate(model)
+
+        progress.elapsed_seconds = time.perf_counter() - self._started_at
+        metrics = {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
+            "train_top1": int(progress.correct) / (progress.step_in_epoch * plan.batch_size),
+            "val_loss": None,
+            "val_top1": None,
+            "val_macro_f1": None,
+            **self._measure_speed(),
+            "elapsed_seconds": progress.elapsed_seconds,
+            "skipped_steps": int(self.train_step.nonfinite_steps),
+        }
+        if validation is not None:
+            metrics["val_loss"] = validation.loss
+            metrics["val_top1"] = validation.top1
+            metrics["val_macro_f1"] = validation.macro_f1
+
+        if is_due and progress.record_best(validation, select_by=plan.select_by):
+            self.save_model(model)
+        self._notify(lambda observer: observer.on_epoch(metrics, model))
+        if progress.is_done(plan) and not is_last:
+            self._message(
+                f"stopped early: {plan.select_by.replace('_', ' ')} was best at step"
+                f" {progress.best_step}, {progress.evaluations_since_best} evaluations ago"
+            )
+
+        progress.start_epoch()
+        if is_due or self._is_checkpoint_due():
+            self._save()
+
+    def _batches(self, *, start_step: int) -> Iterator[Batch]:
+        """The batches of the running epoch, from its step number `start_step` on."""
+        epoch = self.progress.epoch
+        return self.train_batches.epoch(
+            epoch,
+            start_step=start_step,
+            image_size=self.plan.image_size(epoch),
+            mix=epoch < self.plan.mix_until * self.plan.epochs,
+            # only the main process has observers; what others can't read is named, too
+            on_warning=self._message if self.process.is_main else warnings.warn,
+        )
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.plan.checkpoint_every_steps
+        return every is not None and self.progress.step % every == 0
+
+    def _save(self) -> None:
+        """Write a checkpoint; all processes take part."""
+        self._check_finite()
+
+        progress = self.progress
+        progress.elapsed_seconds = time.perf_counter() - self._started_at
+        if self.process.is_main:
+            checkpoint = {
+                "progress": vars(progress),
+                "state": self.train_step.state_dict(),
+                "identity": self.identity.to_dict(),
+            }
+            self.checkpoints.save(checkpoint, step=progress.step, best_step=progress.best_step)
+        self.process.wait()
+
+    def resume(self) -> bool:
+        """Go back to the newest intact checkpoint; False where there is none. A model file that is
+        gone or damaged is written again from the best checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is of another run, or no model file can be had.
+        """
+        is_main = self.process.is_main
+        broadcast = self.process.broadcast
+        checkpoint = self.checkpoints.load_latest(warn=self._message) if is_main else None
+        checkpoint = broadcast(checkpoint)
+        if checkpoint is None:
+            return False
+        self._restore(checkpoint)
+
+        best_step = self.progress.best_step
+        if best_step == 0 or broadcast(self.has_model() if is_main else None):
+            return True
+
+        best_checkpoint = broadcast(self.checkpoints.load(best_step) if is_main else None)
+        if best_checkpoint is not None:
+            self._restore(best_checkpoint)
+            self.save_model(self.train_step.averaged_model.eval())
+            self._restore(checkpoint)
+            self._message(
+                f"the model file was missing or damaged; it is written again from step {best_step}"
+            )
+        elif self.progress.is_done(self.plan):
+            raise ValueError(
+                "the model file is missing or damaged, and so is the checkpoint of its step,"
+                f" {best_step}; train again with --overwrite"
+            )
+        else:
+            self.progress.forget_best()
+        return True
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        try:
+            origin = f"the checkpoint of step {checkpoint['progress']['step']}"
+            self.identity.check(checkpoint["identity"], origin=origin)
+            progress = Progress(**checkpoint["progress"]).to(self.train_step.device)
+            self.train_step.load_state_dict(checkpoint["state"])
+        except ValueError as error:  # ours, or torch's
+            raise ValueError(first_line(error)) from error
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            if is_lost(error):
+                raise
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(
+                f"a checkpoint does not hold the state of this run ({reason}); remove it"
+            ) from error
+        self.progress = progress
+
+    def _log(self, result: StepResult) -> None:
+        """Tell the observers of a step."""
+        step = self.progress.step
+        self._unchecked.append((step, result))
+        # on a CPU there is nothing to wait for
+        if self.train_step.device.type == "cpu" or step % LOG_EVERY_STEPS == 0:
+            self._check_finite()
+        metrics = {
+            "epoch": self.progress.epoch + 1,
+            "step": step,
+            "loss": result.loss,
+            "top1": result.correct / self.plan.batch_size,
+            "gradient_norm": result.grad_norm,
+            **self._measure_speed(),
+        }
+        self._notify(lambda observer: observer.on_step(metrics))
+
+    def _measure_speed(self) -> dict[str, float]:
+        """Of the running epoch."""
+        images = self.progress.step_in_epoch * self.plan.batch_size
+        return {
+            "learning_rate": float(self.train_step.schedule.get_last_lr()[0]),
+            "images_per_second": images / self.progress.epoch_seconds,
+        }
+
+    def _check_finite(self) -> None:
+        """Stop at the first step that was not finite, or say that it was skipped. It has left the
+        weights as they were."""
+        if not self._unchecked:
+            return
+        steps = [step for step, _ in self._unchecked]
+        # one tensor, so that the device is waited for once
+        flags = torch.stack([result.finite for _, result in self._unchecked]).tolist()
+        self._unchecked.clear()
+        for step, is_finite in zip(steps, flags, strict=True):
+            if is_finite:
+                continue
+            if self.plan.on_nonfinite == "stop":
+                raise ValueError(self._diagnose(step))
+            self._message(f"step {step}: loss or gradient not finite; skipped")
+
+    def _diagnose(self, step: int) -> str:
+        """Build the failing batch again and look for the first module that is not finite on it."""
+        steps_ago = self.progress.step - step
+        start_step = self.progress.step_in_epoch - steps_ago - 1
+        batch = next(self._batches(start_step=start_step))
+        seed_step(self.plan.seed, step - 1, self.process.rank)
+        with autocast(self.train_step.device, self.train_step.precision):
+            module = find_nonfinite(self.train_step.module, batch.images, batch.targets)
+
+        names = ", ".join(self.sample_name(int(number)) for number in batch.sample_ids[:8])
+        if len(batch.sample_ids) > 8:
+            names += f", … ({len(batch.sample_ids)})"
+        return (
+            f"step {step}: the loss or a gradient is not finite; first seen in"
+            f" {module or 'the optimizer step'}; images {names}; the last good checkpoint is kept."
+            " Lower optimizer.lr, set train.clip_grad, or skip such steps with"
+            " train.on_nonfinite=skip"
+        )
+
+    def _request_stop(self, signal_name: str) -> None:
+        self._stop_requested = True
+        self._signalled = True
+        self._message(f"{signal_name}: finishing this step and saving; once more stops at once")
+
+    def _stop_if_requested(self) -> bool:
+        """Whether the run was asked to end; its state is saved then. Raises TrainingInterrupted
+        after a signal."""
+        if not self.process.any_rank(self._stop_requested):
+            return False
+        self._save()
+        text = f"stopped after step {self.progress.step}; continue with --resume"
+        if self.process.any_rank(self._signalled):
+            raise TrainingInterrupted(text)
+        if not self.progress.best_step:  # else the result would have no model
+            self.save_model(self.train_step.averaged_model.eval())
+        self._message(text)
+        return True
+
+    def _message(self, text: str) -> None:
+        self._notify(lambda observer: observer.on_message(text))
+
+    def _notify(self, event: Callable[[Observer], bool | None]) -> None:
+        """Call every observer. One that fails is told nothing more, and training goes on."""
+        for observer in list(self.observers):
+            try:
+                if event(observer):
+                    self._stop_requested = True
+            except Exception as error:
+                if observer.is_essential:
+                    raise
+                self.observers.remove(observer)
+                self._message(
+                    f"{type(observer).__name__} failed ({first_line(error)});"
+                    " training goes on without it"
+                )
