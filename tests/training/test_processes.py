@@ -15,6 +15,7 @@ from tests.training.recorded import RUN, measure_overlap, read_steps, train_reco
 from tests.training.worlds import join_world, run_command, start_world
 from vit.config import load_config
 from vit.factory.model import build_model
+from vit.runtime import processes
 
 SETTINGS = [
     "model.embed_dim=32",
@@ -108,3 +109,27 @@ def test_a_process_that_hangs_or_ends_is_named_in_time(
         ]
         assert line.startswith(f"process 1 of 3 has ended or hangs (process {rank}: ")
         assert line.endswith("; continue with --resume")
+
+
+@pytest.mark.chaos
+def test_who_finds_a_loss_after_process_0_has_ended_blames_the_same(tmp_path: Path) -> None:
+    """Process 0 has the store in which the others look for who is left, and ends first here."""
+    world = start_world(_lose_process_1, tmp_path, size=3)
+    assert join_world([world[0], world[2]], timeout=30) == [0, 0]
+    world[1].kill()
+    for rank in ("0", "2"):
+        message = (tmp_path / f"{rank}.txt").read_text()
+        assert message.startswith(f"process 1 of 3 has ended or hangs (process {rank}: ")
+
+
+def _lose_process_1(directory: Path) -> None:
+    processes._ANSWER_SECONDS = 2.0
+    try:
+        with processes.join_processes("cpu") as (process, _):
+            process.wait()
+            if process.rank == 1:
+                time.sleep(60)
+            time.sleep(process.rank / 2)  # process 2 finds it a second after process 0
+            raise RuntimeError("gloo: Timed out")
+    except processes.ProcessLostError as error:
+        (directory / f"{process.rank}.txt").write_text(str(error))

@@ -163,8 +163,9 @@ def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
             silent = {rank for rank in silent if not store.check([f"vit/{rank}"])}
             time.sleep(0.05)
     except dist.DistError:
-        # the store was that of process 0
-        if process.rank != 0:
+        # the store was that of process 0, which ends first if it found the loss first: one that has
+        # answered is not the cause
+        if process.rank != 0 and 0 in silent:
             silent = {0}
     silent.discard(process.rank)
 
