@@ -48,7 +48,7 @@ from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.images import Images
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.evaluation.robustness import CORRUPTIONS, SEVERITIES, measure_robustness
 from vit.factory.model import build_model
@@ -119,7 +119,7 @@ def build_variants(
     start = time.perf_counter()
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     decoding = len(dataset) / (time.perf_counter() - start)
-    pixels = dataset.images
+    pixels = dataset.pixels
     assert pixels is not None
     classes = len(dataset.class_names)
     ours = build_ours(recipe, side, classes).to(device)
@@ -152,11 +152,13 @@ def build_variants(
         with tempfile.TemporaryDirectory() as fresh:
             again = decode_dataset(
                 source, size=preprocess.resize_size, cache_dir=Path(fresh)
-            ).images
+            ).pixels
             assert again is not None
             predictor.predict(lambda a, b: preprocess.crop(again[a:b]), count=len(again))
 
-    sample = Images(dataset, tuple(dataset.ids[:corrupted]), dataset.labels[:corrupted], preprocess)
+    sample = EvaluationSet(
+        dataset, tuple(dataset.ids[:corrupted]), dataset.labels[:corrupted], preprocess
+    )
     variants = {
         "bare": bare,
         "vit": lambda: predictor.predict(

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
 from vit.config import AugmentConfig
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
@@ -24,7 +24,7 @@ from vit.data.sources.base import ArrayReader
 from vit.evaluation.schema import Cost
 from vit.evaluation.metrics import Examples
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.images import Images
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_intervals
 from vit.evaluation.metrics import (
     Scores,
@@ -49,9 +49,7 @@ GALLERY = 6_000  # images, at most
 @cache
 def explain_one() -> tuple[Bundle, ImageResult]:
     bundle, found, gallery = make_bundle(64), list[ImageResult](), Gallery((), num_images=GALLERY)
-    item = ImageItem(
-        "photo", "photo", lambda: (Image.fromarray(draw_pixels(224)), "0" * 64)
-    )
+    item = ImageItem("photo", "photo", lambda: (Image.fromarray(draw_pixels(224)), "0" * 64))
     settings = ExplainOptions(methods=("rollout", "legrad"), batch_size=1, sanity_checks=False)
     explain_with(bundle, [item], settings, found.extend, token_bytes=gallery.token_bytes)
     return bundle, found[0]
@@ -125,7 +123,7 @@ def make_dataset(count: int, num_classes: int = 10) -> ImageDataset:
     source = make_source(count, num_classes, side=32)
     assert isinstance(source.reader, ArrayReader)
     hashes = np.random.default_rng(0).integers(0, 2**63, (2, count), dtype=np.uint64)
-    return replace(source, split="train", images=source.reader.pixels, hashes=hashes)
+    return replace(source, split="train", pixels=source.reader.pixels, hashes=hashes)
 
 
 def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
@@ -151,7 +149,7 @@ def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
         seed=None,
         conditions={"device": "cpu", "precision": "float32"},
     )
-    images = Images(dataset, dataset.ids, scores.labels, Preprocess((32, 32)))
+    images = EvaluationSet(dataset, dataset.ids, scores.labels, Preprocess((32, 32)))
     result = EvaluationResult(evaluation, scores, images, bundle=make_bundle(32))
 
     def prepare(folder: Path) -> Run:
@@ -177,7 +175,7 @@ def draw_split(count: int, num_classes: int) -> Run:
 
     def run() -> None:
         splits = open_dataset("digits")
-        made_up = Source({"train": "made up"}, lambda split: source)
+        made_up = SourceSplits({"train": "made up"}, lambda split: source)
         replace(splits, source=made_up).split("train")
 
     return run
@@ -296,7 +294,9 @@ def write_confusion(num_classes: int, folder: Path) -> Run:
         make_scores(10_000, num_classes),
         tuple(f"class {index}" for index in range(num_classes)),
     )
-    return lambda: plot_confusion(scores, class_names=names).savefig(folder / "confusion.png", dpi=120)
+    return lambda: plot_confusion(scores, class_names=names).savefig(
+        folder / "confusion.png", dpi=120
+    )
 
 
 def describe_classes(num_classes: int, folder: Path) -> Run:

@@ -37,7 +37,7 @@ def build(source: ImageDataset, cache: Path, **options: object) -> ImageDataset:
 
 
 def assert_same(left: ImageDataset, right: ImageDataset) -> None:
-    np.testing.assert_array_equal(left.images, right.images)
+    np.testing.assert_array_equal(left.pixels, right.pixels)
     np.testing.assert_array_equal(left.hashes, right.hashes)
 
 
@@ -68,11 +68,11 @@ class CountingReader(ArrayReader):
 def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
     dataset = build(source, cache)
-    assert dataset.images is not None
-    assert dataset.images.shape == (12, 9, 8, 3)
+    assert dataset.pixels is not None
+    assert dataset.pixels.shape == (12, 9, 8, 3)
     for index in range(12):
         np.testing.assert_array_equal(
-            dataset.images[index], Preprocess((9, 8)).to_uint8(source.image(index))
+            dataset.pixels[index], Preprocess((9, 8)).to_uint8(source.image(index))
         )
     assert dataset.ids == source.ids
     np.testing.assert_array_equal(dataset.labels, source.labels)
@@ -128,7 +128,7 @@ def test_a_dataset_is_decoded_once(array_source: ImageDataset, cache: Path) -> N
     again = build(source, cache)
     assert len(reads) == decoded
     assert again.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(again.images, first.images)
+    np.testing.assert_array_equal(again.pixels, first.pixels)
     build(source, cache, size=(5, 5))
     assert len(reads) > decoded
 
@@ -139,8 +139,8 @@ def test_a_changed_file_is_decoded_again(make_folder: MakeFolder, cache: Path) -
     path = source.reader.root / source.ids[3]
     Image.new("RGB", (32, 24), "red").save(path)
     after = build(source, cache)
-    assert (after.images[3] == [255, 0, 0]).all()
-    np.testing.assert_array_equal(after.images[4], before.images[4])
+    assert (after.pixels[3] == [255, 0, 0]).all()
+    np.testing.assert_array_equal(after.pixels[4], before.pixels[4])
     assert after.fingerprint != before.fingerprint
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_dataset_is_built_again(
     whole = build(array_source, cache)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
     pixels = bytearray((folder / "images.u8").read_bytes())
-    expected = np.array(whole.images)
+    expected = np.array(whole.pixels)
     if damage == "pixel":
         pixels[1234] ^= 1
         (folder / "images.u8").write_bytes(pixels)
@@ -163,8 +163,8 @@ def test_a_damaged_dataset_is_built_again(
     else:
         (folder / "images.u8").unlink()
     again = build(array_source, cache)
-    np.testing.assert_array_equal(again.images, expected)
-    np.testing.assert_array_equal(build(array_source, cache).images, expected)
+    np.testing.assert_array_equal(again.pixels, expected)
+    np.testing.assert_array_equal(build(array_source, cache).pixels, expected)
 
 
 def test_a_builder_that_died_leaves_nothing_that_is_used(
@@ -182,7 +182,7 @@ def test_a_builder_that_died_leaves_nothing_that_is_used(
     half = cache / f"{name}.building"
     half.mkdir()
     (half / "images.u8").write_bytes(b"\0" * 1000)
-    np.testing.assert_array_equal(build(array_source, cache).images, done.images)
+    np.testing.assert_array_equal(build(array_source, cache).pixels, done.pixels)
     assert not half.exists()
 
 
@@ -219,12 +219,12 @@ def test_unreadable_images_are_named_counted_and_left_out(
         dataset = build(source, cache)
         assert [name for name, _ in dataset.unreadable] == ["cat/0.png", "dog/7.png", "dog/9.png"]
         assert "can't be read as an image" in dataset.unreadable[0][1]
-        assert len(dataset) == len(dataset.images) == len(dataset.digests) == 57
+        assert len(dataset) == len(dataset.pixels) == len(dataset.digests) == 57
         for index in range(57):
             pixels = Preprocess((9, 8)).to_uint8(
                 read_image(source.reader.root / dataset.ids[index])
             )
-            np.testing.assert_array_equal(dataset.images[index], pixels)
+            np.testing.assert_array_equal(dataset.pixels[index], pixels)
         assert dataset.labels.tolist() == [0] * 29 + [1] * 28
     with pytest.raises(
         ValueError,
@@ -244,7 +244,7 @@ def test_a_set_without_any_readable_image_is_refused(make_folder: MakeFolder, ca
 def test_a_scan_finds_the_same_hashes_without_pixels(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
     scan, dataset = build(source, cache, size=None), build(source, cache)
-    assert scan.images is None
+    assert scan.pixels is None
     assert scan.fingerprint == dataset.fingerprint
     np.testing.assert_array_equal(scan.hashes, dataset.hashes)
 
@@ -311,9 +311,9 @@ def test_the_cache_cannot_be_changed_through_its_pixels(
     array_source: ImageDataset, cache: Path
 ) -> None:
     dataset = build(array_source, cache)
-    before = np.array(dataset.images[0])
-    dataset.images[0] = 0
-    np.testing.assert_array_equal(build(array_source, cache).images[0], before)
+    before = np.array(dataset.pixels[0])
+    dataset.pixels[0] = 0
+    np.testing.assert_array_equal(build(array_source, cache).pixels[0], before)
 
 
 def test_a_large_dataset_is_checked_in_samples_of_its_blocks(

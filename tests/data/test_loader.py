@@ -82,7 +82,7 @@ def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: ImageDatas
     for batch in batches:
         assert torch.equal(batch.labels, torch.from_numpy(dataset.labels)[batch.sample_ids])
         assert torch.equal(batch.targets, batch.labels)
-        expected = PREPROCESS.normalize(torch.from_numpy(dataset.images[batch.sample_ids.numpy()]))
+        expected = PREPROCESS.normalize(torch.from_numpy(dataset.pixels[batch.sample_ids.numpy()]))
         torch.testing.assert_close(batch.images, expected)
 
 
@@ -143,10 +143,10 @@ def test_mixing_can_be_left_out_of_an_epoch(dataset: ImageDataset) -> None:
 
 def test_batches_do_not_share_memory_with_the_decoded_images(dataset: ImageDataset) -> None:
     loader = make(dataset)
-    before = np.array(dataset.images)
+    before = np.array(dataset.pixels)
     for batch in loader.epoch(0):
         batch.images.zero_()
-    np.testing.assert_array_equal(dataset.images, before)
+    np.testing.assert_array_equal(dataset.pixels, before)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
-from vit.evaluation.images import Images, load_images
+from vit.evaluation.images import EvaluationSet, load_images
 from vit.evaluation.metrics import Ints
 from vit.evaluation.prediction import Logits
 
@@ -38,7 +38,7 @@ def bundle(tiny_bundle: Bundle) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def images(bundle: Bundle) -> Images:
+def images(bundle: Bundle) -> EvaluationSet:
     """The digits' test split."""
     return load_images(
         open_dataset("digits"),

@@ -11,7 +11,7 @@ from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.images import (
-    Images,
+    EvaluationSet,
     count_duplicates,
     load_images,
     map_labels,
@@ -67,7 +67,9 @@ def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> 
         )
 
 
-def test_a_planted_training_image_is_found(bundle: Bundle, images: Images, tmp_path: Path) -> None:
+def test_a_planted_training_image_is_found(
+    bundle: Bundle, images: EvaluationSet, tmp_path: Path
+) -> None:
     root = write_images(tmp_path / "set", "1", "2")
     preprocess = Preprocess((32, 32))
     training = decode_dataset(

@@ -9,12 +9,16 @@ from PIL import Image
 
 from tests.conftest import Launcher
 from vit.bundle import Bundle
-from vit.evaluation.images import Images
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.prediction import Logits, Precision, Predictor
 
 
 def predict(
-    bundle: Bundle, images: Images, *, batch_size: int = 100, precision: Precision = "float32"
+    bundle: Bundle,
+    images: EvaluationSet,
+    *,
+    batch_size: int = 100,
+    precision: Precision = "float32",
 ) -> Logits:
     predictor = Predictor(
         model=bundle.model,
@@ -27,18 +31,18 @@ def predict(
     return predictor.predict(images.read, count=len(images))
 
 
-def test_logits_are_those_of_the_plain_model(bundle: Bundle, images: Images) -> None:
+def test_logits_are_those_of_the_plain_model(bundle: Bundle, images: EvaluationSet) -> None:
     inputs = bundle.preprocess(_pil_images(images))
     with torch.inference_mode():
         expected = bundle.model(inputs).numpy()
     assert np.abs(predict(bundle, images) - expected).max() < 1e-5
 
 
-def test_batch_size_changes_rounding_alone(bundle: Bundle, images: Images) -> None:
+def test_batch_size_changes_rounding_alone(bundle: Bundle, images: EvaluationSet) -> None:
     assert np.abs(predict(bundle, images, batch_size=7) - predict(bundle, images)).max() < 1e-5
 
 
-def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: Images) -> None:
+def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: EvaluationSet) -> None:
     logits = predict(bundle, images, precision="bfloat16")
     assert logits.dtype == np.float32
     rounded = torch.from_numpy(logits).bfloat16().float().numpy()
@@ -46,7 +50,7 @@ def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: Imag
     assert np.abs(logits - predict(bundle, images)).max() < 0.3
 
 
-def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: Images) -> None:
+def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: EvaluationSet) -> None:
     predictor = Predictor(
         bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", tta="hflip"
     )
@@ -58,7 +62,7 @@ def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: Images)
     assert np.abs(mirrored - predict(bundle, images)).max() > 1e-3
 
 
-def test_progress_hears_of_every_image_once(bundle: Bundle, images: Images) -> None:
+def test_progress_hears_of_every_image_once(bundle: Bundle, images: EvaluationSet) -> None:
     heard: list[int] = []
     predictor = Predictor(bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32")
     predictor.predict(images.read, count=len(images), on_progress=heard.append)
@@ -96,7 +100,7 @@ dist.destroy_process_group()
 
 @pytest.mark.chaos
 def test_processes_share_the_images_and_agree_bit_for_bit(
-    cli: Launcher, tiny_model_file: Path, bundle: Bundle, images: Images, tmp_path: Path
+    cli: Launcher, tiny_model_file: Path, bundle: Bundle, images: EvaluationSet, tmp_path: Path
 ) -> None:
     script = tmp_path / "predict.py"
     script.write_text(SCRIPT)
@@ -127,5 +131,5 @@ def test_processes_share_the_images_and_agree_bit_for_bit(
         assert parts[0]["heard"] == count
 
 
-def _pil_images(images: Images) -> list[Image.Image]:
+def _pil_images(images: EvaluationSet) -> list[Image.Image]:
     return [Image.fromarray(images.read(index, index + 1)[0]) for index in range(len(images))]

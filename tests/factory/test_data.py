@@ -13,7 +13,7 @@ from PIL import Image
 from tests.conftest import TINY_RUN, Launcher
 from vit.config import load_config
 from vit.data.images import Preprocess
-from vit.factory.data import Data, build_data, build_dataset
+from vit.factory.data import TrainingData, build_data, build_dataset
 
 PRETRAINED = Preprocess(
     (16, 16), crop_pct=0.8, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def build(root: Path, *overrides: str, pretrained: Preprocess | None = None) -> Data:
+def build(root: Path, *overrides: str, pretrained: Preprocess | None = None) -> TrainingData:
     config = load_config(
         None, ["data.name=folder", f"data.root={root}", "data.image_size=8", *overrides]
     )
@@ -46,10 +46,10 @@ def test_pretrained_weights_bring_crop_interpolation_and_normalisation(root: Pat
     assert data.preprocess == Preprocess(
         (8, 8), crop_pct=0.8, mean=PRETRAINED.mean, std=PRETRAINED.std, interpolation="bilinear"
     )
-    assert data.train.images is not None
+    assert data.train.pixels is not None
     # the cache holds what that preprocessing crops from
     expected = data.preprocess.to_uint8(data.train.image(3))
-    np.testing.assert_array_equal(data.preprocess.crop(data.train.images[3]), expected)
+    np.testing.assert_array_equal(data.preprocess.crop(data.train.pixels[3]), expected)
     assert not np.array_equal(
         Preprocess((8, 8), crop_pct=0.8).to_uint8(data.train.image(3)), expected
     )
@@ -69,8 +69,8 @@ def test_what_the_configuration_names_comes_before_the_pretrained_weights(root: 
 def test_without_pretrained_weights_the_training_images_are_measured(root: Path) -> None:
     data = build(root)
     assert (data.preprocess.crop_pct, data.preprocess.interpolation) == (1.0, "bicubic")
-    assert data.train.images is not None
-    pixels = np.asarray(data.train.images, dtype=np.float64) / 255
+    assert data.train.pixels is not None
+    pixels = np.asarray(data.train.pixels, dtype=np.float64) / 255
     np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=1e-4)
     np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
 

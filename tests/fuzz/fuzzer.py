@@ -252,13 +252,13 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         source = open_dataset("digits").split("validation")
         options: dict[str, Any] = {"size": (8, 8), "cache_dir": folder, "progress": False}
         expected = decode_dataset(source, **options)
-        pixels = np.array(expected.images)  # a map of a file that is cut off may not be read
+        pixels = np.array(expected.pixels)  # a map of a file that is cut off may not be read
         (built,) = (entry for entry in folder.iterdir() if entry.is_dir())
         name = rng.choice(("index.npz", "images.u8"))
         (built / name).write_bytes(mutate((built / name).read_bytes(), rng))
         again = decode_dataset(source, **options)
-        assert again.images is not None
-        assert np.array_equal(again.images, pixels)
+        assert again.pixels is not None
+        assert np.array_equal(again.pixels, pixels)
         assert again.fingerprint == expected.fingerprint
 
     def evaluation(rng: random.Random, folder: Path) -> None:

@@ -18,7 +18,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.images import Images, TrainTestOverlap
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import (
     Example,
     Examples,
@@ -52,7 +52,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         labels=labels,
         ids=ids,
         reader=ArrayReader(pixels),
-        images=pixels,
+        pixels=pixels,
         hashes=np.stack([np.arange(count), np.zeros(count, int)]).astype(np.uint64),
     )
 
@@ -106,7 +106,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         seed=3,
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
-    images = Images(dataset, ids, labels, Preprocess((side, side)))
+    images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
     return EvaluationResult(evaluation, scores, images, bundle=None)  # type: ignore[arg-type]
 
 

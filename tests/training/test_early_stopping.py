@@ -60,7 +60,7 @@ def test_macro_f1_is_scikit_learns_in_the_log_and_the_curves(
     validation = run.data.validation
     assert validation is not None
     with torch.no_grad():
-        images = run.data.preprocess.normalize(torch.from_numpy(validation.images))
+        images = run.data.preprocess.normalize(torch.from_numpy(validation.pixels))
         predicted = run.trainer.train_step.averaged_model(images).argmax(1).numpy()
     (metrics,) = read_metrics(tmp_path)
     assert metrics["val_macro_f1"] == pytest.approx(

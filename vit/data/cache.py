@@ -68,13 +68,13 @@ def decode_dataset(
         interpolation: of the scaling.
 
     Returns:
-        The readable images, with `images` (None without a size), `hashes` and `unreadable`.
+        The readable images, with `pixels` (None without a size), `hashes` and `unreadable`.
 
     Raises:
         ValueError: more images are unreadable than allowed.
         OSError: the cache can't be written, or is full.
     """
-    if dataset.images is not None:
+    if dataset.pixels is not None:
         return dataset
 
     key = f"{_FORMAT} {dataset.cache_key()} {size} {interpolation}"
@@ -244,7 +244,7 @@ def _open_decoded(
             images = _open_images(folder / "images.u8", shape, index["checksums"])
         return replace(
             dataset.subset(readable),
-            images=images,
+            pixels=images,
             hashes=index["hashes"],
             unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
         )

@@ -34,7 +34,7 @@ class ImageDataset:
     # for the user: files ignored, a split under another name
     notes: tuple[str, ...] = ()
     # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
-    images: np.ndarray | None = None
+    pixels: np.ndarray | None = None
     # uint64 [2, n], `vit.data.duplicates`; None: not known
     hashes: np.ndarray | None = None
     # (id, reason) of the images that were left out
@@ -114,7 +114,7 @@ class ImageDataset:
             labels=self.labels[chosen],
             ids=[self.ids[index] for index in chosen],
             reader=self.reader.subset(chosen),
-            images=None if self.images is None else self.images[chosen],
+            pixels=None if self.pixels is None else self.pixels[chosen],
             hashes=None if self.hashes is None else self.hashes[:, chosen],
         )
 
@@ -130,7 +130,7 @@ class ImageDataset:
         return replace(chosen, labels=new_labels[chosen.labels], class_names=class_names)
 
 
-class Source(NamedTuple):
+class SourceSplits(NamedTuple):
     """The splits that a data set has of its own, out of "train", "validation" and "test"."""
 
     # split → where its images are, as a name in a sentence: "train/"
@@ -138,7 +138,7 @@ class Source(NamedTuple):
     # lists the images of a split
     load: Callable[[str], ImageDataset]
 
-    def with_test_split(self) -> Source:
+    def with_test_split(self) -> SourceSplits:
         """The same where a validation split without a test split, as in ImageNet, is the test
         split."""
         origins = dict(self.origins)
@@ -151,7 +151,7 @@ class Source(NamedTuple):
             dataset = self.load("validation" if split == "test" else split)
             return replace(dataset, notes=(*dataset.notes, note))
 
-        return Source(origins, load)
+        return SourceSplits(origins, load)
 
 
 def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:

@@ -157,9 +157,9 @@ class TrainLoader:
         # what is left to be done on the device
         self._device_augment = self.augment
         self._resident_pixels: Tensor | None = None
-        if self.dataset.images is not None:
-            assert self.dataset.images.shape[1:3] == self.preprocess.resize_size
-            self._resident_pixels = torch.from_numpy(self.dataset.images).to(self.device)
+        if self.dataset.pixels is not None:
+            assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
+            self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
         elif self.augment.resized_crop_scale is not None:
             # the crop and the random flip are done where images are decoded
             flip = "none" if self.augment.flip == "random" else self.augment.flip
@@ -310,7 +310,7 @@ class TrainLoader:
     def _read_resident(self, batches: Iterator[SampleIds], rng: StatelessRandom) -> Steps:
         """The samples of each step and, where the user has a transform, their transformed pixels,
         brought back to the size of the stored ones."""
-        assert self.dataset.images is not None
+        assert self.dataset.pixels is not None
         stored_size = self.preprocess.resize_size
         resize = Preprocess(stored_size, interpolation=self.preprocess.interpolation)
         for sample_ids in batches:
@@ -319,7 +319,7 @@ class TrainLoader:
                 continue
 
             seeds = rng.integers("transform", sample_ids, below=2**31 - 1).tolist()
-            stored_pixels = self.dataset.images[sample_ids % len(self._labels)]
+            stored_pixels = self.dataset.pixels[sample_ids % len(self._labels)]
             transformed = [
                 resize.to_uint8(apply_transform(self.transform, Image.fromarray(pixels), seed=seed))
                 for pixels, seed in zip(stored_pixels, seeds, strict=True)

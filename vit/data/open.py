@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.dataset import ImageDataset, Source, join_datasets
+from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.sources import folders, huggingface, named, remote, shards, tables
 from vit.data.sources.base import Root, read_words, resolve_class_names
 from vit.data.sources.python_objects import FROM_PYTHON
@@ -24,7 +24,7 @@ from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set, from root, classes and cache_dir: a new data set is
 # one line here
-FINDERS: Mapping[str, Callable[..., Source]] = {
+FINDERS: Mapping[str, Callable[..., SourceSplits]] = {
     "cifar10": partial(named.find_cifar, "cifar10"),
     "cifar100": partial(named.find_cifar, "cifar100"),
     "digits": named.find_digits,
@@ -58,7 +58,7 @@ class DatasetSplits:
     """
 
     name: str
-    source: Source
+    source: SourceSplits
     validation_fraction: float
     split_seed: int
     cache_dir: Path

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle, update_metadata
-from vit.evaluation.images import Images, count_duplicates, find_training_hashes, printable
+from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
 from vit.evaluation.metrics import (
     Scores,
     choose_examples,
@@ -72,7 +72,7 @@ class EvaluationResult:
 
     evaluation: Evaluation
     scores: Scores
-    images: Images
+    images: EvaluationSet
     bundle: Bundle
     # of several processes the one that writes files
     is_main: bool = True
@@ -106,8 +106,8 @@ class EvaluationResult:
 
 def evaluate_bundle(
     bundle: Bundle,
-    images: Images,
-    validation: Images | None = None,
+    images: EvaluationSet,
+    validation: EvaluationSet | None = None,
     *,
     options: EvaluateOptions,
     render_pages: RenderPages | None = None,
@@ -210,7 +210,7 @@ def evaluate_bundle(
     )
 
 
-def _predict(predictor: Predictor, images: Images, *, title: str) -> Logits:
+def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Logits:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
@@ -273,7 +273,7 @@ def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
     return seconds
 
 
-def _calibrate(bundle: Bundle, validation: Images, predictor: Predictor) -> Bundle:
+def _calibrate(bundle: Bundle, validation: EvaluationSet, predictor: Predictor) -> Bundle:
     """Fit the temperature on the validation images, keep it in the model file, load that again."""
     path = Path(bundle.name)
     if path.is_dir():

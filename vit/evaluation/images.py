@@ -29,7 +29,7 @@ _MAX_CLASS_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Images:
+class EvaluationSet:
     """Decoded images to evaluate on."""
 
     dataset: ImageDataset
@@ -47,8 +47,8 @@ class Images:
     def read(self, start: int, stop: int) -> Pixels:
         """Images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
         # only a scan has none
-        assert self.dataset.images is not None
-        return self.preprocess.crop(self.dataset.images[start:stop])
+        assert self.dataset.pixels is not None
+        return self.preprocess.crop(self.dataset.pixels[start:stop])
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def load_images(
     preprocess: Preprocess,
     class_names: Sequence[str],
     progress: bool,
-) -> Images:
+) -> EvaluationSet:
     """Decode a split, and match its classes with the model's.
 
     Args:
@@ -97,7 +97,7 @@ def load_images(
         decoded.labels, source_classes=decoded.class_names, model_classes=class_names
     )
     ids = tuple(printable(name) for name in decoded.ids)
-    return Images(decoded, ids, labels, preprocess, printable(dataset.title))
+    return EvaluationSet(decoded, ids, labels, preprocess, printable(dataset.title))
 
 
 def printable(name: str) -> str:
@@ -136,7 +136,9 @@ def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
     return decoded.hashes
 
 
-def count_duplicates(images: Images, training_hashes: NDArray[np.uint64]) -> TrainTestOverlap:
+def count_duplicates(
+    images: EvaluationSet, training_hashes: NDArray[np.uint64]
+) -> TrainTestOverlap:
     """Look for `images` among those in training, whose hashes are uint64 [2, n]."""
     # they are decoded
     assert images.dataset.hashes is not None

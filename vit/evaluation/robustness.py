@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.data.transforms import corrupt_with_library
-from vit.evaluation.images import Images
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.prediction import Pixels, Predictor
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
@@ -324,7 +324,7 @@ CORRUPTIONS = {
 
 
 def measure_robustness(
-    predictor: Predictor, images: Images, kinds: Collection[str]
+    predictor: Predictor, images: EvaluationSet, kinds: Collection[str]
 ) -> dict[str, Sweep]:
     """Top-1 of changed images by the amount of each change.
 

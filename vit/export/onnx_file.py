@@ -180,10 +180,10 @@ def _measure_top1(path: Path, bundle: Bundle, input: Input, images: ImageDataset
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
-    assert images.images is not None
+    assert images.pixels is not None
     num_correct = 0
     for start in range(0, len(images), _BATCH_SIZE):
-        batch = np.array(images.images[start : start + _BATCH_SIZE])
+        batch = np.array(images.pixels[start : start + _BATCH_SIZE])
         labels = images.labels[start : start + _BATCH_SIZE]
         if input == "normalised":
             pixels = torch.from_numpy(bundle.preprocess.crop(batch))

@@ -26,7 +26,7 @@ _SAMPLED_IMAGES = 256  # or so many, where images are decoded for it alone
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     """The images of a run, and what was decided about them."""
 
     config: Config
@@ -84,7 +84,7 @@ def build_data(
     *,
     device: torch.device,
     pretrained: Preprocess | None = None,
-) -> Data:
+) -> TrainingData:
     """List the training and validation images, and decode them where they fit memory. The test
     images are not touched.
 
@@ -129,16 +129,16 @@ def build_data(
     # pretrained weights keep what they were trained with
     mean = preprocess.mean
     std = preprocess.std
-    if pretrained is None and train.images is not None:
+    if pretrained is None and train.pixels is not None:
         step = max(1, len(train) // _MEASURED_IMAGES)
-        mean, std = measure_mean_and_std(train.images[::step])
+        mean, std = measure_mean_and_std(train.pixels[::step])
     elif pretrained is None:
         sample = train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES))
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
-    return Data(
+    return TrainingData(
         config=config,
         splits=splits,
         train=train,
@@ -153,7 +153,7 @@ def build_data(
 
 def build_train_loader(
     config: Config,
-    data: Data,
+    data: TrainingData,
     *,
     device: torch.device,
     process: Process,
@@ -170,10 +170,10 @@ def build_train_loader(
     """
     train = data.train
     if transform is not None:  # refused now rather than in a worker
-        if train.images is None:
+        if train.pixels is None:
             image = next(train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES)))
         else:
-            image = Image.fromarray(train.images[0])
+            image = Image.fromarray(train.pixels[0])
         apply_transform(transform, image, seed=0)
 
     # of a set smaller than the batch, all images that divide into pairs for every process

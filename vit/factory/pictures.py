@@ -16,7 +16,7 @@ from vit.evaluation.metrics import plot_confusion
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.rollout import compute_rollout
 from vit.explanation.render.overlay import blend, fit_scale
-from vit.factory.data import Data
+from vit.factory.data import TrainingData
 from vit.factory.validation import Validator
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import MapOptions
@@ -40,7 +40,7 @@ class RunPictures(TrainingPictures):
         num_attention_maps: validation images whose maps are shown.
     """
 
-    data: Data
+    data: TrainingData
     loader: TrainLoader
     validator: Validator | None
     num_attention_maps: int
@@ -56,7 +56,7 @@ class RunPictures(TrainingPictures):
             return
         # the same images every time, so that their maps can be followed through training; spread
         # over all, since they are sorted by class
-        all_images = self.data.decoded_validation.images
+        all_images = self.data.decoded_validation.pixels
         assert all_images is not None, "validation images are always decoded"
         count = min(self.num_attention_maps, len(all_images))
         indices = np.linspace(0, len(all_images) - 1, count).round().astype(int)

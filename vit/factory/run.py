@@ -20,7 +20,7 @@ from vit.data.open import DatasetSplits
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.data.statistics import compute_class_weights
 from vit.data.transforms import Transform
-from vit.factory.data import Data, build_data, build_dataset, build_train_loader
+from vit.factory.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.factory.model import build_model
 from vit.factory.pictures import RunPictures
 from vit.factory.validation import Validator
@@ -91,7 +91,7 @@ class Run:
 
     config: Config  # with the pipeline that was chosen
     trainer: Trainer
-    data: Data
+    data: TrainingData
     model: nn.Module
     train_loader: TrainLoader
     is_compiled: bool
@@ -114,7 +114,7 @@ class ModelWriter:
 
     directory: Path
     config: Config
-    data: Data
+    data: TrainingData
     process: Process
     run_id: str
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.factory.data import Data
+from vit.factory.data import TrainingData
 from vit.runtime.device import Precision
 from vit.training.observers import Observer
 from vit.training.plan import Validation
@@ -26,7 +26,7 @@ class Validator:
         last_scores: of the last call.
     """
 
-    data: Data
+    data: TrainingData
     device: torch.device
     precision: Precision
     observers: Sequence[Observer]
@@ -41,7 +41,7 @@ class Validator:
                     observer.on_message(f"skipped validation image {name}: {reason}")
 
         preprocess = self.data.preprocess
-        images = dataset.images
+        images = dataset.pixels
         assert images is not None, "validation images are always decoded"
         predictor = Predictor(
             model,

@@ -9,7 +9,7 @@ from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from vit.evaluation.images import Images
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Ints, Scores, count_errors
 from vit.pages.page import encode_picture
 
@@ -30,7 +30,9 @@ _THUMBNAIL_BYTES = 3_000_000
 Cells = dict[tuple[int, int], list[int]]
 
 
-def describe_confusion(scores: Scores, names: Sequence[str], images: Images) -> dict[str, Any]:
+def describe_confusion(
+    scores: Scores, names: Sequence[str], images: EvaluationSet
+) -> dict[str, Any]:
     """What the template needs: names, counts, support and orders of the classes shown, cells, most
     frequent errors."""
     pairs, errors = count_errors(scores)
@@ -96,7 +98,9 @@ def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
     return counts.reshape(size, size), cells
 
 
-def _describe_cells(cells: Cells, scores: Scores, images: Images) -> dict[str, list[list[Any]]]:
+def _describe_cells(
+    cells: Cells, scores: Scores, images: EvaluationSet
+) -> dict[str, list[list[Any]]]:
     """ "row,column" → [path, confidence, thumbnail or null] of the images of each cell."""
     thumbnails = _draw_thumbnails(cells, images)
     return {
@@ -108,7 +112,7 @@ def _describe_cells(cells: Cells, scores: Scores, images: Images) -> dict[str, l
     }
 
 
-def _draw_thumbnails(cells: Cells, images: Images) -> dict[int, str]:
+def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:
     """Thumbnails by image. The cells take turns, errors first, so that each has some when not all
     images can have one."""
     errors_first = sorted(cells.items(), key=lambda cell: cell[0][0] == cell[0][1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import IMAGE_SUFFIXES, list_files
 from vit.data.sources.base import (
     SPLIT_NAMES,
@@ -23,7 +23,7 @@ from vit.data.sources.base import (
 from vit.data.sources.tables import find_tables, is_table, list_tables
 
 
-def find_folder(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_folder(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits below a folder of the user's own images, or of a table of them."""
     path = Path(root or "").expanduser()
     if not is_table(path):
@@ -49,7 +49,7 @@ def check_root(name: str, root: Root) -> Path:
 
 def find_class_folders(
     name: str, root: Path, classes: Classes, *, aliases: Aliases | None = None
-) -> Source:
+) -> SourceSplits:
     """The splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
     which is all "train".
 
@@ -86,7 +86,7 @@ def find_class_folders(
         )
 
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}
-    return Source(origins, load).with_test_split()
+    return SourceSplits(origins, load).with_test_split()
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:

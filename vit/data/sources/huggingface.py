@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import read_image
 from vit.data.sources.base import (
     SPLIT_OF,
@@ -73,7 +73,7 @@ def is_dataset(path: Path) -> bool:
     return is_saved or bool(_list_parquet(path))
 
 
-def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits of a data set that the library `datasets` reads.
 
     An image is in the column image, img or the only one of images; its class in label, class or the
@@ -148,7 +148,7 @@ def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> Source
         return dataset.keep_classes(classes)
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
-    return Source(origins, load).with_test_split()
+    return SourceSplits(origins, load).with_test_split()
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:

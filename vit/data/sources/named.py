@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.sources.base import ArrayReader, Classes, Root, deduplicate, read_words
 from vit.data.sources.folders import check_root, find_class_folders, find_split_folders
 from vit.runtime.files import default_cache_dir
@@ -33,7 +33,7 @@ _IMAGENETTE_CLASSES = {
 }
 
 
-def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, inside the installed package."""
 
     def load(split: str) -> ImageDataset:
@@ -45,10 +45,10 @@ def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
         dataset = _make_dataset("digits", "digits", pixels, digits.target, "0123456789")
         return dataset.keep_classes(classes)
 
-    return Source({"train": "scikit-learn's digits"}, load)
+    return SourceSplits({"train": "scikit-learn's digits"}, load)
 
 
-def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """CIFAR-10 or CIFAR-100 (Krizhevsky 2009) as published, verified by torchvision's checksums."""
     # takes seconds to import
     from torchvision import datasets
@@ -69,10 +69,12 @@ def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> S
             classes
         )
 
-    return Source({"train": "the published training set", "test": "the published test set"}, load)
+    return SourceSplits(
+        {"train": "the published training set", "test": "the published test set"}, load
+    )
 
 
-def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
     split."""
     folder = _choose_folder("imagenette", root)
@@ -95,7 +97,7 @@ def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
     )
 
 
-def find_imagenet(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_imagenet(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the classes named by wnid or name.
 
     Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there,

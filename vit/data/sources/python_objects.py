@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
 from vit.data.sources.base import ImageReader
@@ -40,7 +40,7 @@ class DatasetReader(ImageReader):
         return DatasetReader(self.dataset, self.indices[indices], self.digests)
 
 
-def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> Source:
+def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> SourceSplits:
     """The splits of images passed from Python.
 
     Args:
@@ -74,7 +74,9 @@ def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> Sour
             ours = ", ".join(train.class_names)
             text = f"the validation images have classes {theirs}"
             raise ValueError(f"{text}, the training images {ours}")
-    return Source(dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__)
+    return SourceSplits(
+        dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
+    )
 
 
 def _open(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageDataset:

@@ -26,7 +26,7 @@ import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import IMAGE_SUFFIXES, read_image
 from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, Classes, ImageReader, Root, check_class_count
@@ -143,7 +143,7 @@ class RemoteShardReader(ShardReader):
                 total -= stat.st_size
 
 
-def find_shards(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
+def find_shards(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits of shards.
 
     As with image folders, val without test is the test split. Class names are the lines of
@@ -194,7 +194,7 @@ def find_shards(*, root: Root, classes: Classes, cache_dir: Path) -> Source:
         dataset = _list_samples(shards, class_names, number_of, cache_dir / "remote")
         return dataset.keep_classes(classes)
 
-    return Source(origins, load).with_test_split()
+    return SourceSplits(origins, load).with_test_split()
 
 
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.dataset import ImageDataset, Source
+from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
@@ -64,7 +64,7 @@ def list_tables(root: Path) -> list[Path]:
     return tables
 
 
-def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes) -> Source:
+def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes) -> SourceSplits:
     """The splits of tables.
 
     A row has a path (also filename, file_name) relative to the folder of the table, a label (also
@@ -121,7 +121,7 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes)
         return dataset.keep_classes(classes)
 
     # a table that names splits means what it says
-    source = Source(origins, load)
+    source = SourceSplits(origins, load)
     return source if has_splits else source.with_test_split()
 
 
