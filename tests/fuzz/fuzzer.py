@@ -301,7 +301,6 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
 
     def class_names(rng: random.Random, folder: Path) -> None:
         shutil.copy(corpus.shard, folder)
-        (folder / "classes.txt").write_bytes(mutate(b"cat\ndog\n", rng))
         (folder / "words.txt").write_bytes(
             mutate(b"n01440764 tench, Tinca tinca\n0\tcat\n1: dog\n", rng)
         )

@@ -170,6 +170,8 @@ def open_dataset(
         hint = "pass them to vit.train(dataset=…) again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
     check_choice(name, FINDERS, name="data.name")
+    if root is None and name in (*_NAMED_BY_ROOT, "imagenet"):
+        raise ValueError(f"data.name={name} needs data.root, where the images are")
     if not 0 <= validation_fraction < 1:
         text = f"validation_fraction {validation_fraction}"
         raise ValueError(f"{text} must be at least 0 and below 1")

@@ -63,8 +63,6 @@ def bucket(s3: Any, tmp_path_factory: pytest.TempPathFactory) -> Bucket:
         )
         bucket.put(shard.name, shard)
         first += size
-    (folder / "classes.txt").write_text("ant\nbee\ncow\n")
-    bucket.put("classes.txt", folder / "classes.txt")
     return bucket
 
 
@@ -105,7 +103,7 @@ def test_braces_globs_and_folders_of_a_bucket_are_what_local_ones_are(
         source = open_all(f"{bucket.url}/{root}")
         assert source.ids[30] == "001.tar/s030"
         assert greys(source) == list(range(COUNT))
-        assert source.class_names == ("ant", "bee", "cow")
+        assert source.class_names == ("0", "1", "2")
         assert source.labels.tolist() == [n % 3 for n in range(COUNT)]
         assert greys(pickle.loads(pickle.dumps(source.subset([6, 2])))) == [6, 2]
         assert find_kind(f"{bucket.url}/{root}") == "webdataset"
@@ -115,7 +113,7 @@ def test_braces_globs_and_folders_of_a_bucket_are_what_local_ones_are(
     dataset = open_dataset("webdataset", root="s3://splits/birds/")
     assert greys(dataset.split("test")) == [100, 101]
     assert dataset.split("test").class_names == ("elk", "owl", "yak")
-    assert dataset.describe_splits()[0] == "val*.tar is the test split"
+    assert dataset.describe_splits()[0] == "val* is the test split"
 
 
 def test_images_are_read_once_by_range_and_never_a_shard_as_a_whole(
@@ -243,9 +241,9 @@ def test_a_failing_server_is_asked_again_and_in_the_end_named(
     server.failing = 4
     assert greys(open_all(f"{server.url}/a.tar")) == [0, 1, 2]
     server.failing = 10**6
-    with pytest.raises(RemoteError, match=r"/a.tar can't be read: 503.*\(tried 5 times\)$"):
+    with pytest.raises(RemoteError, match=r"/a.tar can't be read: 503"):
         open_all(f"{server.url}/a.tar")
-    assert 10**6 - server.failing <= 10  # each of fsspec's two ways to ask
+    assert 5 <= 10**6 - server.failing <= 10  # each of fsspec's two ways to ask
 
 
 @pytest.mark.chaos
@@ -255,7 +253,7 @@ def test_a_server_that_fails_makes_no_image_unreadable(
     write_shard(server.folder / "a.tar", [n % 3 for n in range(COUNT)])
     source = open_all(f"{server.url}/a.tar")
     server.failing = 10**6
-    with pytest.raises(RemoteError, match="tried 5 times"):
+    with pytest.raises(RemoteError, match="can't be read: 503"):
         decode_dataset(source, size=(4, 4), progress=False)
     server.failing = 0
     assert len(decode_dataset(source, size=(4, 4), progress=False)) == COUNT
@@ -268,7 +266,7 @@ def test_a_silent_server_is_given_up(
     monkeypatch.setattr(remote, "_MAX_TRIES", 2)
     write_shard(server.folder / "a.tar", [0, 1, 2])
     server.delay = 0.5
-    with pytest.raises(RemoteError, match=r"nothing came for 0.1 s \(tried 2 times\)"):
+    with pytest.raises(RemoteError, match=r"a\.tar can't be read: Timeout on reading"):
         open_all(f"{server.url}/a.tar")
 
 
@@ -291,8 +289,9 @@ def test_a_slow_server_is_asked_for_many_images_at_once(
         ("http://127.0.0.1:1/a.tar", "Cannot connect to host"),
         (
             "ftp://host/a.tar",
-            "ftp://host/a.tar is not read; known: s3://, gs://, hf://, https://, http://",
+            "ftp://host/a.tar is not read; known: s3://, hf://, https://, http://",
         ),
+        ("gs://bucket/a.tar", "is not read; known"),
         ("file:///etc/a.tar", "is not read; known"),
         ("local://etc/a.tar", "is not read; known"),
         ("tar://a.tar", "is not read; known"),
@@ -337,11 +336,9 @@ def test_a_bucket_that_is_not_there_and_absent_credentials_are_named(
 def test_a_client_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(
-        ValueError, match=r"gcsfs, which is not installed: pip install 'vit-pipeline\[remote\]'"
-    ):
-        open_all("gs://bucket/a.tar")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(ValueError, match=r"aiohttp .*; pip install 'vit-pipeline\[remote\]'"):
+        open_all("https://host/a.tar")
 
 
 def test_a_damaged_remote_shard_is_refused(server: ObjectServer, empty_cache: Path) -> None:

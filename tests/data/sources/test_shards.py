@@ -69,10 +69,11 @@ def test_braces_and_globs_name_shards_in_order(tmp_path: Path) -> None:
         open_dataset("webdataset", root=f"{tmp_path}/absent-*.tar").split("train")
 
 
-def test_names_come_from_classes_txt_or_from_the_labels(tmp_path: Path) -> None:
+def test_labels_name_the_classes_or_count_the_lines_of_a_file(tmp_path: Path) -> None:
     write_shard(tmp_path / "n" / "a.tar", [1, 0, 1])
     (tmp_path / "n" / "classes.txt").write_text("elk\nowl\n")
-    source = open_dataset("webdataset", root=tmp_path / "n").split("all")
+    names = tmp_path / "n" / "classes.txt"
+    source = open_dataset("webdataset", root=tmp_path / "n", class_names=names).split("all")
     assert (source.class_names, source.labels.tolist()) == (("elk", "owl"), [1, 0, 1])
     write_shard(tmp_path / "t" / "a.tar", ["owl", "elk", "owl"])
     source = open_dataset("webdataset", root=tmp_path / "t").split("all")

@@ -16,18 +16,17 @@ from vit.data.sources.base import (
     Aliases,
     Classes,
     FileReader,
-    Root,
     check_class_count,
     choose_classes,
 )
 from vit.data.sources.tables import find_tables, is_table, list_tables
 
 
-def find_folder(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_folder(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits below a folder of the user's own images, or of a table of them."""
-    path = Path(root or "").expanduser()
+    path = Path(root).expanduser()
     if not is_table(path):
-        path = check_root("folder", root)
+        path = check_root(root)
 
     tables = list_tables(path)
     if tables:
@@ -36,11 +35,8 @@ def find_folder(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplit
     return find_class_folders("folder", path, classes)
 
 
-def check_root(name: str, root: Root) -> Path:
-    """The root as a folder. Raises ValueError where it is missing, FileNotFoundError where it
-    doesn't exist."""
-    if root is None:
-        raise ValueError(f"data.name={name} needs data.root, the folder that holds the images")
+def check_root(root: Path | str) -> Path:
+    """The root as a folder. Raises FileNotFoundError where it doesn't exist."""
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"data.root {folder} is not a folder")

@@ -21,7 +21,6 @@ from vit.data.sources.base import (
     SPLIT_OF,
     Classes,
     ImageReader,
-    Root,
     check_class_count,
     check_label,
 )
@@ -73,7 +72,7 @@ def is_dataset(path: Path) -> bool:
     return is_saved or bool(_list_parquet(path))
 
 
-def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits of a data set that the library `datasets` reads.
 
     An image is in the column image, img or the only one of images; its class in label, class or the
@@ -90,9 +89,6 @@ def find_huggingface(*, root: Root, classes: Classes, cache_dir: Path) -> Source
         ValueError: the library isn't installed, or there are no images and labels.
         OSError: the data set can't be read.
     """
-    if root is None:
-        text = "data.name=huggingface needs data.root"
-        raise ValueError(f"{text}: hf:NAME, or a folder or file of it")
     origin = f"data.root {root}"
     tables = _load(str(root), cache_dir / "datasets")
 

@@ -97,13 +97,13 @@ def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceS
     )
 
 
-def find_imagenet(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_imagenet(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
     """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the classes named by wnid or name.
 
     Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there,
     from torchvision.
     """
-    folder = check_root("imagenet", root)
+    folder = check_root(root)
     splits = find_split_folders(folder)
     if "train" not in splits:
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"
@@ -145,7 +145,7 @@ def _choose_folder(name: str, root: Root) -> Path:
     """Where a published set is, or will be."""
     if root is None:
         return default_cache_dir() / "downloads" / name
-    return check_root(name, root)
+    return check_root(root)
 
 
 def _open_or_download(
