@@ -13,7 +13,7 @@ JPEG files). All variants run one architecture with the same weights and threads
     timm      the loop of timm's validate.py on timm's model: its loader over the files (2 workers), batches of
               256, its accuracy and AverageMeter, the loss read after each batch
 
-    suite     `vit evaluate --robustness corruptions` alone: 75 passes over --corrupted images
+    suite     `vit evaluate --corruptions` alone: 75 passes over --corrupted images
     passes    75 passes over as many images that are not corrupted: what the model takes of "suite"
 
 "bare" has the batch size and the memory allocator's settings of "vit". Every variant runs in a
@@ -50,7 +50,7 @@ from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.evaluation.robustness import CORRUPTIONS, SEVERITIES, measure_robustness
+from vit.evaluation.robustness import CORRUPTIONS, SEVERITIES, measure_corruptions
 from vit.factory.model import build_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import autocast, choose_device
@@ -76,7 +76,7 @@ ROWS = {
     "files": "`vit evaluate`, decoding the files first",
     "timm": "timm's validation loop over the files",
     "passes": "75 forward passes, not corrupted",
-    "suite": "`vit evaluate --robustness corruptions`, 75 passes",
+    "suite": "`vit evaluate --corruptions`, 75 passes",
 }
 
 
@@ -166,7 +166,7 @@ def build_variants(
         ),
         "files": from_files,
         "timm": lambda: validate(theirs, loader, device),
-        "suite": lambda: measure_robustness(predictor, sample, ("corruptions",)),
+        "suite": lambda: measure_corruptions(predictor, sample),
         "passes": lambda: [
             predictor.predict(sample.read, count=len(sample)) for _ in range(PASSES)
         ],

@@ -141,7 +141,6 @@ def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
         examples=Examples([], [], [], 0),
         corruptions=None,
         mean_corruption_error=None,
-        sweeps=None,
         cost=Cost(1, 1, 1, 1.0, 1.0, 1.0, 1, "process", 1),
         **dict.fromkeys(("data", "split", "fingerprint", "model", "model_sha256"), "made up"),
         notes=[],

@@ -30,7 +30,6 @@ from vit.explanation.records import Explanations
 from vit.explanation.writer import MapWriter
 from vit.factory.recipe import ConfigLike
 from vit.options import (
-    ROBUSTNESS,
     TTA,
     DataOptions,
     EvaluateOptions,
@@ -142,7 +141,7 @@ def evaluate(
     root: str | Path | None = None,
     split: str | None = None,
     calibrate: bool = False,
-    robustness: str | Sequence[str] = (),
+    corruptions: bool = False,
     tta: str = "none",
     num_examples: int = 16,
     batch_size: int | None = None,
@@ -159,8 +158,8 @@ def evaluate(
         split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without
             one.
         calibrate: fit a temperature on the validation split and keep it in the model file.
-        robustness: measure the accuracy also on changed images: "corruptions" (fifteen at five
-            severities), "shift", "rotation", or several of them.
+        corruptions: measure the accuracy also under the fifteen corruptions of ImageNet-C at five
+            severities.
         tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
             mirror image.
         num_examples: errors to keep, of each kind.
@@ -186,7 +185,7 @@ def evaluate(
         root=root,
         split=split,
         calibrate=calibrate,
-        robustness=as_tuple(robustness),
+        corruptions=corruptions,
         tta=tta,
         num_examples=num_examples,
         batch_size=batch_size,
@@ -199,8 +198,6 @@ def evaluate(
 def run_evaluation(model: ModelLike, options: EvaluateOptions) -> EvaluationResult:
     """`evaluate`; in a process group all processes share the images."""
     check_choice(options.tta, TTA, name="tta")
-    for change in options.robustness:
-        check_choice(change, ROBUSTNESS, name="robustness")
     # the temperature is fitted on the validation images: they can't be measured on as well
     has_no_file = str(model).startswith("timm:")
     if options.calibrate and (has_no_file or options.split in ("validation", "all")):

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-# what a model is also measured on, and how its answers are averaged
-ROBUSTNESS = ("corruptions", "shift", "rotation")
+# how a model's answers are averaged
 TTA = ("none", "hflip")
 
 
@@ -66,8 +65,7 @@ class EvaluateOptions(DataOptions):
 
     Args:
         calibrate: fit a temperature on the validation split, into the model file
-        robustness: accuracy on changed images: corruptions (fifteen at five severities), shift,
-            rotation; separated by commas
+        corruptions: accuracy under the fifteen corruptions of ImageNet-C at five severities
         tta: test-time augmentation; none, or hflip: mean logits of the image and its mirror image
         num_examples: errors, uncertain predictions and label errors to show, of each
         batch_size: default: 256, or on a CPU the 64 that its caches hold
@@ -76,7 +74,7 @@ class EvaluateOptions(DataOptions):
     """
 
     calibrate: bool = False
-    robustness: tuple[str, ...] = ()
+    corruptions: bool = False
     tta: str = "none"
     num_examples: Annotated[int, Option(flag="--pictures", min=0)] = 16
     batch_size: Annotated[int | None, Option(min=1)] = None

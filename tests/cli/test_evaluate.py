@@ -81,9 +81,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    code, screen, _ = evaluate(
-        model_file.parent, "--output", out, "--robustness", "corruptions,shift,rotation"
-    )
+    code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions")
     assert code == 0
     assert "18 images of folder (test)" in screen
     metrics = json.loads((out / "evaluation.json").read_text())
@@ -94,8 +92,6 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert len(metrics["corruptions"]) == 15
     errors = 1 - np.array(list(metrics["corruptions"].values()))
     assert metrics["mean_corruption_error"] == pytest.approx(errors.mean())
-    for sweep in metrics["sweeps"].values():
-        assert dict(map(tuple, sweep))[0.0] == metrics["top1"]  # moved by nothing: the clean images
     rows = read_predictions(out / "predictions.csv")
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
@@ -205,8 +201,7 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
     arguments = [
         "--batch-size",
         "5",
-        "--robustness",
-        "shift",
+        "--corruptions",
         "--device",
         "cpu",
         "--precision",
@@ -262,7 +257,6 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--precision", "bf16"], "unknown precision 'bf16'"),
         (["--tta", "vflip"], "unknown tta 'vflip'; known: hflip, none"),
-        (["--robustness", "shift,rotate"], "unknown robustness 'rotate'; known: corruptions"),
     ],
 )
 def test_a_mistake_gets_one_line_and_leaves_nothing(

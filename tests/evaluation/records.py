@@ -62,7 +62,6 @@ def write_evaluation(
         examples=Examples([], [], [], 0),
         corruptions=None,
         mean_corruption_error=None,
-        sweeps=None,
         cost=Cost(1, 2, 3, 4.0, 0.1, 0.2, 5, "process", 1),
         data="made up",
         split="test",

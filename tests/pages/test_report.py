@@ -91,10 +91,6 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
             name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)
         },
         mean_corruption_error=0.4,
-        sweeps={
-            "shift_right": [(-0.1, 0.5), (0.0, 0.8), (0.1, 0.5)],
-            "rotate": [(-5.0, 0.6), (0.0, 0.8)],
-        },
         cost=Cost(1000, 2_000_000, 256, 1234.5, 0.001, 0.002, 2**20, "process", 1),
         data="made up",
         split="test",

@@ -125,8 +125,7 @@ def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Pa
     options = (
         "--tta",
         "hflip",
-        "--robustness",
-        "shift,rotation",
+        "--corruptions",
         "--precision",
         "float32",
         "--pictures",

@@ -32,7 +32,7 @@ from vit.evaluation.metrics import (
     score_logits,
 )
 from vit.evaluation.prediction import Logits, Predictor
-from vit.evaluation.robustness import CORRUPTIONS, measure_robustness
+from vit.evaluation.robustness import measure_corruptions
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -135,11 +135,10 @@ def evaluate_bundle(
         bundle = _calibrate(bundle, validation, predictor)
     logits = _predict(predictor, images, title="evaluating")
 
-    sweeps = measure_robustness(predictor, images, options.robustness)
     corruptions = None
     mean_corruption_error = None
-    if "corruptions" in options.robustness:
-        corruptions = {name: [top1 for _, top1 in sweeps.pop(name)] for name in CORRUPTIONS}
+    if options.corruptions:
+        corruptions = measure_corruptions(predictor, images)
         # here not divided by a baseline's
         errors = [1 - top1 for severities in corruptions.values() for top1 in severities]
         mean_corruption_error = sum(errors) / len(errors)
@@ -187,7 +186,6 @@ def evaluate_bundle(
         ),
         corruptions=corruptions,
         mean_corruption_error=mean_corruption_error,
-        sweeps=sweeps or None,
         cost=cost,
         data=dataset.name,
         split=dataset.split,

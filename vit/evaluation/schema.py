@@ -64,7 +64,7 @@ class Evaluation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: int = 1
+    schema_version: int = 2
     top1: float = Field(
         title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
     )
@@ -114,8 +114,6 @@ class Evaluation(BaseModel):
     corruptions: dict[str, list[float]] | None
     # mean of 1 - top-1 over corruptions and severities
     mean_corruption_error: float | None
-    # (amount, top-1): shift_right and shift_down as fractions of the side, rotate in degrees
-    sweeps: dict[str, list[tuple[float, float]]] | None
     cost: Cost
 
     # name of the data set

@@ -58,15 +58,12 @@ def build_line_chart(
     *,
     x_label: str,
     y_label: str,
-    y_range: tuple[float, float] | None = None,
 ) -> Chart:
-    """A chart of one or more series of (x, y)."""
+    """A chart of one or more series of (x, y), where x counts something, such as epochs."""
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
-    # epochs and severities are counted: no ticks between them
-    is_count = all(float(x).is_integer() for x in xs)
-    place_x, x_ticks = _fit_axis(xs, Chart.left, Chart.right, is_count=is_count)
-    place_y, y_ticks = _fit_axis(y_range or ys, Chart.bottom, Chart.top, tight=bool(y_range))
+    place_x, x_ticks = _fit_axis(xs, Chart.left, Chart.right, is_count=True)
+    place_y, y_ticks = _fit_axis(ys, Chart.bottom, Chart.top)
     lines: list[Line] = []
     for name, points in series.items():
         marks = [
@@ -100,15 +97,10 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
 
 
 def _fit_axis(
-    values: Sequence[float],
-    start: float,
-    stop: float,
-    *,
-    tight: bool = True,
-    is_count: bool = False,
+    values: Sequence[float], start: float, stop: float, *, is_count: bool = False
 ) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """From values to pixels between `start` and `stop`, and the ticks; `tight` ends at the values,
-    ticks of a count are integers."""
+    """From values to pixels between `start` and `stop`, and the ticks; a count ends at its values
+    and has whole ticks, others end at a tick."""
     low = min(values)
     high = max(values)
     if high == low:
@@ -116,7 +108,7 @@ def _fit_axis(
         high += 0.5
     locator = MaxNLocator(nbins=5, integer=is_count)
     ticks = [float(tick) for tick in locator.tick_values(low, high)]
-    if not tight:
+    if not is_count:
         low = ticks[0]
         high = ticks[-1]
     # a tick at an end is not lost by rounding

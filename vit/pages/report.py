@@ -1,7 +1,6 @@
 """The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.prediction import Pixels
-from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explainer import explain_images
 from vit.explanation.render.overlay import blend, fit_scale
@@ -71,8 +68,6 @@ def build_report(
         "reliability": build_reliability_chart(evaluation.reliability),
         "examples": examples,
         "maps_missing": maps_missing,
-        "families": _chart_families(evaluation),
-        "sweeps": _chart_sweeps(evaluation),
     }
     return render_page("report.html.jinja", context)
 
@@ -160,38 +155,6 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
         for row in epochs
         if "epoch" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
-
-
-def _chart_families(evaluation: Evaluation) -> Chart | None:
-    """Mean top-1 of each family of corruptions by severity; 0 is the clean images."""
-    if evaluation.corruptions is None:
-        return None
-    families: dict[str, list[list[float]]] = defaultdict(list)
-    for name, top1 in evaluation.corruptions.items():
-        families[CORRUPTIONS[name].family].append(top1)
-    series = {
-        family: list(enumerate([evaluation.top1, *np.mean(top1, axis=0).tolist()]))
-        for family, top1 in families.items()
-    }
-    return build_line_chart(
-        "Corruptions", series, x_label="severity", y_label="top-1", y_range=(0, 1)
-    )
-
-
-def _chart_sweeps(evaluation: Evaluation) -> list[Chart]:
-    sweeps = evaluation.sweeps or {}
-    names = {"shift_right": "right", "shift_down": "down", "rotate": "anticlockwise"}
-    charts = (
-        ("Shifts", ("shift_right", "shift_down"), "fraction of the side"),
-        ("Rotations", ("rotate",), "degrees"),
-    )
-    built = []
-    for title, keys, label in charts:
-        series = {names[key]: sweeps[key] for key in keys if key in sweeps}
-        if series:
-            chart = build_line_chart(title, series, x_label=label, y_label="top-1", y_range=(0, 1))
-            built.append(chart)
-    return built
 
 
 def _draw_examples(
