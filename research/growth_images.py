@@ -25,7 +25,7 @@ from vit.evaluation.schema import Cost
 from vit.evaluation.metrics import Examples
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import compute_intervals
+from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Scores,
     compute_metrics,

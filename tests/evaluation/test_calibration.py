@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.metrics import compute_metrics, fit_temperature, score_logits
+from vit.evaluation.calibration import fit_temperature
+from vit.evaluation.metrics import compute_metrics, score_logits
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])

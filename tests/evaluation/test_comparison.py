@@ -11,10 +11,10 @@ from tests.evaluation.conftest import MakeEvaluation
 from vit.evaluation.comparison import (
     compare_evaluations,
     compare_groups,
-    compute_mcnemar,
     group_seeds,
     load_evaluations,
 )
+from vit.evaluation.intervals import compute_mcnemar
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 

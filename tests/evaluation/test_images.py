@@ -14,7 +14,7 @@ from vit.evaluation.images import (
     EvaluationSet,
     count_duplicates,
     load_images,
-    map_labels,
+    match_classes,
     printable,
 )
 
@@ -31,36 +31,36 @@ def write_images(root: Path, *folders: str, count: int = 3) -> Path:
     return root
 
 
-def test_labels_follow_their_names_when_the_orders_differ() -> None:
-    mapped = map_labels(
+def test_classes_follow_their_names_when_the_orders_differ() -> None:
+    matched = match_classes(
         np.array([0, 1, 2, 2]),
         source_classes=("cat", "dog", "emu"),
         model_classes=("emu", "cat", "dog"),
     )
-    assert mapped.tolist() == [1, 2, 0, 0]
+    assert matched.tolist() == [1, 2, 0]
 
 
 def test_a_model_may_know_more_classes_and_unused_names_do_not_matter() -> None:
-    mapped = map_labels(
+    matched = match_classes(
         np.array([1]), source_classes=("unknown", "dog"), model_classes=("cat", "dog", "emu")
     )
-    assert mapped.tolist() == [1]
+    assert matched.tolist() == [-1, 1]
 
 
 def test_a_class_that_the_model_does_not_know_is_refused() -> None:
     with pytest.raises(
         ValueError, match="the model doesn't know 'yak' of this data; it knows 'cat', 'dog'"
     ):
-        map_labels(np.array([0, 1]), source_classes=("cat", "yak"), model_classes=("cat", "dog"))
+        match_classes(np.array([0, 1]), source_classes=("cat", "yak"), model_classes=("cat", "dog"))
 
 
 def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> None:
     model = ("tench, Tinca tinca", "crane", "crane, machine")
-    assert map_labels(
+    assert match_classes(
         np.array([0, 1]), source_classes=("tench", "crane"), model_classes=model
     ).tolist() == [0, 1]
     with pytest.raises(ValueError, match="doesn't know 'drake'"):
-        map_labels(
+        match_classes(
             np.array([0]),
             source_classes=("drake",),
             model_classes=("drake, bird", "drake, musician", "x"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.metrics import compute_intervals, compute_metrics, score_logits
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import compute_metrics, score_logits
 
 
 def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredictions) -> None:

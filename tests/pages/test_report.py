@@ -1,6 +1,7 @@
 """The report is one file of modest size that runs no name, sorts, and leads from a number to its
 images."""
 
+import html
 import json
 import re
 import time
@@ -17,13 +18,14 @@ from tests.pages.conftest import find_low_contrast, phone
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.sources.base import ArrayReader
+from vit.evaluation.calibration import Calibration
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Example,
     Examples,
     compute_confusion,
-    compute_intervals,
     compute_metrics,
     compute_per_class,
     compute_reliability,
@@ -31,7 +33,7 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.prediction import Pixels
 from vit.evaluation.robustness import CORRUPTIONS
-from vit.evaluation.schema import Calibration, Cost, Evaluation
+from vit.evaluation.schema import Cost, Evaluation
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -158,6 +160,11 @@ def test_metrics_are_those_of_the_evaluation(case: EvaluationResult) -> None:
         assert len(images) == min(data["counts"][row][column], 100)
         confidences = [confidence for _, confidence, _ in images]
         assert confidences == sorted(confidences, reverse=True)
+    errors = np.array(data["counts"])
+    np.fill_diagonal(errors, 0)
+    row, column = np.unravel_index(errors.argmax(), errors.shape)
+    pair = f"{NAMES[row]} predicted as {NAMES[column]} ({errors[row, column]})"
+    assert f"Most frequent errors: {html.escape(pair)}" in page
     for order in data["orders"].values():
         assert sorted(order) == list(range(len(NAMES)))
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.metrics import RESAMPLES, Floats
+from vit.evaluation.intervals import compute_difference_interval, compute_mcnemar
+from vit.evaluation.metrics import Floats
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -19,12 +20,9 @@ from vit.evaluation.schema import (
     load_evaluation,
     load_predictions,
 )
-from vit.runtime.bootstrap import compute_percentiles, draw_weights
 from vit.runtime.files import prepare_output, write_text
 
 COMPARISON_FILE = "comparison.json"
-# discordant images; above, the chi-square form agrees to three digits
-_MAX_EXACT = 1000
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ class Pair:
     difference: float
     # 95 %, paired bootstrap over images, and over seeds where there are several
     interval: tuple[float, float]
-    loss_difference: float
     # McNemar's test; None where a side has several seeds
     p_value: float | None
     # the largest first
@@ -184,8 +181,8 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     return groups
 
 
-def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int = 0) -> Pair:
-    """Compare B with A on the same images; `seed` is of the bootstrap's `resamples`."""
+def compare_groups(a: Group, b: Group) -> Pair:
+    """Compare B with A on the same images."""
     mean_a = a.correct.mean(axis=0)
     mean_b = b.correct.mean(axis=0)
     p_value = None
@@ -197,37 +194,12 @@ def compare_groups(a: Group, b: Group, *, resamples: int = RESAMPLES, seed: int 
         a=a.name,
         b=b.name,
         difference=float((mean_b - mean_a).mean()),
-        interval=_bootstrap_difference(a.correct, b.correct, resamples=resamples, seed=seed),
-        loss_difference=b.loss - a.loss,
+        interval=compute_difference_interval(a.correct, b.correct),
         p_value=p_value,
         recall_changes=_find_recall_changes(first.labels, mean_a, mean_b),
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
     )
-
-
-def compute_mcnemar(only_a: int, only_b: int) -> float:
-    """Compute McNemar's test (1947) that both models err equally often.
-
-    Exact binomial up to 1,000 discordant images, chi-square with Edwards' continuity correction
-    above.
-
-    Args:
-        only_a: images that only A predicts correctly.
-        only_b: images that only B does.
-
-    Returns:
-        The two-sided p-value.
-    """
-    # takes a second, which other commands don't need
-    from scipy.stats import binomtest, chi2
-
-    discordant = only_a + only_b
-    if discordant == 0:
-        return 1.0
-    if discordant <= _MAX_EXACT:
-        return float(binomtest(only_a, discordant).pvalue)
-    return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
 
 
 def _name_result(result: EvaluationResult, name: str) -> NamedEvaluation:
@@ -275,34 +247,15 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
     return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
 
 
-def _bootstrap_difference(
-    correct_a: Floats, correct_b: Floats, *, resamples: int, seed: int
-) -> tuple[float, float]:
-    """95 % percentile interval of top-1 of B minus A: images are drawn for both together, seeds for
-    each."""
-    generator = np.random.default_rng(seed)
-    num_images = correct_a.shape[1]
-    differences = np.empty(resamples)
-    for index in range(resamples):
-        seeds_a = draw_weights(len(correct_a), generator) / len(correct_a)
-        seeds_b = draw_weights(len(correct_b), generator) / len(correct_b)
-        change = seeds_b @ correct_b - seeds_a @ correct_a
-        differences[index] = change @ draw_weights(num_images, generator) / num_images
-    low, high = compute_percentiles(differences)
-    return float(low), float(high)
-
-
 def _find_recall_changes(
     labels: Sequence[str], mean_a: Floats, mean_b: Floats
 ) -> list[RecallChange]:
-    names = sorted(set(labels))
-    # not by numpy: an array of text has room for the longest name in each element
-    numbers = {name: number for number, name in enumerate(names)}
-    classes = np.fromiter(map(numbers.__getitem__, labels), np.int64, len(labels))
+    # as objects: an array of text has room for the longest name in each element
+    names, classes = np.unique(np.array(labels, dtype=object), return_inverse=True)
     support = np.bincount(classes)
     recall_a = np.bincount(classes, mean_a) / support
     recall_b = np.bincount(classes, mean_b) / support
-    columns = (names, recall_a.tolist(), recall_b.tolist(), support.tolist())
-    rows = [RecallChange(*row) for row in zip(*columns, strict=True)]
-    changes = [row for row in rows if row.recall_a != row.recall_b]
-    return sorted(changes, key=lambda change: -abs(change.recall_b - change.recall_a))
+    columns = (column.tolist() for column in (names, recall_a, recall_b, support))
+    changes = [RecallChange(*row) for row in zip(*columns, strict=True)]
+    changes.sort(key=lambda change: -abs(change.recall_b - change.recall_a))
+    return [change for change in changes if change.recall_a != change.recall_b]

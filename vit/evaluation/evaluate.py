@@ -18,16 +18,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.bundle import MODEL_FILE, Bundle, collect_versions, load_bundle, update_metadata
+from vit.bundle import Bundle, collect_versions
+from vit.evaluation.calibration import calibrate, measure_calibration
 from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
+from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Scores,
     choose_examples,
-    compute_intervals,
     compute_metrics,
     compute_per_class,
     compute_reliability,
-    fit_temperature,
     plot_confusion,
     score_logits,
 )
@@ -36,7 +36,6 @@ from vit.evaluation.robustness import measure_corruptions
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
-    Calibration,
     Cost,
     Evaluation,
     save_evaluation,
@@ -132,7 +131,8 @@ def evaluate_bundle(
         tta=options.tta,
     )
     if validation is not None:
-        bundle = _calibrate(bundle, validation, predictor)
+        validation_logits = _predict(predictor, validation, title="calibrating")
+        bundle = calibrate(bundle, validation_logits, validation)
     logits = _predict(predictor, images, title="evaluating")
 
     corruptions = None
@@ -153,27 +153,17 @@ def evaluate_bundle(
     assert cost is not None
 
     scores = score_logits(logits, images.labels, temperature=bundle.temperature)
-    metrics = compute_metrics(scores)
-    calibration = None
-    if "temperature" in bundle.metadata:
-        uncalibrated = compute_metrics(score_logits(logits, images.labels))
-        calibration = Calibration(
-            temperature=bundle.temperature,
-            fitted_on=bundle.metadata.get("temperature_fitted_on", {}),
-            before={name: uncalibrated[name] for name in ("ece", "brier", "nll")},
-            after={name: metrics[name] for name in ("ece", "brier", "nll")},
-        )
     training_hashes = find_training_hashes(bundle)
     overlap = None
     if training_hashes is not None:
         overlap = count_duplicates(images, training_hashes)
     dataset = images.dataset
     evaluation = Evaluation(
-        **metrics,
+        **compute_metrics(scores),
         intervals=compute_intervals(scores),
         per_class=compute_per_class(scores, bundle.class_names),
         reliability=compute_reliability(scores),
-        calibration=calibration,
+        calibration=measure_calibration(bundle, logits, images.labels),
         num_images=len(images),
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         duplicates_of_training=overlap,
@@ -269,31 +259,6 @@ def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
         if len(seconds) >= _MIN_REPETITIONS and sum(seconds) > _SECONDS:
             break
     return seconds
-
-
-def _calibrate(bundle: Bundle, validation: EvaluationSet, predictor: Predictor) -> Bundle:
-    """Fit the temperature on the validation images, keep it in the model file, load that again."""
-    path = Path(bundle.name)
-    if path.is_dir():
-        path = path / MODEL_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"{bundle.name} is not a model file; calibration keeps the temperature in one"
-        )
-    process = current_process()
-    logits = _predict(predictor, validation, title="calibrating")
-    if process.is_main:
-        metadata = {
-            "temperature": fit_temperature(logits, validation.labels),
-            "temperature_fitted_on": {
-                "split": validation.dataset.split,
-                "num_images": len(validation),
-                "fingerprint": validation.dataset.fingerprint,
-            },
-        }
-        update_metadata(path, metadata)
-    process.wait()
-    return load_bundle(bundle.name, device=predictor.device)
 
 
 def _hash_recipe(config: Mapping[str, Any]) -> str | None:

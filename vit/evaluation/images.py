@@ -3,6 +3,7 @@ training."""
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +86,9 @@ def load_images(
     """
     source = dataset.split(split)
     # before the decoding, which takes minutes: foreign classes are refused
-    map_labels(source.labels, source_classes=source.class_names, model_classes=class_names)
+    class_indices = match_classes(
+        source.labels, source_classes=source.class_names, model_classes=class_names
+    )
     decoded = decode_dataset(
         source,
         size=preprocess.resize_size,
@@ -93,11 +96,13 @@ def load_images(
         cache_dir=dataset.cache_dir,
         progress=progress,
     )
-    labels = map_labels(
-        decoded.labels, source_classes=decoded.class_names, model_classes=class_names
+    return EvaluationSet(
+        dataset=decoded,
+        ids=tuple(printable(name) for name in decoded.ids),
+        labels=class_indices[decoded.labels],
+        preprocess=preprocess,
+        title=printable(dataset.title),
     )
-    ids = tuple(printable(name) for name in decoded.ids)
-    return EvaluationSet(decoded, ids, labels, preprocess, printable(dataset.title))
 
 
 def printable(name: str) -> str:
@@ -148,10 +153,10 @@ def count_duplicates(
     return TrainTestOverlap(len(duplicates.exact), len(duplicates.near), names)
 
 
-def map_labels(
+def match_classes(
     labels: Ints, *, source_classes: Sequence[str], model_classes: Sequence[str]
 ) -> Ints:
-    """Labels of the source as indices of the model's classes, by name.
+    """For each class of the source the index of the model's class of that name, -1 without one.
 
     A name also fits a list of synonyms that it begins ("tench" fits "tench, Tinca tinca", timm's
     spelling).
@@ -170,7 +175,7 @@ def map_labels(
             f"the model doesn't know {_shorten(unknown)} of this data; it knows"
             f" {_shorten(model_classes)}"
         )
-    return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)[labels]
+    return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
 
 
 def select_correct_images(
@@ -192,40 +197,34 @@ def select_correct_images(
     Raises:
         ValueError: fewer than `MIN_CORRECT_IMAGES` are predicted correctly.
     """
-    labels = map_labels(
+    class_indices = match_classes(
         dataset.labels, source_classes=dataset.class_names, model_classes=bundle.class_names
     )
+    labels = class_indices[dataset.labels]
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    correct: list[tuple[Pixels, int, str]] = []
-    for start in range(0, len(order), batch_size):
-        indices = []
-        images = []
-        for index in order[start : start + batch_size].tolist():
-            try:
-                images.append(bundle.preprocess.to_uint8(dataset.image(index)))
-            except (ValueError, OSError):
-                continue
-            indices.append(index)
-        if not images:
-            continue
+    order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
+    correct: dict[int, Pixels] = {}
+    while order and len(correct) < count:
+        images = {}
+        for index in order[:batch_size]:
+            # an unreadable one
+            with suppress(ValueError, OSError):
+                images[index] = bundle.preprocess.to_uint8(dataset.image(index))
+        order = order[batch_size:]
+        predicted = predictor.predict_images(list(images.values())).argmax(axis=1)
+        for (index, image), class_index in zip(images.items(), predicted, strict=True):
+            if class_index == labels[index]:
+                correct[index] = image
 
-        classes = predictor.predict_images(images).argmax(axis=1).tolist()
-        for index, image, predicted in zip(indices, images, classes, strict=True):
-            if predicted == labels[index]:
-                correct.append((image, predicted, dataset.ids[index]))
-        if len(correct) >= count:
-            break
-
-    num_correct = min(len(correct), count)
-    if num_correct < MIN_CORRECT_IMAGES:
+    chosen = list(correct)[:count]
+    if len(chosen) < MIN_CORRECT_IMAGES:
         raise ValueError(
-            f"the model predicts {num_correct} of {len(dataset)} images correctly;"
+            f"the model predicts {len(chosen)} of {len(dataset)} images correctly;"
             f" {MIN_CORRECT_IMAGES} are needed"
         )
-    chosen_images, chosen_classes, chosen_ids = zip(*correct[:count], strict=True)
-    inputs = bundle.preprocess.normalize(torch.from_numpy(np.stack(chosen_images)))
-    return inputs, torch.tensor(chosen_classes), list(chosen_ids)
+    pixels = torch.from_numpy(np.stack([correct[index] for index in chosen]))
+    ids = [dataset.ids[index] for index in chosen]
+    return bundle.preprocess.normalize(pixels), torch.from_numpy(labels[chosen]), ids
 
 
 def _shorten(names: Sequence[str]) -> str:

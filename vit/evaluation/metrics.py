@@ -1,5 +1,5 @@
-"""From logits and labels to metrics, in float64, with their intervals; the confusion matrix as a
-figure; and which images to look at.
+"""From logits and labels to metrics, in float64; the confusion matrix as a figure; and which images
+to look at.
 
 Each metric is a function of the images' weights: with weights of one it is the metric itself, with
 those of a resample one bootstrap replicate.
@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from vit.runtime.bootstrap import compute_percentiles, draw_weights
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -24,9 +22,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_BINS = 15
-RESAMPLES = 1000
-# no means over images: resampling shifts them
-_BIASED = ("macro_f1", "macro_precision", "macro_recall", "ece")
 # images scored at a time, and their logits: bounds the float64 copies
 _CHUNK_IMAGES = 4096
 _CHUNK_LOGITS = 2**22
@@ -181,39 +176,6 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
     }
 
 
-def compute_intervals(
-    scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """95 % percentile intervals of every metric; each holds its metric.
-
-    They say how far a metric varies with the choice of test images, not with the training seed.
-    Repeated images raise the calibration error, so much that its replicates may all lie above it,
-    and lower macro averages of rare classes: these replicates are moved by their bias, the mean of
-    the replicates minus the metric (Efron & Tibshirani 1993, chapter 10).
-
-    Args:
-        scores: of the test images.
-        resamples: draws of the images with replacement.
-        seed: of the draws.
-
-    Returns:
-        The lower and the upper end by the metric's name.
-    """
-    generator = np.random.default_rng(seed)
-    replicates = [
-        compute_metrics(scores, draw_weights(len(scores), generator)) for _ in range(resamples)
-    ]
-    intervals = {}
-    for name, value in compute_metrics(scores).items():
-        values = np.array([replicate[name] for replicate in replicates])
-        if name in _BIASED:
-            values = np.clip(values + (value - values.mean()), 0, 1)
-        low, high = compute_percentiles(values)
-        # of few images the draws may be all alike
-        intervals[name] = (min(float(low), value), max(float(high), value))
-    return intervals
-
-
 def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
     """Compute the confusion matrix.
 
@@ -266,17 +228,6 @@ def plot_confusion(scores: Scores, *, class_names: tuple[str, ...]) -> Figure:
     return figure
 
 
-def count_errors(scores: Scores) -> tuple[Ints, Ints]:
-    """The entries of the confusion matrix beside its diagonal that are not zero: (row, column) [m,
-    2] and counts [m], the largest first, equal ones by row and column."""
-    is_wrong = scores.labels != scores.predicted
-    pairs = scores.labels[is_wrong] * scores.num_classes + scores.predicted[is_wrong]
-    unique_pairs, counts = np.unique(pairs, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    entries = np.stack(np.divmod(unique_pairs[order], scores.num_classes), axis=1)
-    return entries, counts[order]
-
-
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
     """Precision, recall, F1 and support of every class of the model, also of those without an
     image."""
@@ -306,37 +257,6 @@ def compute_reliability(scores: Scores) -> list[Bin]:
 
 def _find_bins(confidence: Floats) -> Ints:
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-
-
-def fit_temperature(logits: NDArray[np.float32], labels: Ints) -> float:
-    """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
-
-    The cross-entropy is convex in 1/T, so its minimum is the only one; it is found to six digits.
-
-    Args:
-        logits: [n, C], of images that are neither trained nor tested on.
-        labels: [n].
-
-    Returns:
-        The temperature that minimises the cross-entropy of softmax(logits / T), 0.05…20.
-    """
-    # takes half a second, which other commands don't need
-    from scipy.optimize import minimize_scalar
-
-    def cross_entropy(log_temperature: float) -> float:
-        losses = []
-        for rows in chunk_rows(logits):
-            scaled = logits[rows].astype(np.float64) * np.exp(-log_temperature)
-            losses.append(log_softmax(scaled, axis=1)[np.arange(len(scaled)), labels[rows]])
-        return float(-np.concatenate(losses).mean())
-
-    minimum = minimize_scalar(
-        cross_entropy,
-        bounds=(np.log(0.05), np.log(20.0)),
-        method="bounded",
-        options={"xatol": 1e-7},
-    )
-    return float(np.exp(minimum.x))
 
 
 @dataclass(frozen=True)

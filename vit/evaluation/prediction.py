@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Self, TextIO, cast
+from typing import NamedTuple, Self, TextIO, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,14 @@ from vit.runtime.threads import BatchThreads
 
 Pixels = NDArray[np.uint8]
 Logits = NDArray[np.float32]
-# index, name and probability, the most probable first
-Classes = list[tuple[int, str, float]]
+
+
+class ClassProbability(NamedTuple):
+    """The probability of a class, with its index and name."""
+
+    index: int
+    name: str
+    probability: float
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,8 @@ class Prediction:
 
     # of a PIL image or an array "image 0", by its place
     path: str
-    classes: Classes
+    # the most probable first
+    classes: list[ClassProbability]
     error: str | None = None
 
 
@@ -220,7 +227,8 @@ def predict_images(
                 values = next(probabilities)
                 best = np.argsort(-values, kind="stable")[:top_k].tolist()
                 classes = [
-                    (index, bundle.class_names[index], float(values[index])) for index in best
+                    ClassProbability(index, bundle.class_names[index], float(values[index]))
+                    for index in best
                 ]
                 yield Prediction(path, classes)
 
@@ -230,10 +238,7 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
     for prediction in predictions:
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
-            record["predictions"] = [
-                {"index": index, "name": name, "probability": probability}
-                for index, name, probability in prediction.classes
-            ]
+            record["predictions"] = [item._asdict() for item in prediction.classes]
         else:
             record["error"] = prediction.error
         file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vit.evaluation.calibration import Calibration
 from vit.evaluation.images import TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Examples, Scores
 from vit.runtime.arguments import shorten
@@ -44,18 +45,6 @@ class Cost:
     peak_memory_of: str
     # of the CPU
     threads: int
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Metrics of the probabilities before and after the temperature."""
-
-    temperature: float
-    # split, num_images and fingerprint of the validation images
-    fitted_on: dict[str, str | int]
-    # ece, brier, nll
-    before: dict[str, float]
-    after: dict[str, float]
 
 
 class Evaluation(BaseModel):
@@ -190,20 +179,16 @@ def find_evaluation(model: str, sha256: str) -> Evaluation | None:
     """The latest evaluation of the model whose file has this hash, in or beside the run directory
     that `model` names; None where there is none."""
     run = Path(model) if Path(model).is_dir() else Path(model).parent
-    latest = None
+    evaluations = []
     for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
         # of another version, or damaged
         with suppress(ValueError, OSError):
-            evaluation = load_evaluation(path)
-            if evaluation.model_sha256 != sha256:
-                continue
-            if latest is None or _time(evaluation) > _time(latest):
-                latest = evaluation
-    return latest
-
-
-def _time(evaluation: Evaluation) -> str:
-    return evaluation.conditions.get("time") or ""
+            evaluations.append(load_evaluation(path))
+    return max(
+        (evaluation for evaluation in evaluations if evaluation.model_sha256 == sha256),
+        key=lambda evaluation: evaluation.conditions.get("time") or "",
+        default=None,
+    )
 
 
 def save_predictions(

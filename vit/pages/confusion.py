@@ -1,6 +1,7 @@
 """The confusion matrix of a report: which classes are shown, in which orders, and the images behind
 each number."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,9 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import Ints, Scores, count_errors
+from vit.evaluation.metrics import Ints, Scores
 from vit.pages.page import encode_picture
 
-# of more, those with the most errors are shown
 _MAX_CLASSES = 40
 # most frequent errors below the matrix
 _MAX_PAIRS = 10
@@ -35,81 +35,87 @@ def describe_confusion(
 ) -> dict[str, Any]:
     """What the template needs: names, counts, support and orders of the classes shown, cells, most
     frequent errors."""
-    pairs, errors = count_errors(scores)
-    num_classes = len(names)
-    shown = np.arange(num_classes)
-    if num_classes > _MAX_CLASSES:
-        # as label and as prediction
-        errors_of_class = np.bincount(pairs.flatten(), errors.repeat(2), minlength=num_classes)
-        shown = np.sort(np.argsort(-errors_of_class, kind="stable")[:_MAX_CLASSES])
+    shown = _choose_classes(scores)
     shown_names = [names[index] for index in shown.tolist()]
     counts, cells = _group_cells(scores, shown)
-    most_frequent = zip(pairs[:_MAX_PAIRS].tolist(), errors[:_MAX_PAIRS].tolist(), strict=True)
+    thumbnails = _draw_thumbnails(cells, images)
+
+    errors = counts - np.diag(counts.diagonal())
+    largest_first = np.argsort(-errors, axis=None, kind="stable")[:_MAX_PAIRS]
+    pairs = [divmod(number, len(shown)) for number in largest_first.tolist()]
     return {
         "names": shown_names,
         "counts": counts.tolist(),
-        "support": np.bincount(scores.labels, minlength=num_classes)[shown].tolist(),
-        "num_classes": num_classes,
+        "support": np.bincount(scores.labels, minlength=len(names))[shown].tolist(),
+        "num_classes": len(names),
         "orders": _order_classes(counts, shown_names),
-        "cells": _describe_cells(cells, scores, images),
+        # path, confidence, and thumbnail or null of the images of each cell
+        "cells": {
+            f"{row},{column}": [
+                (
+                    images.ids[index],
+                    round(float(scores.confidence[index]), 4),
+                    thumbnails.get(index),
+                )
+                for index in members
+            ]
+            for (row, column), members in cells.items()
+        },
         "pairs": [
-            {"label": names[row], "predicted": names[column], "count": count}
-            for (row, column), count in most_frequent
+            {
+                "label": shown_names[row],
+                "predicted": shown_names[column],
+                "count": counts[row, column],
+            }
+            for row, column in pairs
+            if errors[row, column]
         ],
     }
 
 
+def _choose_classes(scores: Scores) -> Ints:
+    """All classes; of many those with the most errors, as label and as prediction."""
+    if scores.num_classes <= _MAX_CLASSES:
+        return np.arange(scores.num_classes)
+    is_wrong = scores.labels != scores.predicted
+    confused = np.concatenate([scores.labels[is_wrong], scores.predicted[is_wrong]])
+    num_errors = np.bincount(confused, minlength=scores.num_classes)
+    return np.sort(np.argsort(-num_errors, kind="stable")[:_MAX_CLASSES])
+
+
 def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
-    fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
     orders = {
-        "the model's order": np.arange(len(counts)),
-        "name": np.array(sorted(range(len(names)), key=lambda index: names[index])),
-        "worst recall first": np.argsort(fractions.diagonal(), kind="stable"),
-        "most images first": np.argsort(-counts.sum(axis=1), kind="stable"),
+        "the model's order": list(range(len(names))),
+        "name": sorted(range(len(names)), key=lambda index: names[index]),
     }
     if len(counts) > 2:
         # classes that are often confused lie side by side
+        fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
         distance = 1 - (fractions + fractions.T) / 2
         np.fill_diagonal(distance, 0)
         tree = linkage(squareform(distance, checks=False), "average", optimal_ordering=True)
-        orders["confused classes together"] = leaves_list(tree)
-    return {name: order.tolist() for name, order in orders.items()}
+        orders["confused classes together"] = leaves_list(tree).tolist()
+    return orders
 
 
 def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
     """Of the classes shown the counts [S, S], and the first images of each cell, the most confident
     first."""
-    size = len(shown)
     position = np.full(scores.num_classes, -1)
-    position[shown] = np.arange(size)
+    position[shown] = np.arange(len(shown))
     rows = position[scores.labels]
     columns = position[scores.predicted]
-    images = np.flatnonzero((rows >= 0) & (columns >= 0))
+    surest_first = np.argsort(-scores.confidence, kind="stable")
+    is_shown = (rows >= 0) & (columns >= 0)
 
-    # sorted by cell, then by confidence: each cell is a slice
-    cell_numbers = rows[images] * size + columns[images]
-    images = images[np.lexsort((-scores.confidence[images], cell_numbers))]
-    counts = np.bincount(cell_numbers, minlength=size**2)
-    starts = np.cumsum(counts) - counts
-    cells = {}
-    for number in np.flatnonzero(counts).tolist():
-        stop = starts[number] + min(counts[number], _MAX_LISTED)
-        cells[divmod(number, size)] = images[starts[number] : stop].tolist()
-    return counts.reshape(size, size), cells
-
-
-def _describe_cells(
-    cells: Cells, scores: Scores, images: EvaluationSet
-) -> dict[str, list[list[Any]]]:
-    """ "row,column" → [path, confidence, thumbnail or null] of the images of each cell."""
-    thumbnails = _draw_thumbnails(cells, images)
-    return {
-        f"{row},{column}": [
-            [images.ids[index], round(float(scores.confidence[index]), 4), thumbnails.get(index)]
-            for index in members
-        ]
-        for (row, column), members in cells.items()
-    }
+    counts = np.zeros((len(shown), len(shown)), np.int64)
+    cells: Cells = defaultdict(list)
+    for index in surest_first[is_shown[surest_first]].tolist():
+        cell = int(rows[index]), int(columns[index])
+        counts[cell] += 1
+        if len(cells[cell]) < _MAX_LISTED:
+            cells[cell].append(index)
+    return counts, dict(sorted(cells.items()))
 
 
 def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:

@@ -11,10 +11,6 @@ from PIL import Image
 
 from vit.bundle import MODEL_FILE
 
-# pixels: pictures are brought between these
-_MIN_SIDE = 160
-_MAX_SIDE = 256
-
 
 def render_page(template: str, context: Mapping[str, object]) -> str:
     """Fill a template of this folder.
@@ -44,10 +40,12 @@ def name_model(source: str) -> str:
     return path.parent.name if path.name == MODEL_FILE else path.name
 
 
-def resize_picture(picture: Image.Image) -> Image.Image:
-    """The picture enlarged or reduced so that its longer side has 160 to 256 pixels."""
+def resize_picture(
+    picture: Image.Image, *, min_side: int = 160, max_side: int = 256
+) -> Image.Image:
+    """The picture enlarged or reduced so that its longer side lies within these, in pixels."""
     longer = max(picture.size)
-    scale = min(max(longer, _MIN_SIDE), _MAX_SIDE) / longer
+    scale = min(max(longer, min_side), max_side) / longer
     width, height = (max(round(side * scale), 1) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.LANCZOS)
 

@@ -29,7 +29,7 @@ from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import find_methods
 from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.options import ExplainOptions
-from vit.pages.page import encode_picture, name_model, render_page
+from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.runtime.documents import explain_error
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
@@ -87,10 +87,7 @@ def build_app(
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         (prediction,) = predict_images(bundle, photo, top_k=top_k, batch_size=1)
-        classes = [
-            {"index": index, "name": name, "probability": probability}
-            for index, name, probability in prediction.classes
-        ]
+        classes = [item._asdict() for item in prediction.classes]
         if explainer is None or form == "none":
             return {"classes": classes, "map": None}
         return {"classes": classes, "map": _explain(explainer, photo, form)}
@@ -187,11 +184,8 @@ def _explain(explainer: Explainer, photo: Image.Image, form: MapForm) -> Json:
     }
     if form == "array":
         return {**facts, "values": map.values.tolist()}
-    longer = max(photo.size)
-    scaling = min(max(longer, _MIN_SIDE), MAX_SIDE) / longer
-    width, height = (max(round(side * scaling), 1) for side in photo.size)
-    photo = photo.resize((width, height), Image.Resampling.LANCZOS)
-    overlay = blend(photo, map.values, explained.geometry, scale=map.scale)
+    shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
+    overlay = blend(shown, map.values, explained.geometry, scale=map.scale)
     return {**facts, "png": encode_picture(overlay, "PNG")}
 
 
