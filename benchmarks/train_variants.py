@@ -246,7 +246,6 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         device=device,
         preprocess=preprocess,
         augment=AugmentConfig(crop_padding=4, flip="random"),
-        num_classes=len(dataset.class_names),
     )
 
     def train(step: Callable[[Any, Any], Any]) -> list[float]:
@@ -258,15 +257,18 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     losses = {
         name: train(
             make_timm_step(
-                build_timm(loader.num_classes, device), device, weight_decay=0.0, precision=of
+                build_timm(len(loader.dataset.class_names), device),
+                device,
+                weight_decay=0.0,
+                precision=of,
             )
         )
         for name, of in (("float32", "float32"), ("plain", precision))
     }
     model = VisionTransformer(
-        img_size=IMAGE_SIZE, num_classes=loader.num_classes, **ARCHITECTURE
+        img_size=IMAGE_SIZE, num_classes=len(loader.dataset.class_names), **ARCHITECTURE
     ).to(device)
-    model.load_state_dict(build_timm(loader.num_classes, device).state_dict())
+    model.load_state_dict(build_timm(len(loader.dataset.class_names), device).state_dict())
     optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
     schedule = create_schedule(
         optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000

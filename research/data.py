@@ -109,7 +109,6 @@ def build_variants(
         "seed": 0,
         "device": "cpu",
         "preprocess": preprocess,
-        "num_classes": len(dataset.class_names),
     }
     size = preprocess.image_size[0]
     crop = recipes(size)["resized crop, flip"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from growth_models import Run, draw_pixels, make_bundle
 from PIL import Image
 
@@ -190,7 +191,7 @@ def take_fingerprint(count: int, folder: Path) -> Run:
 
 
 def draw_order(count: int, folder: Path) -> Run:
-    return partial(StatelessRandom(seed=0, epoch=0).permutation, count)
+    return StatelessRandom(0, 0, torch.arange(count)).permutation
 
 
 def start_loader(count: int, folder: Path) -> Run:
@@ -202,7 +203,6 @@ def start_loader(count: int, folder: Path) -> Run:
             "batch_size": 16,
             "preprocess": preprocess,
             "augment": AugmentConfig(),
-            "num_classes": 10,
         }
         loader = TrainLoader(dataset, **of_batch, seed=0, device="cpu", workers=2)
         next(batches := loader.epoch(0))

@@ -61,8 +61,6 @@ class DataConfig(_Section):
     split_seed: int = 0
     # resident: decoded once, in memory; workers: decoded by processes as training goes
     pipeline: Literal["auto", "resident", "workers"] = "auto"
-    # of the device's memory, for pipeline auto
-    memory_fraction: float = Field(0.4, gt=0, le=1)
     # processes; None: one a core
     workers: int | None = Field(None, ge=0)
     # more unreadable images are refused

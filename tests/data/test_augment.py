@@ -11,13 +11,13 @@ from torchvision.transforms import InterpolationMode, autoaugment
 
 from vit.config import AugmentConfig
 from vit.data.augment import (
+    OPERATIONS,
     AugmentParams,
     _sample_beta,
     apply_operations,
     color_and_normalize,
     crop_and_flip,
     mix_batch,
-    rand_augment_operations,
     sample_operations,
     sample_params,
 )
@@ -43,8 +43,7 @@ def sample(
     size: tuple[int, int] = SIZE,
 ) -> AugmentParams:
     return sample_params(
-        ids,
-        rng=StatelessRandom(0, epoch),
+        StatelessRandom(0, epoch, ids),
         augment=augment,
         stored_size=stored_size,
         size=size,
@@ -79,9 +78,9 @@ def test_without_augmentation_the_pixels_are_only_normalised() -> None:
 
 
 def test_crop_with_padding_is_a_shift_of_the_reflected_image_by_each_samples_own_draw() -> None:
-    got, padding, rng = cut(AugmentConfig(crop_padding=4)), 4, StatelessRandom(0, 0)
-    down = rng.integers("crop y", IDS, below=9)
-    right = rng.integers("crop x", IDS, below=9)
+    got, padding, rng = cut(AugmentConfig(crop_padding=4)), 4, StatelessRandom(0, 0, IDS)
+    down = rng.integers("crop y", below=9)
+    right = rng.integers("crop x", below=9)
     assert set(down.tolist()) == set(right.tolist()) == set(range(9))
     for index, image in enumerate(pictures().numpy()):
         padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
@@ -93,8 +92,8 @@ def test_larger_images_are_cut_at_its_centre_and_shifts_show_real_pixels() -> No
     images = pictures(size=(22, 26))
     assert torch.equal(cut(AugmentConfig(), images=images), images[:, 3:19, 3:23])
     shifted = cut(AugmentConfig(crop_padding=3), images=images)
-    down = StatelessRandom(0, 0).integers("crop y", IDS, below=7)
-    right = StatelessRandom(0, 0).integers("crop x", IDS, below=7)
+    down = StatelessRandom(0, 0, IDS).integers("crop y", below=7)
+    right = StatelessRandom(0, 0, IDS).integers("crop x", below=7)
     for index in range(200):
         top, left = down[index], right[index]
         assert torch.equal(shifted[index], images[index, top : top + 16, left : left + 20])
@@ -186,13 +185,10 @@ def test_rand_augments_operations_equal_torchvisions_one_by_one(strength: float)
         0, 256, (400, 3, 5, 5), generator=torch.Generator().manual_seed(3)
     ).float()
     images = torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear").to(torch.uint8)
-    ids = torch.arange(400)
-    rng = StatelessRandom(0, 0)
-    operations = sample_operations(ids, rng, "s", 10 * strength, size=(32, 32))
-    got = apply_operations(images, operations)
-    names = list(rand_augment_operations())
-    chosen = rng.integers("s", ids, below=len(names))
-    negative = rng.bits("s sign", ids) < 0
+    rng = StatelessRandom(0, 0, torch.arange(400))
+    got = apply_operations(images, sample_operations(rng, "s", 10 * strength))
+    chosen = rng.integers("s", below=len(OPERATIONS))
+    negative = rng.bits("s sign") < 0
     magnitude = {
         "ShearX": 0.3,
         "ShearY": 0.3,
@@ -207,7 +203,7 @@ def test_rand_augments_operations_equal_torchvisions_one_by_one(strength: float)
     fixed = {"Posterize": 8 - round(strength * 4), "Solarize": 255 * (1 - strength)}
     seen = set()
     for index in range(400):
-        name = names[chosen[index]].title().replace(" ", "").replace("contrast", "Contrast")
+        name = OPERATIONS[chosen[index]].title().replace(" ", "").replace("contrast", "Contrast")
         name = {"Autocontrast": "AutoContrast"}.get(name, name)
         seen.add(name)
         sign = -1 if negative[index] else 1
@@ -282,7 +278,7 @@ def test_the_last_of_an_odd_batch_stays_itself() -> None:
 def test_weights_follow_the_beta_distribution(alpha: float) -> None:
     from scipy.stats import beta, kstest
 
-    values = _sample_beta(torch.arange(20_000), StatelessRandom(0, 0), "mixup", alpha).numpy()
+    values = _sample_beta(StatelessRandom(0, 0, torch.arange(20_000)), "mixup", alpha).numpy()
     assert kstest(values, beta(alpha, alpha).cdf).pvalue > 1e-3
 
 

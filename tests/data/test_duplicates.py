@@ -50,7 +50,6 @@ def test_planted_duplicates_are_found_and_nothing_else() -> None:
     found = find_duplicates(hashes(queries), hashes(training))
     assert found.exact.tolist() == [[7, 123]]
     assert found.near.tolist() == [[8, 45], [9, 200]]
-    assert (found.near_distance <= 4).all()
 
 
 def test_flat_pictures_are_no_lookalikes() -> None:
@@ -78,7 +77,6 @@ def test_the_first_of_the_closest_is_found_within_the_distance() -> None:
             [np.flatnonzero(is_near), num_different.argmin(axis=1)[is_near]], axis=1
         )
         np.testing.assert_array_equal(duplicates.near, expected)
-        np.testing.assert_array_equal(duplicates.near_distance, num_different.min(axis=1)[is_near])
 
 
 def test_empty_sets_have_no_duplicates() -> None:

@@ -41,7 +41,6 @@ def make_loader(dataset: ImageDataset, **changes: Any) -> TrainLoader:
         "batch_size": 8,
         "seed": 3,
         "device": "cpu",
-        "num_classes": 2,
         "workers": 0,
         "max_unreadable_fraction": 0.1,
     }
@@ -132,7 +131,7 @@ def test_a_worker_is_sent_no_more_of_many_images(make_folder: MakeFolder) -> Non
     sizes = []
     for dataset in (few, many):
         loader = make_loader(dataset)
-        task = loader._build_indices(torch.arange(8), StatelessRandom(0, 0))
+        task = loader._build_indices(StatelessRandom(0, 0, torch.arange(8)))
         sent = loader._decoder.__dict__ | {
             "transform": None
         }  # holds random generators, which differ in size as pickles

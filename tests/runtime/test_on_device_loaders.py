@@ -74,7 +74,7 @@ def read(
         "device": device,
         "preprocess": PREPROCESS,
     }
-    options |= {"num_classes": 3, "workers": 0} | changes
+    options |= {"workers": 0} | changes
     loader, batches = TrainLoader(datasets[kind], **options), []
     for epoch, size in ((0, None), (1, (8, 12))):
         for batch in loader.epoch(epoch, image_size=size):

@@ -166,10 +166,12 @@ def test_too_many_damaged_files_end_the_run_with_a_sentence(
 
 
 def test_a_resumed_run_takes_the_pipeline_that_was_chosen(
-    make_run: MakeRun, overrides: list[str], tmp_path: Path
+    make_run: MakeRun, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = [*overrides, "data.pipeline=auto"]
-    run = make_run(tmp_path / "run", *choose, "data.memory_fraction=1e-9")
+    monkeypatch.setattr("vit.data.loader.MAX_MEMORY_FRACTION", 1e-9)
+    run = make_run(tmp_path / "run", *choose)
+    monkeypatch.undo()
     assert run.config.data.pipeline == run.data.pipeline == "workers"
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(run.config))

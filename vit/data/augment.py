@@ -9,10 +9,10 @@ Cubuk et al. 2020; its operations and the ranges of their magnitudes are torchvi
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
@@ -21,25 +21,44 @@ from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data.images import Preprocess
-from vit.data.random import SampleIds, StatelessRandom
+from vit.data.random import StatelessRandom
 
 # height, width
 Size = tuple[int, int]
 # 0..255
 Images = Float[Tensor, "B 3 H W"]
-UInt8Images = UInt8[Tensor, "n S T 3"]
+UInt8Images = UInt8[Tensor, "B 3 H W"]
 Factors = Float[Tensor, " B"]
 # left, top, right, bottom
 Boxes = Int64[Tensor, "B 4"]
 
 
+# RandAugment's operations
+OPERATIONS = (
+    "identity",
+    "shear x",
+    "shear y",
+    "translate x",
+    "translate y",
+    "rotate",
+    "brightness",
+    "color",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "autocontrast",
+    "equalize",
+)
+
+
 class Operation(NamedTuple):
-    """One of RandAugment's operations, and the samples of a batch that get it."""
+    """One of `OPERATIONS`, and the samples of a batch that get it."""
 
     name: str
     samples: Int64[Tensor, " n"]
-    # -1 to 1 or, of a geometric operation, the matrix [2, 3] of `affine_grid`
-    strength: float | Tensor
+    # -1 to 1
+    strength: float
 
 
 class AugmentParams(NamedTuple):
@@ -63,9 +82,8 @@ class AugmentParams(NamedTuple):
 
 
 def sample_params(
-    sample_ids: SampleIds,
-    *,
     rng: StatelessRandom,
+    *,
     augment: AugmentConfig,
     stored_size: Size,
     size: Size,
@@ -75,8 +93,7 @@ def sample_params(
     """All random numbers of a batch, on the host.
 
     Args:
-        sample_ids: int64 [B]; a sample's parameters depend on its id, `rng` and the sizes alone.
-        rng: the random numbers of the epoch.
+        rng: the random numbers of the batch's samples; with the sizes, they alone decide.
         augment: which augmentations, and how strong.
         stored_size: height and width of the images before they are cropped.
         size: height and width of the images that the model gets.
@@ -85,41 +102,44 @@ def sample_params(
     """
     crop_boxes = None
     if augment.resized_crop_scale is not None:
-        crop_boxes = _sample_crop_boxes(sample_ids, rng, stored_size, augment.resized_crop_scale)
+        crop_boxes = _sample_boxes(
+            rng, "crop", stored_size, scale=augment.resized_crop_scale, aspect=(3 / 4, 4 / 3)
+        ).float()
 
     # without padding they are 0, and the crop is the centre
     padding = augment.crop_padding
-    shifts = [
-        rng.integers(stream, sample_ids, below=2 * padding + 1) - padding
-        for stream in ("crop y", "crop x")
-    ]
+    shifts = [rng.integers(f"crop {axis}", below=2 * padding + 1) - padding for axis in "yx"]
 
     color_factors = None
     if augment.color_jitter:
-        deviations = [2 * rng.uniform(name, sample_ids) - 1 for name in _COLOR_JITTER]
+        streams = ("brightness", "contrast", "saturation")
+        deviations = [2 * rng.uniform(stream) - 1 for stream in streams]
         color_factors = (1 + augment.color_jitter * torch.stack(deviations)).clamp(min=0)
 
     operations: list[Operation] = []
     if augment.rand_augment is not None:
         count, magnitude = augment.rand_augment
         for number in range(count):
-            stream = f"rand augment {number}"
-            operations += sample_operations(sample_ids, rng, stream, magnitude, size=size)
+            operations += sample_operations(rng, f"rand augment {number}", magnitude)
 
     # the configured side is for full-size images; a schedule may train on smaller ones
     erased_boxes = []
     if augment.cutout:
         side = round(augment.cutout * size[0] / config_height)
-        erased_boxes.append(_sample_cutout_boxes(sample_ids, rng, size, side))
+        sides = torch.full_like(shifts[0], side)
+        erased_boxes.append(_sample_centred_boxes(rng, "cutout", size, sides, sides))
     if augment.re_prob:
-        erased_boxes.append(_sample_erasing_boxes(sample_ids, rng, size, augment.re_prob))
+        boxes = _sample_boxes(rng, "erasing", size, scale=(0.02, 0.33), aspect=(0.3, 3.3))
+        # samples that are not chosen get an empty box
+        is_chosen = rng.uniform("erasing") < augment.re_prob
+        erased_boxes.append(boxes.long() * is_chosen[:, None])
 
     mix_weight = mix_boxes = None
     if mix and augment.mixes:
-        mix_weight, mix_boxes = _sample_mix(sample_ids, rng, size, augment)
+        mix_weight, mix_boxes = _sample_mix(rng, size, augment)
 
     return AugmentParams(
-        is_flipped=_sample_flips(sample_ids, rng, augment.flip),
+        is_flipped=_sample_flips(rng, augment.flip),
         shifts=torch.stack(shifts),
         crop_boxes=crop_boxes,
         color_factors=color_factors,
@@ -131,7 +151,11 @@ def sample_params(
 
 
 def crop_and_flip(
-    images: UInt8Images, index: Int64[Tensor, " B"], params: AugmentParams, *, size: Size
+    images: UInt8[Tensor, "n S T 3"],
+    index: Int64[Tensor, " B"],
+    params: AugmentParams,
+    *,
+    size: Size,
 ) -> Tensor:
     """Crop and flip images[index]; everything is on one device.
 
@@ -147,7 +171,10 @@ def crop_and_flip(
     rows = _find_lines(down, stored=images.shape[1], cropped=size[0])
     columns = _find_lines(right, stored=images.shape[2], cropped=size[1])
     columns = torch.where(params.is_flipped[:, None], columns.flip(1), columns)
-    return gather_pixels(images, index, rows, columns)
+    pixel_rows = index[:, None] * images.shape[1] + rows
+    pixels = pixel_rows[:, :, None] * images.shape[2] + columns[:, None, :]  # [B, H, W]
+    # index_select of 3-byte rows took a sixth of the time of images[index, rows, columns] on a CPU
+    return images.view(-1, 3).index_select(0, pixels.flatten()).view(*pixels.shape, 3)
 
 
 def _find_lines(
@@ -171,8 +198,7 @@ def color_and_normalize(
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
 
     if params.color_factors is not None:
-        for adjust, factors in zip(_COLOR_JITTER.values(), params.color_factors, strict=True):
-            pixels = adjust(pixels, factors)
+        pixels = jitter_colors(pixels, params.color_factors)
     if params.operations:
         pixels = apply_operations(pixels.round().to(torch.uint8), params.operations).float()
 
@@ -209,206 +235,174 @@ def mix_batch(
     return mixed, weight * classes + (1 - weight) * classes[partner]
 
 
-def sample_operations(
-    sample_ids: SampleIds, rng: StatelessRandom, stream: str, magnitude: float, *, size: Size
-) -> list[Operation]:
+def sample_operations(rng: StatelessRandom, stream: str, magnitude: float) -> list[Operation]:
     """One operation of RandAugment for each sample; `magnitude` is 0 to 10."""
-    # samples are listed on the host: no list is ever read back from the device
-    names = list(rand_augment_operations())
-    chosen = rng.integers(stream, sample_ids, below=len(names))
-    is_negative = rng.bits(f"{stream} sign", sample_ids) < 0
+    chosen = rng.integers(stream, below=len(OPERATIONS))
+    is_negative = rng.bits(f"{stream} sign") < 0
     operations = []
+    # samples are listed on the host: no list is ever read back from the device
     for strength in (magnitude / 10, -magnitude / 10):
-        matrices = _compute_matrices(strength, size)
-        for number, name in enumerate(names):
+        for number, name in enumerate(OPERATIONS):
             is_chosen = (chosen == number) & (is_negative == (strength < 0))
             samples = torch.nonzero(is_chosen).flatten()
             if len(samples):
-                operations.append(Operation(name, samples, matrices.get(name, strength)))
+                operations.append(Operation(name, samples, strength))
     return operations
 
 
-def _compute_matrices(strength: float, size: Size) -> dict[str, Float[Tensor, "2 3"]]:
-    """`affine_grid`'s matrices of the geometric operations: where a pixel of the result is from.
-
-    Its axes run from -1 to 1, whatever the aspect.
-    """
-    height, width = size
-    # shears leave the upper left corner where it is
-    shear_x = 0.3 * strength * height / width
-    shear_y = 0.3 * strength * width / height
-    right = 2 * int(150 / 331 * width * strength) / width
-    down = 2 * int(150 / 331 * height * strength) / height
-    cos = math.cos(math.radians(30 * strength))
-    sin = math.sin(math.radians(30 * strength))
-    matrices = {
-        "shear x": [[1, shear_x, shear_x], [0, 1, 0]],
-        "shear y": [[1, 0, 0], [shear_y, 1, shear_y]],
-        "translate x": [[1, 0, -right], [0, 1, 0]],
-        "translate y": [[1, 0, 0], [0, 1, -down]],
-        "rotate": [[cos, -sin * height / width, 0], [sin * width / height, cos, 0]],
-    }
-    return {name: torch.tensor(rows, dtype=torch.float32) for name, rows in matrices.items()}
-
-
-def apply_operations(
-    images: UInt8[Tensor, "B 3 H W"], operations: Sequence[Operation]
-) -> UInt8[Tensor, "B 3 H W"]:
-    """The images after the operations that were sampled, which are on the images' device."""
+def apply_operations(images: UInt8Images, operations: Sequence[Operation]) -> UInt8Images:
+    """The images after the operations, whose samples are on the images' device."""
     # a sample gets one operation of each round, and rounds follow one another in the list
     result = images.clone()
     for name, samples, strength in operations:
-        result[samples] = rand_augment_operations()[name](result[samples], strength)
+        result[samples] = _apply_operation(result[samples], name, strength)
     return result
 
 
-@cache
-def rand_augment_operations() -> Mapping[str, Callable[[Tensor, Any], Tensor]]:
-    """RandAugment's operations by name, of uint8 images [B, 3, H, W] and an operation's strength."""
+def _apply_operation(images: UInt8Images, name: str, strength: float) -> UInt8Images:
     # takes long to import
     from torchvision.transforms.v2 import functional
 
-    def enhance(adjust: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Tensor]:
-        return lambda images, strength: adjust(images, 1 + 0.9 * strength)
+    height, width = images.shape[2:]
+    # 1 leaves the image as it is
+    factor = 1 + 0.9 * strength
+    # shears leave the upper left corner where it is
+    shear = 0.3 * strength
+    # whole pixels, as torchvision's
+    right = float(int(150 / 331 * width * strength))
+    down = float(int(150 / 331 * height * strength))
+    match name:
+        case "shear x":
+            return _affine(images, x_weights=(1.0, shear, shear * height / 2))
+        case "shear y":
+            return _affine(images, y_weights=(shear, 1.0, shear * width / 2))
+        case "translate x":
+            return _affine(images, x_weights=(1.0, 0.0, -right))
+        case "translate y":
+            return _affine(images, y_weights=(0.0, 1.0, -down))
+        case "rotate":
+            cos = math.cos(math.radians(30 * strength))
+            sin = math.sin(math.radians(30 * strength))
+            return _affine(images, x_weights=(cos, -sin, 0.0), y_weights=(sin, cos, 0.0))
+        case "brightness":
+            return functional.adjust_brightness(images, factor)
+        case "color":
+            return functional.adjust_saturation(images, factor)
+        case "contrast":
+            return functional.adjust_contrast(images, factor)
+        case "sharpness":
+            return _adjust_sharpness(images, factor)
+        case "posterize":
+            return functional.posterize(images, 8 - round(4 * abs(strength)))
+        case "solarize":
+            return functional.solarize(images, 255 * (1 - abs(strength)))
+        case "autocontrast":
+            return functional.autocontrast(images)
+        case "equalize":
+            return functional.equalize(images)
+    return images
 
-    # torchvision's `affine` and `adjust_sharpness` would copy matrices to the device
-    def affine(images: Tensor, matrix: Tensor) -> Tensor:
-        grid = F.affine_grid(matrix.expand(len(images), 2, 3), list(images.shape), False)
-        return F.grid_sample(images.float(), grid, align_corners=False).round().to(torch.uint8)
 
-    # Pillow's SMOOTH filter: 1 around 5, of 13; the outermost pixels stay
-    def sharpen(images: Tensor, factor: float) -> Tensor:
-        blurred = images.float()
-        centre = 4 * blurred[:, :, 1:-1, 1:-1]
-        blurred[:, :, 1:-1, 1:-1] = ((9 * F.avg_pool2d(blurred, 3, 1) + centre) / 13).round()
-        return (blurred + factor * (images - blurred)).clamp(0, 255).to(torch.uint8)
-
-    return {
-        "identity": lambda images, _: images,
-        "shear x": affine,
-        "shear y": affine,
-        "translate x": affine,
-        "translate y": affine,
-        "rotate": affine,
-        "brightness": enhance(functional.adjust_brightness),
-        "color": enhance(functional.adjust_saturation),
-        "contrast": enhance(functional.adjust_contrast),
-        "sharpness": enhance(sharpen),
-        "posterize": lambda images, strength: functional.posterize(
-            images, 8 - round(4 * abs(strength))
-        ),
-        "solarize": lambda images, strength: functional.solarize(images, 255 * (1 - abs(strength))),
-        "autocontrast": lambda images, _: functional.autocontrast(images),
-        "equalize": lambda images, _: functional.equalize(images),
-    }
+# torchvision's `affine` and `adjust_sharpness` would copy matrices to the device, and wait
+def _affine(
+    images: UInt8Images,
+    *,
+    x_weights: tuple[float, float, float] = (1.0, 0.0, 0.0),
+    y_weights: tuple[float, float, float] = (0.0, 1.0, 0.0),
+) -> UInt8Images:
+    """What lies at (x, y) of the result, in pixels from the centre, is taken from (x, y, 1) ·
+    `x_weights` and (x, y, 1) · `y_weights`, bilinear."""
+    height, width = images.shape[2:]
+    y = torch.arange(height, device=images.device)[:, None] - (height - 1) / 2
+    x = torch.arange(width, device=images.device) - (width - 1) / 2
+    sources = [weights[0] * x + weights[1] * y + weights[2] for weights in (x_weights, y_weights)]
+    # the axes of `grid_sample` run from -1 to 1
+    grid = torch.stack([sources[0] * 2 / width, sources[1] * 2 / height], dim=-1)
+    grid = grid.expand(len(images), -1, -1, -1)
+    return F.grid_sample(images.float(), grid, align_corners=False).round().to(torch.uint8)
 
 
-def _sample_flips(sample_ids: SampleIds, rng: StatelessRandom, flip: str) -> Bool[Tensor, " B"]:
+def _adjust_sharpness(images: UInt8Images, factor: float) -> UInt8Images:
+    """Blurred at 0 by Pillow's SMOOTH filter, 1 around 5, of 13; the outermost pixels stay."""
+    blurred = images.float()
+    inside = blurred[:, :, 1:-1, 1:-1]
+    inside.copy_(((9 * F.avg_pool2d(blurred, 3, 1) + 4 * inside) / 13).round())
+    return (blurred + factor * (images - blurred)).clamp(0, 255).to(torch.uint8)
+
+
+def _sample_flips(rng: StatelessRandom, flip: str) -> Bool[Tensor, " B"]:
     """Alternating (Jordan 2024): at random in epoch 0, the other way round every epoch after it."""
     if flip == "random":
-        return rng.bits("flip", sample_ids) < 0
+        return rng.bits("flip") < 0
     if flip == "alternating":
-        is_flipped_first = replace(rng, epoch=0).bits("flip", sample_ids) < 0
+        is_flipped_first = replace(rng, epoch=0).bits("flip") < 0
         return is_flipped_first ^ bool(rng.epoch % 2)
-    return torch.zeros(len(sample_ids), dtype=torch.bool)
+    return torch.zeros(len(rng.sample_ids), dtype=torch.bool)
 
 
 def _sample_boxes(
-    sample_ids: SampleIds,
     rng: StatelessRandom,
+    stream: str,
     size: Size,
     *,
-    stream: str,
-    area: Tensor,
-    aspect: Tensor,
+    scale: tuple[float, float],
+    aspect: tuple[float, float],
 ) -> Float[Tensor, "B 4"]:
-    """Boxes of an area in pixels and an aspect (width / height), anywhere inside the image."""
+    """Boxes anywhere inside the image, of a fraction of its area within `scale` and a width / height
+    within `aspect`, whose logarithm is uniform."""
     height, width = size
-    box_width = (area * aspect).sqrt().round().clamp(1, width)
-    box_height = (area / aspect).sqrt().round().clamp(1, height)
-    left = (rng.uniform(f"{stream} x", sample_ids) * (width - box_width + 1)).floor()
-    top = (rng.uniform(f"{stream} y", sample_ids) * (height - box_height + 1)).floor()
+    # in float64: the boxes are rounded to whole pixels, the same on every machine
+    fraction = rng.uniform(f"{stream} area").double()
+    areas = height * width * (scale[0] + (scale[1] - scale[0]) * fraction)
+    log_low, log_high = map(math.log, aspect)
+    position = rng.uniform(f"{stream} aspect").double()
+    aspects = torch.exp(log_low + (log_high - log_low) * position)
+
+    box_width = (areas * aspects).sqrt().round().clamp(1, width)
+    box_height = (areas / aspects).sqrt().round().clamp(1, height)
+    left = (rng.uniform(f"{stream} x") * (width - box_width + 1)).floor()
+    top = (rng.uniform(f"{stream} y") * (height - box_height + 1)).floor()
     return torch.stack([left, top, left + box_width, top + box_height], dim=1)
 
 
-def _sample_crop_boxes(
-    sample_ids: SampleIds, rng: StatelessRandom, size: Size, scale: tuple[float, float]
-) -> Float[Tensor, "B 4"]:
-    """Boxes of a fraction of the area in `scale` and an aspect of 3/4 … 4/3."""
-    low, high = scale
-    # in float64: the boxes are rounded to whole pixels, the same on every machine
-    fraction = low + (high - low) * rng.uniform("crop area", sample_ids).double()
-    area = size[0] * size[1] * fraction
-    log_aspect = (2 * rng.uniform("crop aspect", sample_ids).double() - 1) * math.log(4 / 3)
-    aspect = torch.exp(log_aspect)
-    return _sample_boxes(sample_ids, rng, size, stream="crop", area=area, aspect=aspect).float()
-
-
-def _sample_cutout_boxes(
-    sample_ids: SampleIds, rng: StatelessRandom, size: Size, side: int
+def _sample_centred_boxes(
+    rng: StatelessRandom,
+    stream: str,
+    size: Size,
+    box_height: Int64[Tensor, " B"],
+    box_width: Int64[Tensor, " B"],
 ) -> Boxes:
-    """Squares whose centre is anywhere in the image."""
-    top = rng.integers("cutout y", sample_ids, below=size[0]) - side // 2
-    left = rng.integers("cutout x", sample_ids, below=size[1]) - side // 2
-    return torch.stack([left, top, left + side, top + side], dim=1)
+    """Boxes whose centre is anywhere in the image; they may reach over its edges."""
+    top = rng.integers(f"{stream} y", below=size[0]) - box_height // 2
+    left = rng.integers(f"{stream} x", below=size[1]) - box_width // 2
+    return torch.stack([left, top, left + box_width, top + box_height], dim=1)
 
 
-def _sample_erasing_boxes(
-    sample_ids: SampleIds, rng: StatelessRandom, size: Size, probability: float
-) -> Boxes:
-    """Boxes of 2 … 33 % of the area, aspect 0.3 … 3.3; empty for samples that are not chosen."""
-    fraction = 0.02 + 0.31 * rng.uniform("erasing area", sample_ids).double()
-    area = size[0] * size[1] * fraction
-    aspect = 0.3 * torch.exp(math.log(11) * rng.uniform("erasing aspect", sample_ids).double())
-    boxes = _sample_boxes(sample_ids, rng, size, stream="erasing", area=area, aspect=aspect)
-    is_chosen = rng.uniform("erasing", sample_ids) < probability
-    return boxes.long() * is_chosen[:, None]
-
-
-def _sample_mix(
-    sample_ids: SampleIds, rng: StatelessRandom, size: Size, augment: AugmentConfig
-) -> tuple[Factors, Boxes]:
+def _sample_mix(rng: StatelessRandom, size: Size, augment: AugmentConfig) -> tuple[Factors, Boxes]:
     """The weight of each sample's own image, and the boxes that are its neighbour's."""
-    count = len(sample_ids)
+    count = len(rng.sample_ids)
     is_cutmix = torch.full((count,), augment.cutmix > 0)
     if augment.mixup and augment.cutmix:
-        is_cutmix = rng.bits("mix kind", sample_ids) < 0
+        is_cutmix = rng.bits("mix kind") < 0
 
     # all of the image is its own, until one of the two changes that
     weight = torch.ones(count)
     boxes = torch.zeros(count, 4, dtype=torch.int64)
     if augment.mixup:
-        mixup_weight = _sample_beta(sample_ids, rng, "mixup", augment.mixup)
-        weight = torch.where(is_cutmix, weight, mixup_weight)
+        weight = torch.where(is_cutmix, weight, _sample_beta(rng, "mixup", augment.mixup))
     if augment.cutmix:
-        own_area = _sample_beta(sample_ids, rng, "cutmix", augment.cutmix)
-        cutmix_boxes = _sample_cutmix_boxes(sample_ids, rng, size, own_area)
+        # of the image's aspect
+        half = 0.5 * (1 - _sample_beta(rng, "cutmix", augment.cutmix)).sqrt()
+        box_height, box_width = (2 * (half * side).long() for side in size)
+        cutmix_boxes = _sample_centred_boxes(rng, "cutmix", size, box_height, box_width)
         boxes = torch.where(is_cutmix[:, None], cutmix_boxes, boxes)
     return weight, boxes
 
 
-def _sample_cutmix_boxes(
-    sample_ids: SampleIds, rng: StatelessRandom, size: Size, own_area: Factors
-) -> Boxes:
-    """Boxes of the image's aspect, centred anywhere, cut off at the edges.
-
-    Before that their area is 1 - own_area of the image's.
-    """
-    half = 0.5 * (1 - own_area).sqrt()
-    starts = []
-    stops = []
-    for axis, side in (("x", size[1]), ("y", size[0])):
-        centre = rng.integers(f"cutmix {axis}", sample_ids, below=side)
-        reach = (half * side).long()
-        starts.append((centre - reach).clamp(min=0))
-        stops.append((centre + reach).clamp(max=side))
-    return torch.stack([*starts, *stops], dim=1)
-
-
-def _sample_beta(sample_ids: SampleIds, rng: StatelessRandom, stream: str, alpha: float) -> Factors:
+def _sample_beta(rng: StatelessRandom, stream: str, alpha: float) -> Factors:
     """Beta(alpha, alpha) by its quantile function, tabulated."""
     table = _beta_quantiles(alpha)
-    position = rng.uniform(stream, sample_ids).double() * (len(table) - 1)
+    position = rng.uniform(stream).double() * (len(table) - 1)
     below = position.long()
     return torch.lerp(table[below], table[below + 1], position - below).float()
 
@@ -420,20 +414,6 @@ def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
 
     probabilities = torch.linspace(0, 1, 4097, dtype=torch.float64)
     return torch.from_numpy(betaincinv(alpha, alpha, probabilities.numpy()))
-
-
-def gather_pixels(
-    images: UInt8Images,
-    index: Int64[Tensor, " B"],
-    rows: Int64[Tensor, "B H"],
-    columns: Int64[Tensor, "B W"],
-) -> UInt8[Tensor, "B H W 3"]:
-    """Pixel (rows[b, y], columns[b, x]) of images[index[b]]: crop, shift and flip in one read."""
-    height, width = images.shape[1:3]
-    pixel_rows = index[:, None] * height + rows
-    pixels = pixel_rows[:, :, None] * width + columns[:, None, :]  # [B, H, W]
-    # index_select of 3-byte rows took a sixth of the time of images[index, rows, columns] on a CPU
-    return images.view(-1, 3).index_select(0, pixels.flatten()).view(*pixels.shape, 3)
 
 
 def resized_crop(
@@ -483,23 +463,17 @@ def outside_boxes(boxes: Boxes, size: Size) -> Bool[Tensor, "B 1 H W"]:
     return ~(in_rows[:, :, None] & in_columns[:, None])[:, None]
 
 
-def adjust_brightness(images: Images, factor: Factors) -> Images:
-    """Black at factor 0, the image at 1, brighter above."""
-    return (images * factor[:, None, None, None]).clamp(0, 255)
+def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
+    """Brightness, contrast and saturation, as torchvision's ColorJitter in this order.
 
-
-def adjust_contrast(images: Images, factor: Factors) -> Images:
-    """The mean luma at factor 0, the image at 1, more contrast above."""
-    return _blend(images, to_grey(images).mean(dim=(2, 3), keepdim=True), factor)
-
-
-def adjust_saturation(images: Images, factor: Factors) -> Images:
-    """Grey at factor 0, the image at 1, stronger colours above."""
-    return _blend(images, to_grey(images), factor)
-
-
-def _blend(images: Images, other: Tensor, factor: Factors) -> Images:
-    return (other + factor[:, None, None, None] * (images - other)).clamp(0, 255)
+    At a factor of 0 the image is black, its mean luma, or grey; at 1 it stays as it is.
+    """
+    brightness, contrast, saturation = factors[:, :, None, None, None]
+    images = (images * brightness).clamp(0, 255)
+    mean = to_grey(images).mean(dim=(2, 3), keepdim=True)
+    images = (mean + contrast * (images - mean)).clamp(0, 255)
+    grey = to_grey(images)
+    return (grey + saturation * (images - grey)).clamp(0, 255)
 
 
 def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
@@ -511,11 +485,3 @@ def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
 @lru_cache
 def _luma_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor((0.2989, 0.587, 0.114), device=device, dtype=dtype)
-
-
-# as torchvision's ColorJitter, in one order for all samples
-_COLOR_JITTER = {
-    "brightness": adjust_brightness,
-    "contrast": adjust_contrast,
-    "saturation": adjust_saturation,
-}

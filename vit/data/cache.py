@@ -130,9 +130,7 @@ def _build(
             failures |= chunk_failures
 
         # places of unreadable images are closed, and those images are only in the index
-        is_readable = np.ones(len(dataset), dtype=bool)
-        is_readable[list(failures)] = False
-        readable = np.flatnonzero(is_readable)
+        readable = np.delete(np.arange(len(dataset)), list(failures))
         _close_gaps(pixels, readable, image_bytes)
 
         # damage is found block by block, so that a part of a large file can be checked
@@ -163,21 +161,20 @@ def _decode_chunks(
 ) -> Iterator[_Chunk]:
     """`_decode_chunk` of all images, in any order."""
     count = len(dataset)
-    starts = range(0, count, _CHUNK)
-    parts = (dataset.subset(range(start, min(start + _CHUNK, count))) for start in starts)
     # a generator: the parts of millions of images aren't all made at once
-    tasks = ((part, start, pixels, preprocess) for part, start in zip(parts, starts, strict=True))
-
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    tasks = (
+        (dataset.subset(range(start, min(start + _CHUNK, count))), start, pixels, preprocess)
+        for start in range(0, count, _CHUNK)
+    )
     title = f"decoding {dataset.name} {dataset.split}"
     with show_progress(title, count, shown=progress) as advance:
-        if workers <= 1 or count < _FEW or dataset.reader.in_process:
+        if workers in (0, 1) or count < _FEW or dataset.reader.in_process:
             chunks: Iterator[_Chunk] = (_decode_chunk(*task) for task in tasks)
         else:
             # joblib starts processes afresh (no fork beside threads) and imports no __main__ there
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
-            pool = Parallel(n_jobs=workers, return_as="generator_unordered", max_nbytes=None)
+            pool = Parallel(n_jobs=workers or -1, return_as="generator_unordered", max_nbytes=None)
             chunks = pool(delayed(_decode_chunk)(*task) for task in tasks)
 
         try:
@@ -221,13 +218,11 @@ def _close_gaps(pixels: Path, readable: np.ndarray, image_bytes: int) -> None:
 
     `readable` ascends, so no image is written over one that is still needed.
     """
-    count = pixels.stat().st_size // image_bytes if image_bytes else 0
-    if 0 < len(readable) < count:
-        images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=(count, image_bytes))
-        for start in range(0, len(readable), _CHUNK):
-            chunk = readable[start : start + _CHUNK]
-            images[start : start + len(chunk)] = images[chunk]
-        del images
+    if image_bytes and len(readable):
+        images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
+        for place, index in enumerate(readable):
+            if place != index:
+                images[place] = images[index]
     os.truncate(pixels, len(readable) * image_bytes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,15 +57,12 @@ class ImageDataset:
         # fetched together: object storage answers many requests at once
         sample = self.subset(list(indices))
         sample.reader.fetch(range(len(sample)))
-        is_empty = True
+        num_read = 0
         for index in range(len(sample)):
-            try:
-                image = sample.image(index)
-            except (ValueError, OSError):
-                continue
-            is_empty = False
-            yield image
-        if is_empty:
+            with suppress(ValueError, OSError):
+                yield sample.image(index)
+                num_read += 1
+        if not num_read:
             text = f"none of {len(sample)} images of {self.name} {self.split} can be read"
             raise ValueError(f"{text}; the first is {self.ids[0]}")
 

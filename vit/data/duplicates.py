@@ -2,7 +2,7 @@
 hashes."""
 
 import hashlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -43,16 +43,13 @@ def compute_dhash(image: Image.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
-@dataclass(frozen=True, eq=False)
-class Duplicates:
+class Duplicates(NamedTuple):
     """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query."""
 
     # same pixels
     exact: np.ndarray
     # other pixels, the closest perceptual hash
     near: np.ndarray
-    # bits that differ, [len(near)]
-    near_distance: np.ndarray
 
 
 def find_duplicates(
@@ -74,38 +71,28 @@ def find_duplicates(
     digests, dhashes = hashes
     training_digests, training_dhashes = training_hashes
 
-    # same pixels: the place of each digest among the sorted ones of training
-    order = np.argsort(training_digests, kind="stable")
-    places = np.searchsorted(training_digests, digests, sorter=order)
-    places = np.minimum(places, max(len(order) - 1, 0))
-    is_exact = np.zeros(len(digests), dtype=bool)
-    if len(order):
-        is_exact = training_digests[order[places]] == digests
+    # same pixels: the first training image that has them
+    is_exact = np.isin(digests, training_digests)
     exact = np.flatnonzero(is_exact)
-    exact_pairs = np.stack([exact, order[places[exact]]], axis=1)
+    unique_digests, first_indices = np.unique(training_digests, return_index=True)
+    places = np.searchsorted(unique_digests, digests[exact])
+    exact_pairs = np.stack([exact, first_indices[places]], axis=1)
 
     # similar pixels: images of one hash are compared once, so that many copies take no longer
     queries = np.flatnonzero(~is_exact & _is_distinctive(dhashes))
     query_dhashes, inverse = np.unique(dhashes[queries], return_inverse=True)
-    unique_dhashes, first_indices = np.unique(training_dhashes, return_index=True)
-    is_distinctive = _is_distinctive(unique_dhashes)
-    unique_dhashes = unique_dhashes[is_distinctive]
     # in the order of the training images, so that the first of equally close ones is found
-    by_index = np.argsort(first_indices[is_distinctive])
-    first_indices = first_indices[is_distinctive][by_index]
-    closest, distances = _find_closest(query_dhashes, unique_dhashes[by_index])
-
-    closest = closest[inverse]
-    distances = distances[inverse]
-    is_near = distances <= max_distance
-    near_pairs = np.stack([queries[is_near], first_indices[closest[is_near]]], axis=1)
-    return Duplicates(exact_pairs, near_pairs, near_distance=distances[is_near])
+    candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
+    candidates = candidates[_is_distinctive(training_dhashes[candidates])]
+    closest, distances = _find_closest(query_dhashes, training_dhashes[candidates])
+    is_near = distances[inverse] <= max_distance
+    near_pairs = np.stack([queries[is_near], candidates[closest[inverse][is_near]]], axis=1)
+    return Duplicates(exact_pairs, near_pairs)
 
 
 def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
     num_ones = np.bitwise_count(dhashes)
-    is_distinctive: np.ndarray = (num_ones >= _FLAT) & (num_ones <= 64 - _FLAT)
-    return is_distinctive
+    return np.asarray((num_ones >= _FLAT) & (num_ones <= 64 - _FLAT))
 
 
 def _find_closest(queries: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -65,7 +64,7 @@ _large_image_lock = threading.Lock()
 _BAND_PIXELS = 2**22
 
 
-def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image:
+def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
     """Decode an image file of any mode into upright RGB.
 
     EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is laid on white, and of
@@ -73,38 +72,37 @@ def read_image(file: Path | BinaryIO, *, name: str | None = None) -> Image.Image
 
     Args:
         file: a path, or a file opened for reading bytes.
-        name: stands for the file in messages; by default its path.
+        name: of an opened file, in messages.
 
     Raises:
         ValueError: the file is truncated, is not an image, or has more pixels than Pillow reads.
         FileNotFoundError: there is no such file.
     """
-    name = name or str(file if isinstance(file, Path) else getattr(file, "name", "image"))
-    with ExitStack() as stack:
+    if isinstance(file, Path):
         try:
-            opened = stack.enter_context(open_regular(file)) if isinstance(file, Path) else file
+            with open_regular(file) as opened:
+                return read_image(opened, name=str(file))
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
-            raise ValueError(f"{name} {text}") from error
+            raise ValueError(f"{file} {text}") from error
 
-        try:
-            # Pillow warns about odd metadata and large images; neither changes the pixels
-            with warnings.catch_warnings(action="ignore"):
-                image = stack.enter_context(Image.open(opened, formats=FORMATS))
-                is_large = image.width * image.height > _LARGE_PIXELS
-                # the main thread doesn't wait: a process forked while the lock is held would wait
-                # for ever
-                if is_large and threading.current_thread() is not threading.main_thread():
-                    with _large_image_lock, ThreadPoolExecutor(1) as decoder:
-                        return decoder.submit(_decode, image).result()
-                return _decode(image)
-        except UnidentifiedImageError as error:
-            text = f"it is not one of {', '.join(FORMATS)}"
-            raise ValueError(f"{name} can't be read as an image: {text}") from error
-        except Exception as error:
-            # Pillow's decoders answer broken bytes with nearly any
-            reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
-            raise ValueError(f"{name} can't be read as an image: {reason}") from error
+    try:
+        # Pillow warns about odd metadata and large images; neither changes the pixels
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
+            is_large = image.width * image.height > _LARGE_PIXELS
+            # the main thread doesn't wait: a process forked while the lock is held would wait for
+            # ever
+            if is_large and threading.current_thread() is not threading.main_thread():
+                with _large_image_lock, ThreadPoolExecutor(1) as decoder:
+                    return decoder.submit(_decode, image).result()
+            return _decode(image)
+    except UnidentifiedImageError as error:
+        text = f"it is not one of {', '.join(FORMATS)}"
+        raise ValueError(f"{name} can't be read as an image: {text}") from error
+    except Exception as error:
+        # Pillow's decoders answer broken bytes with nearly any
+        reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
+        raise ValueError(f"{name} can't be read as an image: {reason}") from error
 
 
 def _decode(image: Image.Image) -> Image.Image:
@@ -184,22 +182,16 @@ class Preprocess:
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
-        if min(self.image_size) < 1:
-            raise ValueError(f"image_size {self.image_size} must be two positive numbers")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct {self.crop_pct} must be in (0, 1]")
-        if not max(self.image_size) <= self.crop_pct * MAX_SIDE:
-            raise ValueError(
-                f"image_size {self.image_size} and crop_pct {self.crop_pct} ask for images of more "
-                f"than {MAX_SIDE:,} pixels a side"
-            )
+        if not 1 <= min(self.image_size) <= max(self.image_size) <= self.crop_pct * MAX_SIDE:
+            limit = f"must be positive, and at most crop_pct x {MAX_SIDE:,}"
+            raise ValueError(f"image_size {self.image_size} {limit}")
         # far beyond these, normalised pixels overflow and the logits are NaN
-        has_mean = all(abs(value) <= 1e3 for value in self.mean)
-        has_std = all(1e-6 <= value <= 1e6 for value in self.std)
-        if not has_mean or not has_std:
-            raise ValueError(
-                f"mean {self.mean} must be within ±1000, and std {self.std} from 1e-6 to 1e6"
-            )
+        if not all(abs(value) <= 1e3 for value in self.mean):
+            raise ValueError(f"mean {self.mean} must be within ±1000")
+        if not all(1e-6 <= value <= 1e6 for value in self.std):
+            raise ValueError(f"std {self.std} must be from 1e-6 to 1e6")
         check_choice(self.interpolation, _RESAMPLING, name="interpolation")
 
     @property
@@ -235,14 +227,13 @@ class Preprocess:
         top += margin_top * scale
         return Geometry(size, box=(left, top, left + width * scale, top + height * scale))
 
-    def normalize(self, pixels: UInt8[Tensor, "B _ _ _"]) -> Float[Tensor, "B 3 H W"]:
-        """Pixels 0..255, [B, H, W, 3] or [B, 3, H, W], to the model's input range."""
+    def normalize(self, pixels: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
+        """Pixels 0..255 to the model's input range."""
         import torch
 
-        if pixels.shape[-1] == 3 and pixels.shape[1] != 3:
-            pixels = pixels.permute(0, 3, 1, 2)  # [B, 3, H, W]
         scale, shift = self.scale_and_shift(pixels.device)
-        return torch.addcmul(shift.view(3, 1, 1), pixels.float(), scale.view(3, 1, 1))
+        channels_first = pixels.permute(0, 3, 1, 2).float()  # [B, 3, H, W]
+        return torch.addcmul(shift.view(3, 1, 1), channels_first, scale.view(3, 1, 1))
 
     def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Two tensors [3]: a pixel of 0..255 becomes pixel * scale + shift."""
@@ -257,10 +248,7 @@ class Preprocess:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in vars(self).items()
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -354,8 +342,7 @@ def _list_array(pixels: np.ndarray) -> Iterator[Image.Image]:
 
 
 def _list_folder(folder: str | Path) -> list[str]:
-    paths = list_files(folder)
-    return sorted(path for path in paths if Path(path).suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in list_files(folder) if path.lower().endswith(IMAGE_SUFFIXES))
 
 
 def list_files(
@@ -372,34 +359,26 @@ def list_files(
         ValueError: a link leads back to a directory that it lies in: every image would be found
             again below it.
     """
-    # directories to read, each with the real places of the links on the way to it
-    waiting: list[tuple[str, tuple[str, ...]]] = [(os.fspath(folder), ())]
+    waiting = [os.fspath(folder)]
     while waiting:
-        directory, places = waiting.pop()
-        subfolders = []
-        with suppress(OSError), os.scandir(directory) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if not _is_folder(entry, follow_links=follow_links):
-                    yield entry.path
-                elif hidden or not entry.name.startswith("."):
-                    subfolders.append(entry.path)
+        directory = waiting.pop()
+        # one level at a time: os.walk recurses, and folders may be nested deeper than Python's stack
+        _, subfolders, names = next(os.walk(directory), ("", [], []))
+        for name in sorted(names):
+            yield os.path.join(directory, name)
 
         # the last of `waiting` is read first
-        for subfolder in reversed(subfolders):
-            if not os.path.islink(subfolder):
-                waiting.append((subfolder, places))
-                continue
-            # a link is followed, unless it leads to one of the directories on the way to it
-            passed = (*places, os.path.realpath(directory))
-            target = os.path.realpath(subfolder)
-            if any(os.path.commonpath([place, target]) == target for place in passed):
-                text = f"{subfolder} leads back to {target}, in which it lies"
-                raise ValueError(f"{text}; remove the link")
-            waiting.append((subfolder, passed))
+        for name in sorted(subfolders, reverse=True):
+            subfolder = os.path.join(directory, name)
+            is_link = os.path.islink(subfolder)
+            if is_link and follow_links:
+                _check_link(Path(subfolder).absolute())
+            if (follow_links or not is_link) and (hidden or not name.startswith(".")):
+                waiting.append(subfolder)
 
 
-def _is_folder(entry: os.DirEntry[str], *, follow_links: bool) -> bool:
-    # DirEntry.is_dir raises for a link to itself
-    if follow_links and entry.is_symlink():
-        return os.path.isdir(entry.path)
-    return entry.is_dir(follow_symlinks=False)
+def _check_link(link: Path) -> None:
+    target = link.resolve()
+    if any(parent.resolve() == target for parent in link.parents):
+        text = f"{link} leads back to {target}, in which it lies"
+        raise ValueError(f"{text}; remove the link")

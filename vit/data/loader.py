@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,12 +34,14 @@ from vit.data.sources.shards import ShardReader
 from vit.data.transforms import TrainTransform, Transform, apply_transform, use_one_thread
 from vit.runtime.device import copy_to_device
 
+# of the free memory, that decoded pixels may take
+MAX_MEMORY_FRACTION = 0.4
 # of an image, one after the other
 _MAX_REPLACEMENTS = 1000
 
 Pipeline = Literal["resident", "workers"]
-# sample ids and, where they aren't resident, the images' pixels [B, H, W, 3], on the host
-Steps = Generator[tuple[SampleIds, UInt8[Tensor, "B H W 3"] | None], None, None]
+# the samples and, where they aren't resident, the images' pixels [B, H, W, 3], on the host
+Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
 
 
 class Batch(NamedTuple):
@@ -139,7 +141,6 @@ class TrainLoader:
     device: torch.device | str
     preprocess: Preprocess
     augment: AugmentConfig
-    num_classes: int
     # whether every class is drawn as often as the others
     balanced: bool = False
     # of one image, before all augmentation
@@ -152,7 +153,12 @@ class TrainLoader:
     max_unreadable_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        self._check_batch_size()
+        # mixup and cutmix pair samples
+        multiple = self.world_size * (2 if self.augment.mixes else 1)
+        if not 0 < self.batch_size <= len(self.dataset) or self.batch_size % multiple:
+            text = f"a multiple of {multiple} and at most the {len(self.dataset)} images"
+            raise ValueError(f"batch_size {self.batch_size} must be {text}")
+
         self._labels = torch.from_numpy(self.dataset.labels)
         # what is left to be done on the device
         self._device_augment = self.augment
@@ -179,22 +185,6 @@ class TrainLoader:
         transform = TrainTransform(self.augment, self.preprocess, self.transform)
         return BatchDecoder(self.dataset.reader, transform)
 
-    def _check_batch_size(self) -> None:
-        local_size, remainder = divmod(self.batch_size, self.world_size)
-        if local_size < 1 or remainder:
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a positive multiple of the "
-                f"{self.world_size} processes"
-            )
-        if self.augment.mixes and local_size % 2:
-            raise ValueError(
-                f"mixup and cutmix pair samples: {local_size} a process and step is not even"
-            )
-        if self.batch_size > len(self.dataset):
-            raise ValueError(
-                f"batch_size {self.batch_size} is more than the {len(self.dataset)} images"
-            )
-
     def __len__(self) -> int:
         """Steps an epoch."""
         return len(self._labels) // self.batch_size
@@ -217,28 +207,27 @@ class TrainLoader:
             mix: whether mixup and cutmix are applied, where they are configured.
             on_warning: called with a sentence for each image that can't be read.
         """
-        rng = StatelessRandom(self.seed, epoch)
         size = image_size or self.preprocess.image_size
         # contiguous parts of each batch: any number of processes trains on the same batches
-        order = self._epoch_order(rng)[: len(self) * self.batch_size]
+        order = self._epoch_order(epoch)[: len(self) * self.batch_size]
         batches = iter(order.view(len(self), self.world_size, -1)[start_step:, self.rank])
         if self._resident_pixels is None:
-            steps = self._decode(batches, rng, on_warning)
+            steps = self._decode(batches, epoch, on_warning)
         else:
-            steps = self._read_resident(batches, rng)
+            steps = self._read_resident(batches, epoch)
         with closing(steps):
-            for sample_ids, pixels in steps:
-                yield self._augment_batch(sample_ids, pixels, rng, size, mix=mix)
+            for rng, pixels in steps:
+                yield self._augment_batch(rng, pixels, size, mix=mix)
 
-    def _epoch_order(self, rng: StatelessRandom) -> SampleIds:
+    def _epoch_order(self, epoch: int) -> SampleIds:
         """The ids of an epoch's samples, of all processes, in order."""
-        order = rng.permutation(len(self._labels))
+        count = len(self._labels)
+        order = StatelessRandom(self.seed, epoch, torch.arange(count)).permutation()
         if not self.balanced:
             return order
 
         # as many samples, of each class the same number but for one: some of a large class, all of
         # a small one again and again
-        count = len(self._labels)
         labels = self._labels[order]
         class_sizes = torch.bincount(labels)
         class_sizes = class_sizes[class_sizes > 0]
@@ -250,8 +239,7 @@ class TrainLoader:
         for number, members in enumerate(classes):
             draws = torch.arange(samples_per_class + (number < remainder))
             drawn.append(members[draws % len(members)] + count * (draws // len(members)))
-        sample_ids = torch.cat(drawn)
-        return sample_ids[rng.bits("balanced order", sample_ids).argsort()]
+        return StatelessRandom(self.seed, epoch, torch.cat(drawn)).permutation("balanced order")
 
     def close(self) -> None:
         """End the processes that decode images, if there are any; the next epoch starts new ones.
@@ -267,22 +255,15 @@ class TrainLoader:
                 shut_down()
 
     def _augment_batch(
-        self,
-        sample_ids: SampleIds,
-        pixels: Tensor | None,
-        rng: StatelessRandom,
-        size: Size,
-        *,
-        mix: bool,
+        self, rng: StatelessRandom, pixels: Tensor | None, size: Size, *, mix: bool
     ) -> Batch:
         """Sample on the host, copy all that the device needs at once, and compute there."""
-        index = sample_ids % len(self._labels)
+        index = rng.sample_ids % len(self._labels)
         labels = self._labels[index]
         stored = self._resident_pixels if pixels is None else pixels
         assert stored is not None
         params = sample_params(
-            sample_ids,
-            rng=rng,
+            rng,
             augment=self._device_augment,
             stored_size=(stored.shape[1], stored.shape[2]),
             size=size,
@@ -304,41 +285,42 @@ class TrainLoader:
         images = color_and_normalize(cropped, params, preprocess=self.preprocess, size=size)
         if params.mix_weight is None:
             return Batch(images, labels, labels, index)
-        images, targets = mix_batch(images, labels, params, num_classes=self.num_classes)
+        images, targets = mix_batch(
+            images, labels, params, num_classes=len(self.dataset.class_names)
+        )
         return Batch(images, targets, labels, index)
 
-    def _read_resident(self, batches: Iterator[SampleIds], rng: StatelessRandom) -> Steps:
+    def _read_resident(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
         """The samples of each step and, where the user has a transform, their transformed pixels,
         brought back to the size of the stored ones."""
         assert self.dataset.pixels is not None
         stored_size = self.preprocess.resize_size
         resize = Preprocess(stored_size, interpolation=self.preprocess.interpolation)
         for sample_ids in batches:
+            rng = StatelessRandom(self.seed, epoch, sample_ids)
             if self.transform is None:
-                yield sample_ids, None
+                yield rng, None
                 continue
 
-            seeds = rng.integers("transform", sample_ids, below=2**31 - 1).tolist()
-            stored_pixels = self.dataset.pixels[sample_ids % len(self._labels)]
+            seeds = rng.integers("transform", below=2**31 - 1).tolist()
+            images = map(Image.fromarray, self.dataset.pixels[sample_ids % len(self._labels)])
             transformed = [
-                resize.to_uint8(apply_transform(self.transform, Image.fromarray(pixels), seed=seed))
-                for pixels, seed in zip(stored_pixels, seeds, strict=True)
+                resize.to_uint8(apply_transform(self.transform, image, seed=seed))
+                for image, seed in zip(images, seeds, strict=True)
             ]
-            yield sample_ids, torch.from_numpy(np.stack(transformed))
+            yield rng, torch.from_numpy(np.stack(transformed))
 
     def _decode(
-        self,
-        batches: Iterator[SampleIds],
-        rng: StatelessRandom,
-        on_warning: Callable[[str], object],
+        self, batches: Iterator[SampleIds], epoch: int, on_warning: Callable[[str], object]
     ) -> Steps:
         # to the workers, and not received from them yet
-        sent = deque[SampleIds]()
+        sent = deque[StatelessRandom]()
 
         def list_indices() -> Iterator[BatchIndices]:
             for sample_ids in batches:
-                sent.append(self._replace_unreadable(sample_ids, rng))
-                yield self._build_indices(sent[-1], rng)
+                rng = StatelessRandom(self.seed, epoch, sample_ids)
+                sent.append(self._replace_unreadable(rng))
+                yield self._build_indices(sent[-1])
 
         # workers that live on from the epoch before take this one's batches
         self._batch_sampler.batches = list_indices()
@@ -351,32 +333,27 @@ class TrainLoader:
                 batch_size=None,
                 num_workers=workers,
                 persistent_workers=workers > 0,
-                # batches that each worker decodes ahead
-                prefetch_factor=2 if workers else None,
                 worker_init_fn=use_one_thread,
                 # or each epoch would take a number from torch's own
                 generator=torch.Generator(),
             )
         self._decoded_batches = iter(self._data_loader)
         for decoded in self._decoded_batches:
-            yield self._receive(sent.popleft(), decoded, rng, on_warning)
+            yield self._receive(sent.popleft(), decoded, on_warning)
 
-    def _build_indices(self, sample_ids: SampleIds, rng: StatelessRandom) -> BatchIndices:
-        index = (sample_ids % len(self._labels)).numpy()
-        seeds = rng.integers("albumentations", sample_ids, below=2**31 - 1).tolist()
+    def _build_indices(self, rng: StatelessRandom) -> BatchIndices:
+        index = (rng.sample_ids % len(self._labels)).numpy()
+        seeds = rng.integers("albumentations", below=2**31 - 1).tolist()
         if self._decoder.reader is not None:
             return BatchIndices(None, index.tolist(), seeds)
         return BatchIndices(self.dataset.reader.subset(index), [*range(len(index))], seeds)
 
     def _receive(
-        self,
-        sample_ids: SampleIds,
-        decoded: DecodedBatch,
-        rng: StatelessRandom,
-        on_warning: Callable[[str], object],
-    ) -> tuple[SampleIds, UInt8[Tensor, "B H W 3"]]:
-        """A batch's ids and pixels; in place of an unreadable image another is decoded here."""
-        sample_ids = sample_ids.clone()
+        self, rng: StatelessRandom, decoded: DecodedBatch, on_warning: Callable[[str], object]
+    ) -> tuple[StatelessRandom, UInt8[Tensor, "B H W 3"]]:
+        """A batch and its pixels; in place of an unreadable image another is decoded here."""
+        dataset = self.dataset
+        sample_ids = rng.sample_ids.clone()
         pixels = decoded.pixels
         # of the batch, which are in `decoded`
         rows = torch.arange(len(sample_ids))
@@ -384,10 +361,9 @@ class TrainLoader:
             if decoded.error:
                 raise ValueError(decoded.error)
             if not decoded.unreadable:
-                return sample_ids, pixels
+                return replace(rng, sample_ids=sample_ids), pixels
 
             # the replacement may be unreadable as well: again, until all rows are decoded
-            dataset = self.dataset
             for row, reason in decoded.unreadable.items():
                 index = int(sample_ids[rows[row]]) % len(dataset)
                 if index not in self._unreadable:
@@ -396,12 +372,13 @@ class TrainLoader:
             unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
             check_unreadable(unreadable, len(dataset), self.max_unreadable_fraction)
             rows = rows[[*decoded.unreadable]]
-            sample_ids[rows] = self._replace_unreadable(sample_ids[rows], rng)
-            decoded = self._decoder[self._build_indices(sample_ids[rows], rng)]
+            replacement = self._replace_unreadable(replace(rng, sample_ids=sample_ids[rows]))
+            decoded = self._decoder[self._build_indices(replacement)]
+            sample_ids[rows] = replacement.sample_ids
             pixels[rows] = decoded.pixels
 
-    def _replace_unreadable(self, sample_ids: SampleIds, rng: StatelessRandom) -> SampleIds:
-        """The ids, with another one for each whose image is known to be unreadable.
+    def _replace_unreadable(self, rng: StatelessRandom) -> StatelessRandom:
+        """The samples, with another one for each whose image is known to be unreadable.
 
         They are a function of (seed, epoch, sample) and of the files alone, whenever it became
         known that an image is unreadable.
@@ -409,36 +386,23 @@ class TrainLoader:
         unreadable = torch.tensor([*self._unreadable], dtype=torch.int64)
         count = len(self._labels)
         for _ in range(_MAX_REPLACEMENTS):
-            is_unreadable = torch.isin(sample_ids % count, unreadable)
+            is_unreadable = torch.isin(rng.sample_ids % count, unreadable)
             if not is_unreadable.any():
-                return sample_ids
+                return rng
             # an id that the epoch has no other of, hence with an augmentation of its own
-            sampled = (rng.bits("replacement", sample_ids) & (2**62 - 1)) % (count << 20)
-            sample_ids = torch.where(is_unreadable, count + sampled, sample_ids)
+            sampled = count + (rng.bits("replacement") & (2**62 - 1)) % (count << 20)
+            rng = replace(rng, sample_ids=torch.where(is_unreadable, sampled, rng.sample_ids))
         raise ValueError(f"too few images of {self.dataset.name} {self.dataset.split} can be read")
 
 
-def choose_pipeline(
-    num_bytes: int, *, device: torch.device | str, fraction: float
-) -> tuple[Pipeline, str]:
-    """Whether the decoded pixels stay in memory.
-
-    Args:
-        num_bytes: of all pixels.
-        device: whose memory they would be in.
-        fraction: of its free memory that they may take.
-
-    Returns:
-        The pipeline, and the reason as a sentence.
-    """
-    device = torch.device(device)
+def choose_pipeline(num_bytes: int, *, device: torch.device) -> tuple[Pipeline, str]:
+    """Whether so many bytes of decoded pixels stay in the device's memory, and why in words."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
-    is_resident = num_bytes <= fraction * free
-    reason = (
-        f"{num_bytes / 2**20:,.0f} MiB of pixels {'fit' if is_resident else 'do not fit'} in "
-        f"{fraction:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
-    )
-    return ("resident" if is_resident else "workers"), reason
+    sizes = f"{num_bytes / 2**20:,.0f} MiB of pixels {{}} in {MAX_MEMORY_FRACTION:.0%}"
+    sizes += f" of the {free / 2**20:,.0f} MiB free on {device.type}"
+    if num_bytes <= MAX_MEMORY_FRACTION * free:
+        return "resident", sizes.format("fit")
+    return "workers", sizes.format("do not fit")
 
 
 def _free_host_memory() -> int:

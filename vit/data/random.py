@@ -15,7 +15,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 # each sample's index in its dataset, on the host
-SampleIds = Int64[Tensor, " B"]
+SampleIds = Int64[Tensor, " n"]
 
 # splitmix64's constants as the int64 of the same bits
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -23,42 +23,40 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StatelessRandom:
-    """The random numbers of one epoch of one run.
+    """The random numbers of samples in one epoch of one run: a number for each sample.
 
     A `stream` names what the numbers are for: those of two streams are independent.
     """
 
     seed: int
     epoch: int
+    sample_ids: SampleIds
 
-    def bits(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """64 random bits for each sample; different ids have different bits.
+    def bits(self, stream: str) -> Int64[Tensor, " n"]:
+        """64 random bits; different ids have different bits.
 
         They are splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio.
         """
         name = f"{self.seed}/{self.epoch}/{stream}".encode()
         key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
-        mixed = (sample_ids + 1) * _GOLDEN_RATIO + key
+        mixed = (self.sample_ids + 1) * _GOLDEN_RATIO + key
         mixed = (mixed ^ _shift_right(mixed, 30)) * _MULTIPLIER_1
         mixed = (mixed ^ _shift_right(mixed, 27)) * _MULTIPLIER_2
         return mixed ^ _shift_right(mixed, 31)
 
-    def uniform(self, stream: str, sample_ids: Int64[Tensor, " n"]) -> Float32[Tensor, " n"]:
+    def uniform(self, stream: str) -> Float32[Tensor, " n"]:
         """Numbers in [0, 1), multiples of 2⁻²⁴: exact in float32."""
-        return _shift_right(self.bits(stream, sample_ids), 40).float() * 2.0**-24
+        return _shift_right(self.bits(stream), 40).float() * 2.0**-24
 
-    def integers(
-        self, stream: str, sample_ids: Int64[Tensor, " n"], *, below: int
-    ) -> Int64[Tensor, " n"]:
+    def integers(self, stream: str, *, below: int) -> Int64[Tensor, " n"]:
         """Integers in 0 … below - 1; `below` < 2³¹ (their bias is below / 2³²)."""
-        upper_bits = _shift_right(self.bits(stream, sample_ids), 32)
-        return _shift_right(upper_bits * below, 32)
+        return _shift_right(_shift_right(self.bits(stream), 32) * below, 32)
 
-    def permutation(self, n: int) -> Int64[Tensor, " n"]:
-        """A random order of 0 … n - 1; the hash has no ties, so sorting by it is well defined."""
-        return torch.argsort(self.bits("order", torch.arange(n)))
+    def permutation(self, stream: str = "order") -> SampleIds:
+        """The samples in a random order; the hash has no ties, so sorting by it is well defined."""
+        return self.sample_ids[torch.argsort(self.bits(stream))]
 
 
 def _shift_right(value: Int64[Tensor, " n"], num_bits: int) -> Int64[Tensor, " n"]:

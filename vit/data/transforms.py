@@ -1,9 +1,7 @@
 """Transforms of single images through albumentations: crops in workers, corruptions of test images."""
 
 import os
-import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -102,9 +100,7 @@ def corrupt_with_library(
 
     `level` is one of those that `vit.evaluation.robustness` lists for the corruption `name`.
     """
-    # a transform keeps its random numbers: each thread has its own
-    side = min(batch.shape[1:3])
-    transform = _build_corruption(name, level, side, threading.get_ident())
+    transform = _build_corruption(name, level, side=min(batch.shape[1:3]))
     corrupted = np.empty_like(batch)
     for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
         transform.set_random_seed(seed)
@@ -112,9 +108,7 @@ def corrupt_with_library(
     return corrupted
 
 
-# to build one takes longer than to corrupt a small image
-@lru_cache(maxsize=32)
-def _build_corruption(name: str, level: tuple[float, ...], side: int, _thread: int) -> Any:
+def _build_corruption(name: str, level: tuple[float, ...], *, side: int) -> Any:
     # takes long to import
     import cv2
 

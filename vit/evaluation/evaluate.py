@@ -56,7 +56,7 @@ _MAX_REPETITIONS = 200
 # keys of the configuration that don't make another recipe: where the data lies, the machine, the
 # seed
 _MACHINE_KEYS = {
-    "data": ("root", "workers", "cache_dir", "memory_fraction", "remote_cache_gb"),
+    "data": ("root", "workers", "cache_dir", "remote_cache_gb"),
     "train": ("seed", "device"),
 }
 

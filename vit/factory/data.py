@@ -115,9 +115,7 @@ def build_data(
     else:
         num_images = len(train) + (len(validation) if validation is not None else 0)
         pipeline, reason = choose_pipeline(
-            num_images * math.prod(preprocess.resize_size) * 3,
-            device=device,
-            fraction=config.data.memory_fraction,
+            num_images * math.prod(preprocess.resize_size) * 3, device=device
         )
 
     # otherwise they are decoded as training goes, and validation images when they are needed
@@ -186,7 +184,6 @@ def build_train_loader(
         device=device,
         preprocess=data.preprocess,
         augment=config.augment,
-        num_classes=len(train.class_names),
         balanced=data.class_balance == "sampler",
         transform=transform,
         rank=process.rank,

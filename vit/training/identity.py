@@ -16,7 +16,6 @@ from vit.runtime.arguments import shorten
 NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
-    "data.memory_fraction",
     "data.root",
     "data.class_names",
     "train.timeout_seconds",

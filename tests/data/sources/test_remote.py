@@ -177,7 +177,6 @@ def make_loader(dataset: ImageDataset, **options: Any) -> TrainLoader:
         "seed": 0,
         "device": "cpu",
         "augment": AugmentConfig(),
-        "num_classes": 3,
         "workers": 0,
     }
     return TrainLoader(dataset, preprocess=preprocess, batch_size=12, **shared | options)
@@ -228,7 +227,7 @@ def test_no_sample_is_lost_or_doubled_by_a_kill_and_other_ranks_and_workers(
 def test_the_order_is_that_of_files(bucket: Bucket, empty_cache: Path) -> None:
     loader = make_loader(open_all(f"{bucket.url}/{{000..003}}.tar"))
     ids = torch.cat([batch.sample_ids for batch in loader.epoch(1)])
-    assert torch.equal(ids, StatelessRandom(0, 1).permutation(COUNT))
+    assert torch.equal(ids, StatelessRandom(0, 1, torch.arange(COUNT)).permutation())
 
 
 # --- what goes wrong --------------------------
