@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test chaos extended lint docs notebooks results soak fuzz gpu clean
+.PHONY: demo test chaos extended lint docs notebooks results soak fuzz wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -57,10 +57,17 @@ soak: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200 --output benchmarks/results
 
-# Ten minutes on a GPU, such as one H100; IMAGES is CIFAR-10 as an image folder or a tar archive of one
-gpu: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/gpu.py --images $(IMAGES) --output benchmarks/results
-	$(BIN)/python benchmarks/tables.py --write
+# What a GPU machine without a network needs for benchmarks/gpu.py, in wheels/: packages for its Python, the project, and
+# the name of the commit
+WHEELS := albucore albumentations annotated-types beartype braceexpand pydantic pydantic-core simsimd stringzilla \
+	typing-extensions typing-inspection webdataset
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+wheels: $(VENV)/.installed-dev
+	rm -rf wheels
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest wheels \
+		--python-version 3.12 --implementation cp $(PLATFORMS:%=--platform %) $(WHEELS)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir wheels .
+	git describe --always --dirty > wheels/COMMIT
 
 clean:
 	rm -rf $(VENV) runs

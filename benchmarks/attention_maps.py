@@ -165,10 +165,14 @@ def build_references(build: Callable[[], nn.Module], images: Tensor) -> dict[str
 
 
 def take_turns(
-    variants: dict[str, Variant], *, rounds: int, device: torch.device
+    variants: dict[str, Variant],
+    *,
+    rounds: int,
+    device: torch.device,
+    report: Callable[[dict[str, float]], object] = lambda rates: None,
 ) -> dict[str, float]:
-    """Images a second of each variant: the median of the rounds after a first that only warms
-    up."""
+    """Images a second of each variant: the median of the rounds after a first that only warms up.
+    `report` gets those that are known, after every round."""
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, (work, images) in variants.items():
@@ -178,7 +182,9 @@ def take_turns(
             _wait(device)
             if number:
                 rates[name].append(images / (time.perf_counter() - started))
-    return {name: statistics.median(of_rounds) for name, of_rounds in rates.items()}
+        if number:
+            report({name: statistics.median(values) for name, values in rates.items()})
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 def _wait(device: torch.device) -> None:

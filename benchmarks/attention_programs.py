@@ -179,8 +179,10 @@ def measure_programs(
     vit_explain: Path | None,
     rounds: int,
     device: str = "cpu",
+    report: Callable[[dict[str, Any]], object] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Images a second of every program, and ours divided by theirs."""
+    """Images a second of every program, and ours divided by theirs; `report` gets what is known
+    after every round."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -218,7 +220,22 @@ def measure_programs(
     variants[f"vit attention, {METHODS[0]}, without checks, bfloat16"] = explain_all(
         bundle, images, count, **half
     )
-    rates = take_turns(variants, rounds=rounds, device=torch.device(device))
+
+    def describe(rates: dict[str, float]) -> dict[str, Any]:
+        ratios = {
+            f"{name} / {other}": rate / rates[other]
+            for name, rate in rates.items()
+            if name not in others
+            for other in others
+        }
+        return {"images": count, "images_per_second": rates, "ratios": ratios}
+
+    rates = take_turns(
+        variants,
+        rounds=rounds,
+        device=torch.device(device),
+        report=lambda rates: report(describe(rates)),
+    )
     exact, rounded = (
         vit.explain(bundle, images, **half | {"precision": precision}).maps[METHODS[0]].flatten(1)
         for precision in ("float32", "bfloat16")
@@ -226,14 +243,7 @@ def measure_programs(
     difference = (
         (exact - rounded).abs().amax(dim=1) / (exact.amax(dim=1) - exact.amin(dim=1))
     ).max()
-    ours_alone = {name: rate for name, rate in rates.items() if name not in others}
-    ratios = {
-        f"{name} / {other}": rate / rates[other]
-        for name, rate in ours_alone.items()
-        for other in others
-    }
-    found = {"images": count, "images_per_second": rates, "ratios": ratios}
-    return found | {"largest_difference_of_bfloat16": float(difference)}
+    return describe(rates) | {"largest_difference_of_bfloat16": float(difference)}
 
 
 def measure_checks(
@@ -345,13 +355,22 @@ def main() -> None:
     if options.images:
         images = choose_images(options.images, options.count)
         for name in options.models:
-            result["programs"][name] = measure_programs(
+
+            def report(measured: dict[str, Any], name: str = name) -> None:
+                result["programs"][name] = measured
+                # after every round: the next one may be cut off
+                if options.output:
+                    write_result(options.output, NAME, result)
+
+            measured = measure_programs(
                 MODELS[name],
                 images,
                 vit_explain=options.vit_explain,
                 rounds=options.rounds,
                 device=options.device,
+                report=report,
             )
+            report(measured)
     for run in options.runs:
         name = Path(run).parent.name if Path(run).is_file() else Path(run).name
         result["checks"][name] = measure_checks(

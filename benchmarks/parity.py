@@ -96,13 +96,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
     device = choose_device(options.device)
-    result: dict[str, Any] = {"machine": describe_conditions(device), "tolerances": TOLERANCES}
-    result["recipes"] = {
-        name: compare_recipe(name, device) for name in options.recipes or list_recipes()
-    }
+    machine = describe_conditions(device)
+    result: dict[str, Any] = {"machine": machine, "tolerances": TOLERANCES, "recipes": {}}
+    for name in options.recipes or list_recipes():
+        result["recipes"][name] = compare_recipe(name, device)
+        # after every recipe: the next one may be cut off
+        if options.output:
+            write_result(options.output, NAME, result)
     print(build_tables(result))
-    if options.output:
-        print(write_result(options.output, NAME, result))
     if "(!)" in build_tables(result):
         raise SystemExit("some differences are above the tolerance")
 

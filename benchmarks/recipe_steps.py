@@ -191,6 +191,7 @@ def main() -> None:
     }
     for name in options.recipes:
         variants: dict[str, Any] = {}
+        result["recipes"][name] = variants
         for variant in options.variants:
             overrides = SMALL if options.small else []
             try:
@@ -200,10 +201,10 @@ def main() -> None:
             except RuntimeError as error:  # one that fails doesn't take the others with it
                 variants[variant] = {"error": str(error).splitlines()[0]}
             print(f"{name}, {variant}: {variants[variant]}", flush=True)
-        result["recipes"][name] = variants
+            # after every variant: the next one may be cut off
+            if options.output:
+                write_result(options.output, NAME, result)
     print(build_tables(result))
-    if options.output:
-        print(write_result(options.output, NAME, result))
 
 
 if __name__ == "__main__":

@@ -362,7 +362,8 @@ def build_fuzz(results: Results) -> str:
 
 def build_tables() -> dict[str, str]:
     """Name of the mark → what stands below it."""
-    recipes = load_results("recipe")
+    # without those of which no run has ended
+    recipes = {name: result for name, result in load_results("recipe").items() if result["runs"]}
     blocks = [
         build_recipes(recipes),
         *build_baseline_lines(recipes),

@@ -8,7 +8,7 @@ code is compiled), the others find them. Its test accuracy is `vit evaluate`'s, 
 validation split, with and without the mirrored image. The baseline is `timm_baseline.py`.
 
 Times are of the wall clock from the start of the process; both include validation. The result is written after every
-seed; with --continue what it has is not run again.
+seed, and after every epoch with the run so far under "unfinished"; with --continue what it has is not run again.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,20 @@ from vit.bundle import load_bundle
 from vit.config import Config, load_config
 from vit.runtime.device import choose_device
 
+Curve = list[dict[str, float]]
+
 
 def time_ours(
-    recipe: str, overrides: list[str], *, seed: int, directory: Path, cache: Path
+    recipe: str,
+    overrides: list[str],
+    *,
+    seed: int,
+    directory: Path,
+    cache: Path,
+    report: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """One run of `vit train` and two of `vit evaluate`."""
+    """One run of `vit train` and two of `vit evaluate`; `report` gets what is known after every
+    validation."""
     run, cold = directory / f"seed-{seed}", not cache.exists()
     directory.mkdir(exist_ok=True)
     environment = os.environ | {"VIT_CACHE": str(cache)}
@@ -42,7 +52,10 @@ def time_ours(
     with output.open("w") as log:
         start = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        curve = watch_validation(process, run / "metrics.jsonl", start)
+        curve: Curve = []
+        for point in watch_validation(process, run / "metrics.jsonl", start):
+            curve.append(point)
+            report({"seed": seed, "cold": cold, "curve": curve})
         seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"vit train failed: {output.read_text()}")
@@ -75,10 +88,9 @@ def time_ours(
 
 def watch_validation(
     process: subprocess.Popen[Any], metrics: Path, start: float
-) -> list[dict[str, float]]:
+) -> Iterator[dict[str, float]]:
     """Validation accuracies with the seconds since `start` at which they were written, until the
     process ends."""
-    curve: list[dict[str, float]] = []
     seen = 0
     while process.poll() is None:
         time.sleep(0.2)
@@ -87,9 +99,8 @@ def watch_validation(
         for line in lines[seen:]:
             logged = json.loads(line)
             if logged["val_top1"] is not None:  # not every epoch is followed by a validation
-                curve.append({"seconds": now, "epoch": logged["epoch"], "top1": logged["val_top1"]})
+                yield {"seconds": now, "epoch": logged["epoch"], "top1": logged["val_top1"]}
         seen = len(lines)
-    return curve
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -231,9 +242,21 @@ def main() -> None:
         for seed in range(options.seeds):
             is_new = all(run["seed"] != seed for run in ours)
             if is_new:
+                result = result | {"machine": machine, "config": describe_config(config)}
+
+                def report(run: dict[str, Any], result: dict[str, Any] = result) -> None:
+                    if options.output:
+                        so_far = {"ours": summarise(ours), "runs": ours, "unfinished": run}
+                        write_result(options.output, f"recipe-{name}", result | so_far)
+
                 ours.append(
                     time_ours(
-                        options.recipe, options.overrides, seed=seed, directory=folder, cache=cache
+                        options.recipe,
+                        options.overrides,
+                        seed=seed,
+                        directory=folder,
+                        cache=cache,
+                        report=report,
                     )
                 )
                 result = (

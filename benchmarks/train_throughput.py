@@ -6,9 +6,11 @@ architecture.
 ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The
 variants are
 
-    plain      timm's model, AdamW fused, a DataLoader with 2 workers and torchvision's transforms (random crop with
-               padding, flip, normalise)
+    plain      timm's model, AdamW fused, a DataLoader with 2 workers (12 for a GPU) and torchvision's transforms
+               (random crop with padding, flip, normalise)
     compiled   the same, with torch.compile
+    resident   timm's model in a plain loop on the engine's batches: decoded once, augmented on the device (on request)
+    resident-compiled  the same, with torch.compile (on request)
     engine     `vit train` with its default settings, the same architecture, optimizer and augmentation
     engine-2   the engine as two processes of one thread each (CPU only; on request)
     engine-compiled  the engine with train.compile=true (on request; by default short runs are not compiled)
@@ -19,7 +21,8 @@ float32 where the processor has no instructions for bfloat16. Every variant runs
 own, they take turns round by round, and a result is the median over the rounds. The first round
 starts from empty caches: there the time to the first step includes decoding the images once
 (engine) and compiling. A last process trains timm's model and the engine from equal weights on
-equal batches and compares their losses with those of float32.
+equal batches and compares their losses with those of float32. The result is written after every
+variant. Where TORCHINDUCTOR_CACHE_DIR is set, compiled code is kept there and no start is cold.
 """
 
 import argparse
@@ -39,13 +42,14 @@ from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.presets import compute_flops
 
 DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]
-ON_REQUEST = ["engine-2", "engine-compiled"]
+ON_REQUEST = ["resident", "resident-compiled", "engine-2", "engine-compiled"]
 
 
 def start_variant(variant: str, arguments: argparse.Namespace, *, cache: Path) -> dict[str, Any]:
     """Run one variant in a process of its own; its last line of output is its report."""
     launcher = [sys.executable]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled" / variant)}
+    environment = dict(os.environ)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled" / variant))
     if variant.startswith("engine"):
         environment.setdefault("GOMP_SPINCOUNT", "10000")  # as `vit train` does
     if variant == "engine-2":
@@ -86,7 +90,7 @@ def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Of every variant, and the ratios of their rates."""
     variants = {
-        name: summarise_variant([of_round[name] for of_round in rounds])
+        name: summarise_variant([reports[name] for reports in rounds if name in reports])
         for name in rounds[0]
         if name != "matmul"
     }
@@ -95,11 +99,13 @@ def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     summary["ratios"] = {
         f"{name} / {base}": round(rates[name] / rates[base], 2)
         for name in rates
-        for base in ("plain", "compiled", "engine")
+        for base in ("plain", "compiled", "resident", "resident-compiled", "engine")
         if name.startswith("engine") and base in rates and base != name
     }
     if "matmul" in rounds[0]:
-        matmul = statistics.median(of_round["matmul"]["matmul_tflops"] for of_round in rounds)
+        matmul = statistics.median(
+            reports["matmul"]["matmul_tflops"] for reports in rounds if "matmul" in reports
+        )
         summary["matmul_tflops"] = round(matmul, 3)
         summary["precision"] = rounds[0]["matmul"]["precision"]
         summary["fraction_of_matmul_rate"] = {
@@ -128,6 +134,8 @@ def build_table(result: dict[str, Any]) -> str:
     """The table of docs/benchmark-record.md."""
     names = {"plain": "timm, plain loop", "compiled": "timm, compiled", "engine": "`vit train`"}
     names |= {
+        "resident": "timm on resident batches",
+        "resident-compiled": "timm on resident batches, compiled",
         "engine-2": "`vit train`, 2 processes × 1 thread",
         "engine-compiled": "`vit train`, compiled",
     }
@@ -149,15 +157,20 @@ def build_table(result: dict[str, Any]) -> str:
         "of the matmul rate",
         "first step (s), cold / warm",
     ]
-    machine, last = result["machine"], result["agreement"]["last_loss"]
-    losses = ", ".join(f"{loss:.3f} ({name})" for name, loss in last.items())
-    steps, where = result["agreement"]["steps"], f"{machine['device']}, commit {machine['commit']}"
+    machine = result["machine"]
+    where = f"{machine['device']}, commit {machine['commit']}"
+    losses = ""
+    if "agreement" in result:
+        last = ", ".join(
+            f"{loss:.3f} ({name})" for name, loss in result["agreement"]["last_loss"].items()
+        )
+        losses = f" Losses after {result['agreement']['steps']} equal steps: {last}."
     limit = ""
     if "plain" in result.get("fraction_of_matmul_rate", {}):
         most = 1 / result["fraction_of_matmul_rate"]["plain"]
         rate = f"{result['matmul_tflops']:.2f} TFLOP/s in {result.get('precision', 'bfloat16')}"
         limit = f" Matrix products alone run at {rate}: {most:.1f} × the plain loop."
-    return f"{to_markdown(titles, rows)}\n\n{where}.{limit} Losses after {steps} equal steps: {losses}."
+    return f"{to_markdown(titles, rows)}\n\n{where}.{limit}{losses}"
 
 
 def main() -> None:
@@ -175,7 +188,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="folder for train-throughput-<machine>.json")
     arguments = parser.parse_args()
-    machine = describe_conditions(arguments.device)
+    result: dict[str, Any] = {
+        "machine": describe_conditions(arguments.device),
+        "images": f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}",
+    }
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as directory:
         for number in range(arguments.rounds):
@@ -183,13 +199,12 @@ def main() -> None:
             for variant in arguments.variants:
                 rounds[-1][variant] = start_variant(variant, arguments, cache=Path(directory))
                 print(f"round {number + 1}, {variant}: {rounds[-1][variant]}", flush=True)
-        agreement = compare_losses(start_variant("agreement", arguments, cache=Path(directory)))
-    result = {
-        "machine": machine,
-        "images": f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}",
-        **summarise(rounds),
-        "agreement": agreement,
-    }
+                # after every variant: the next one may be cut off
+                result |= summarise(rounds)
+                if arguments.output:
+                    write_result(arguments.output, "train-throughput", result)
+        losses = start_variant("agreement", arguments, cache=Path(directory))
+    result["agreement"] = compare_losses(losses)
     print(json.dumps(result, indent=1))
     if arguments.output:
         write_result(arguments.output, "train-throughput", result)

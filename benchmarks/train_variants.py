@@ -18,7 +18,10 @@ STARTED = (
 )  # of this process, but for the interpreter; what follows is imported where it is used
 
 ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
-IMAGE_SIZE, BATCH_SIZE, WORKERS, WARM_STEPS, AGREEMENT_STEPS = 32, 256, 2, 4, 30
+IMAGE_SIZE = 32
+BATCH_SIZE = 256
+WARM_STEPS = 4
+AGREEMENT_STEPS = 30
 ADAMW = {"lr": 1e-3, "weight_decay": 0.05}
 
 
@@ -102,6 +105,7 @@ def run_plain(
     root: Path, device: Any, *, seconds: float, compiled: bool = False
 ) -> dict[str, float]:
     import torch
+    from timm_baseline import count_workers
     from torch.utils.data import DataLoader
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
@@ -118,7 +122,7 @@ def run_plain(
         BATCH_SIZE,
         shuffle=True,
         drop_last=True,
-        num_workers=WORKERS,
+        num_workers=count_workers(device),
         persistent_workers=True,
         pin_memory=device.type == "cuda",
     )
@@ -222,24 +226,18 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:
     return {"matmul_tflops": flops / statistics.median(times) / 1e12, "precision": precision}
 
 
-def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
-    """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
+def build_resident_loader(root: Path, device: Any, *, cache: Path) -> Any:
+    """The engine's batches of the training images: decoded once, cropped and flipped on the device."""
     from vit.config import AugmentConfig
     from vit.data.cache import decode_dataset
     from vit.data.images import Preprocess
     from vit.data.loader import TrainLoader
     from vit.data.open import open_dataset
-    from vit.model.vision_transformer import VisionTransformer
-    from vit.optim.optimizer import create_optimizer
-    from vit.optim.schedule import create_schedule
-    from vit.runtime.device import choose_precision
-    from vit.training.train_step import TrainStep
 
-    precision = choose_precision("auto", device)
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = open_dataset("folder", root=str(root)).split("train")
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
-    loader = TrainLoader(
+    return TrainLoader(
         dataset,
         batch_size=min(BATCH_SIZE, len(source)),
         seed=0,
@@ -247,6 +245,37 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
         preprocess=preprocess,
         augment=AugmentConfig(crop_padding=4, flip="random"),
     )
+
+
+def run_resident(
+    root: Path, device: Any, *, seconds: float, cache: Path, compiled: bool = False
+) -> dict[str, float]:
+    """timm's model in a plain loop, on batches that cost what the engine's do."""
+    import torch
+
+    loader = build_resident_loader(root, device, cache=cache)
+    model = build_timm(len(loader.dataset.class_names), device)
+    step = make_timm_step(torch.compile(model) if compiled else model, device)
+    clock = Clock(device, seconds=seconds)
+    epoch = 0
+    while True:
+        for batch in loader.epoch(epoch):
+            step(batch.images, batch.labels)
+            if clock.tick():
+                return clock.report()
+        epoch += 1
+
+
+def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[float]]:
+    """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
+    from vit.model.vision_transformer import VisionTransformer
+    from vit.optim.optimizer import create_optimizer
+    from vit.optim.schedule import create_schedule
+    from vit.runtime.device import choose_precision
+    from vit.training.train_step import TrainStep
+
+    precision = choose_precision("auto", device)
+    loader = build_resident_loader(root, device, cache=cache)
 
     def train(step: Callable[[Any, Any], Any]) -> list[float]:
         return [
@@ -260,10 +289,10 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
                 build_timm(len(loader.dataset.class_names), device),
                 device,
                 weight_decay=0.0,
-                precision=of,
+                precision=loop_precision,
             )
         )
-        for name, of in (("float32", "float32"), ("plain", precision))
+        for name, loop_precision in (("float32", "float32"), ("plain", precision))
     }
     model = VisionTransformer(
         img_size=IMAGE_SIZE, num_classes=len(loader.dataset.class_names), **ARCHITECTURE
@@ -284,6 +313,8 @@ def main() -> None:
         choices=[
             "plain",
             "compiled",
+            "resident",
+            "resident-compiled",
             "engine",
             "engine-2",
             "engine-compiled",
@@ -310,6 +341,14 @@ def main() -> None:
             seconds=seconds,
             cache=options.cache,
             compiled=options.variant == "engine-compiled",
+        )
+    elif options.variant.startswith("resident"):
+        report = run_resident(
+            options.root,
+            device,
+            seconds=seconds,
+            cache=options.cache,
+            compiled=options.variant == "resident-compiled",
         )
     else:
         report = run_plain(

@@ -52,8 +52,9 @@ def test_tests_mirror_the_folders_of_the_package() -> None:
     folders = {
         path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")
     }
-    missing = [str(folder) for folder in folders if not (ROOT / "vit" / folder).is_dir()]
-    assert sorted(missing) == []
+    missing = {str(folder) for folder in folders if not (ROOT / "vit" / folder).is_dir()}
+    # what needs a GPU, of every folder, is one call of benchmarks/gpu.py
+    assert missing == {"cuda"}
 
 
 @pytest.mark.parametrize("version", ["3.11.0", "3.12.0", "3.13.0"])

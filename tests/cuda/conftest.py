@@ -1,0 +1,57 @@
+"""Tests that need a GPU; without one they are skipped.
+
+VIT_TEST_DEVICE=cpu runs what a CPU can of them, so that on the day that there is a GPU only the
+device is new: `VIT_TEST_DEVICE=cpu python -m pytest tests/cuda`.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+DEVICE = os.environ.get("VIT_TEST_DEVICE", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def device() -> torch.device:
+    """What the tests run on."""
+    if DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    return torch.device(DEVICE)
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    """A GPU, for what a CPU can't rehearse."""
+    if device.type != "cuda":
+        pytest.skip("only a GPU can show this")
+    return device
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """Without TF32, whose products have 10 bits of the mantissa."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    convolution = torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = matmul
+    torch.backends.cudnn.allow_tf32 = convolution
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty-six pictures of three classes."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for name in ("ant", "bee", "cow"):
+        (root / name).mkdir()
+        for number in range(12):
+            pixels = random.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root

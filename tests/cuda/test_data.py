@@ -1,0 +1,39 @@
+"""Batches made on a GPU, beside the CPU's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.test_on_device_loaders import AUGMENTS, PREPROCESS
+from vit.data.cache import decode_dataset
+from vit.data.loader import TrainLoader
+from vit.data.open import open_dataset
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+@pytest.mark.parametrize("pipeline", ["resident", "workers"])
+def test_batches_equal_the_cpus(
+    device: torch.device, photos: Path, tmp_path: Path, pipeline: str, name: str
+) -> None:
+    size = PREPROCESS.resize_size if pipeline == "resident" else None
+    source = open_dataset("folder", root=photos).split("all")
+    dataset = decode_dataset(source, size=size, cache_dir=tmp_path, progress=False)
+    batches = []
+    for place in (device, torch.device("cpu")):
+        loader = TrainLoader(
+            dataset,
+            batch_size=12,
+            seed=3,
+            device=place,
+            preprocess=PREPROCESS,
+            workers=0,
+            augment=AUGMENTS[name],
+        )
+        batches.append(list(loader.epoch(0)) + list(loader.epoch(1, image_size=(8, 12))))
+        loader.close()
+    for batch, expected in zip(*batches, strict=True):
+        assert batch.images.device.type == device.type
+        assert torch.equal(batch.labels.cpu(), expected.labels)
+        torch.testing.assert_close(batch.images.cpu(), expected.images, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(batch.targets.cpu(), expected.targets, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,161 @@
+"""Runs on a GPU: resumed to the same bytes, without a wait, and as a CUDA graph."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.conftest import flatten, read_metrics, run_until
+from vit.config import load_config
+from vit.factory.run import Run, build_run
+from vit.runtime.processes import Process
+from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+
+TINY = [
+    "data.name=digits",
+    "data.image_size=8",
+    "model.patch_size=2",
+    "model.embed_dim=64",
+    "model.depth=2",
+    "model.num_heads=1",
+    "model.drop_path_rate=0.2",
+    "augment.crop_padding=1",
+    "train.batch_size=128",
+    "train.epochs=2",
+    "train.ema_decay=0.9",
+    "train.clip_grad=1.0",
+    "train.attention_maps=0",
+]
+OPTIMIZERS = ["muon", "adamw", "sgd"]
+
+
+def make_run(
+    directory: Path, device: torch.device, *overrides: str, observers: list[Observer] | None = None
+) -> Run:
+    directory.mkdir(parents=True, exist_ok=True)
+    return build_run(
+        load_config(None, [*TINY, *overrides]),
+        directory=directory,
+        process=Process(),
+        device_name=str(device),
+        observers=[MetricsFile(directory), *(observers or [])],
+    )
+
+
+def read_state(run: Run) -> dict[str, Any]:
+    return flatten(run.trainer.train_step.state_dict())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_killed_run_is_resumed_to_the_same_bytes(
+    device: torch.device, tmp_path: Path, optimizer: str, compiled: bool
+) -> None:
+    if compiled and device.type != "cuda":
+        pytest.skip("compiled for the CPU elsewhere")
+    overrides = [
+        f"optimizer.name={optimizer}",
+        "train.checkpoint_every_steps=4",
+        f"train.compile={str(compiled).lower()}",
+    ]
+    whole = make_run(tmp_path / "whole", device, *overrides)
+    whole.trainer.train()
+
+    run_until(make_run(tmp_path / "broken", device, *overrides), 7)
+    resumed = make_run(tmp_path / "broken", device, *overrides)
+    assert resumed.trainer.resume()
+    assert resumed.trainer.progress.step == 4
+    resumed.trainer.train()
+
+    expected = read_state(whole)
+    state = read_state(resumed)
+    assert state.keys() == expected.keys()
+    different = [key for key in state if not torch.equal(state[key], expected[key])]
+    assert different == []
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")
+
+
+def test_kill_9_loses_nothing(device: torch.device, tmp_path: Path) -> None:
+    """Real processes, one of them killed."""
+    overrides = [*TINY, "optimizer.name=muon", "train.epochs=6", "train.checkpoint_every_steps=1"]
+    vit = [sys.executable, "-m", "vit", "train", "digits", *overrides, f"train.device={device}"]
+
+    def start(name: str, *options: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*vit, "--output", str(tmp_path / name), *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    whole = start("whole")
+    broken = start("broken")
+    deadline = time.monotonic() + 120
+    checkpoints = tmp_path / "broken" / "checkpoints"
+    while not any(path.name >= "step-00000020" for path in checkpoints.glob("step-*")):
+        assert broken.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    broken.send_signal(signal.SIGKILL)
+    assert broken.wait() == -signal.SIGKILL
+    assert start("broken", "--resume").wait() == 0
+    assert whole.wait() == 0
+    model = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert (tmp_path / "broken" / "model.safetensors").read_bytes() == model
+
+
+class WaitsRefused(Observer):
+    """CUDA refuses waits from the second step of an interval to its last but one."""
+
+    def __init__(self) -> None:
+        self.num_refusing = 0
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        step_of_interval = metrics["step"] % LOG_EVERY_STEPS
+        refuses = 1 <= step_of_interval < LOG_EVERY_STEPS - 1
+        self.num_refusing += refuses
+        torch.cuda.set_sync_debug_mode("error" if refuses else "default")
+
+
+def test_eighteen_of_twenty_steps_wait_for_nothing(cuda: torch.device, tmp_path: Path) -> None:
+    observer = WaitsRefused()
+    overrides = ["optimizer.name=muon", "train.batch_size=32", "train.epochs=1"]
+    run = make_run(tmp_path, cuda, *overrides, observers=[observer])
+    try:
+        run.trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert observer.num_refusing >= LOG_EVERY_STEPS - 2
+
+
+def test_a_captured_step_equals_the_eager_one(cuda: torch.device, tmp_path: Path) -> None:
+    """The whole step as a CUDA graph, replayed on other batches."""
+    from recipe_steps import capture
+
+    overrides = ["optimizer.name=muon", "model.drop_path_rate=0"]
+    steps = [
+        make_run(tmp_path / name, cuda, *overrides).trainer.train_step
+        for name in ("eager", "captured")
+    ]
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randn(128, 3, 8, 8, generator=generator).to(cuda),
+            torch.randint(10, (128,), generator=generator).to(cuda),
+        )
+        for _ in range(8)
+    ]
+    for step in steps:
+        for batch in batches[:3]:
+            step(*batch)
+    replay = capture(steps[1], *batches[0])
+    for batch in batches[3:]:
+        steps[0](*batch)
+        replay(*batch)
+    eager, captured = (flatten(step.state_dict()) for step in steps)
+    for key, expected in eager.items():
+        torch.testing.assert_close(captured[key], expected, rtol=1e-5, atol=1e-6)
