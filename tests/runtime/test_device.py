@@ -1,8 +1,12 @@
 """Devices and precisions by name."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from vit.runtime import device as device_module
 from vit.runtime.device import choose_device, choose_precision, cpu_multiplies_bfloat16
 
 
@@ -20,3 +24,99 @@ def test_auto_precision_is_what_the_processor_multiplies() -> None:
     expected = "bfloat16" if cpu_multiplies_bfloat16() else "float32"
     assert choose_precision("auto", torch.device("cpu")) == expected
     assert choose_precision("float32", torch.device("cpu")) == "float32"
+
+
+class Cards:
+    """What torch says of this machine's cards, and what it is told."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], kernels: str
+    ) -> None:
+        self.current = 0
+        self.asked_about: list[int] = []
+        answers: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: len(capabilities),
+            "current_device": lambda: self.current,
+            "set_device": self.set_device,
+            "device": self.select,
+            "get_device_capability": lambda device: capabilities[device.index],
+            "get_device_name": lambda device: f"card {device.index}",
+            "get_arch_list": kernels.split,
+            "is_bf16_supported": lambda including_emulation: capabilities[self.current] >= (8, 0),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def set_device(self, device: torch.device) -> None:
+        self.current = device.index
+
+    def select(self, device: torch.device) -> "Cards":
+        self.selected = device.index
+        return self
+
+    def __enter__(self) -> None:
+        self.before = self.current
+        self.current = self.selected
+
+    def __exit__(self, *_: object) -> None:
+        self.current = self.before
+
+
+def test_a_card_becomes_the_current_one_and_is_asked_for_its_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A T4 beside an A100."""
+    cards = Cards(monkeypatch, [(7, 5), (8, 0)], "sm_75 sm_80 sm_90")
+    assert choose_precision("auto", torch.device("cuda", 1)) == "bfloat16"
+    assert choose_precision("auto", torch.device("cuda", 0)) == "float32"
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert cards.current == 1
+    assert choose_device("auto") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="this machine has 2 CUDA devices"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "has_kernels"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # V100
+        ((6, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
+        ((8, 9), "sm_75 sm_80 sm_86 sm_90", True),  # L4, by the code for 8.6
+        ((12, 1), "sm_75 sm_80 sm_90 compute_90", True),  # later than all, by PTX
+        ((11, 0), "sm_75 sm_80 sm_90a", False),
+        ((9, 0), "gfx90a gfx942", True),  # an AMD card, whose names are others
+    ],
+)
+def test_a_card_without_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: str, has_kernels: bool
+) -> None:
+    Cards(monkeypatch, [capability], kernels)
+    if has_kernels:
+        assert choose_device("cuda") == torch.device("cuda", 0)
+        return
+    with pytest.raises(
+        ValueError, match="has no kernels for it; install a torch for an older CUDA"
+    ):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "reason"),
+    [("13.0", "driver 535.104.05 is too old for this torch, built for CUDA 13.0"), (None, "CUDA")],
+)
+def test_a_card_that_torch_cannot_use_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str | None, reason: str
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
+    monkeypatch.setattr(device_module, "_DRIVER_VERSION", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.warns(UserWarning, match=f"{reason}.*this run uses the CPU"):
+        assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match=f"train.device cuda: .*{reason}"):
+        choose_device("cuda")
+    # hidden on purpose
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == torch.device("cpu")

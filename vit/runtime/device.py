@@ -1,7 +1,9 @@
 """Which device and precision a run uses, how they are named, and copies to and from it."""
 
+import os
 import platform
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,31 +18,83 @@ from vit.runtime.arguments import check_choice, shorten
 
 T = TypeVar("T")
 
+# written by NVIDIA's driver where there is a card
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+
 
 def choose_device(name: str) -> torch.device:
-    """The device of a run.
+    """The device of a run. A GPU becomes torch's current device: otherwise pinned memory and random
+    numbers would open a second context, of 300 MB, on the first card.
 
     Args:
         name: auto (a GPU where there is one), cpu, cuda or cuda:N.
 
     Raises:
-        ValueError: the name is another one, or this machine has no such device.
+        ValueError: the name is another one, this machine has no such device, or the installed torch
+            has no kernels for it.
     """
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
+    if name == "auto" and not torch.cuda.is_available():
+        if reason := _explain_unused_gpu():
+            warnings.warn(f"{reason}; this run uses the CPU", stacklevel=2)
         return torch.device("cpu")
 
-    if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", name):
+    if name != "auto" and not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda or cuda:N")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"train.device {name}: no CUDA device is visible here; use auto or cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type == "cpu":
+        return device
+
+    if not torch.cuda.is_available():
+        reason = _explain_unused_gpu() or "no CUDA device is visible here"
+        raise ValueError(f"train.device {name}: {reason}; use auto or cpu")
+    if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    device = torch.device("cuda", index)
+    _check_kernels(device)
+    torch.cuda.set_device(device)
     return device
+
+
+def _explain_unused_gpu() -> str | None:
+    """Why torch can't use the NVIDIA card of this machine; None where there is no card."""
+    if not _DRIVER_VERSION.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if torch.version.cuda is None:
+        return (
+            "there is an NVIDIA GPU, but this torch was built without CUDA; install the build that "
+            "pytorch.org shows for pip and CUDA"
+        )
+    driver = re.search(r"\d+\.\d+[.\d]*", _DRIVER_VERSION.read_text())
+    version = driver[0] if driver else "unknown"
+    return (
+        f"there is an NVIDIA GPU, but its driver {version} is too old for this torch, built for CUDA "
+        f"{torch.version.cuda}; update the driver, or install a torch for an older CUDA"
+    )
+
+
+def _check_kernels(device: torch.device) -> None:
+    """Refuse a card that is older than those that the installed torch was compiled for, before a
+    kernel fails. Code for a card runs on later ones of the same major number; PTX ("compute_")
+    on all later ones."""
+    capability = torch.cuda.get_device_capability(device)
+    for architecture in torch.cuda.get_arch_list():
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
+        # of another kind than NVIDIA's
+        if match is None:
+            return
+        compiled_for = (int(match[2]), int(match[3]))
+        is_same_family = match[1] == "compute" or compiled_for[0] == capability[0]
+        if is_same_family and compiled_for <= capability:
+            return
+    name = torch.cuda.get_device_name(device)
+    raise ValueError(
+        f"{device} ({name}, compute capability {capability[0]}.{capability[1]}): torch "
+        f"{torch.__version__} has no kernels for it; install a torch for an older CUDA, such as "
+        "12.6, or use cpu"
+    )
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
@@ -57,7 +111,9 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     if name != "auto":
         return cast(Precision, name)
     if device.type == "cuda":
-        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+        # torch's own answer is of its current device
+        with torch.cuda.device(device):
+            is_native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         is_native = cpu_multiplies_bfloat16()
     return "bfloat16" if is_native else "float32"

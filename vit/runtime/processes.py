@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vit.runtime.arguments import first_line
+from vit.runtime.device import choose_device
 
 T = TypeVar("T")
 
@@ -100,8 +101,7 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
     backends = "gloo"
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         backends = "cpu:gloo,cuda:nccl"
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+        device = str(choose_device(f"cuda:{os.environ['LOCAL_RANK']}"))
     process = Process(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     store = _open_store(process)
     dist.init_process_group(
