@@ -85,7 +85,7 @@ def measure_pointing(
     for method in METHODS:
         _, _, (maps,) = compute_maps(model, images, methods=[method])
         accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
-    for fill, name in {"drop": "leave-one-out", "mean": "leave-one-out, mean fill"}.items():
+    for fill, name in {"auto": "leave-one-out", "mean": "leave-one-out, mean fill"}.items():
         predict = build_predictor(model, images, classes, grid=(GRID, GRID), fill=fill)
         falls = leave_one_out(predict, batch=len(images), patches=GRID**2, device=images.device)
         accuracy[name] = float((falls.argmax(dim=1) == glyphs).float().mean())

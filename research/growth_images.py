@@ -49,7 +49,8 @@ GALLERY = 6_000  # images, at most
 
 @cache
 def explain_one() -> tuple[Bundle, ImageResult]:
-    bundle, found, gallery = make_bundle(64), list[ImageResult](), Gallery((), num_images=GALLERY)
+    bundle, found = make_bundle(64), list[ImageResult]()
+    gallery = Gallery(bundle, num_images=GALLERY)
     item = ImageItem("photo", "photo", lambda: (Image.fromarray(draw_pixels(224)), "0" * 64))
     settings = ExplainOptions(methods=("rollout", "legrad"), batch_size=1, sanity_checks=False)
     explain_with(bundle, [item], settings, found.extend, token_bytes=gallery.token_bytes)
@@ -60,7 +61,7 @@ def write_gallery(count: int, folder: Path) -> Run:
     bundle, explained = explain_one()
 
     def run() -> int:
-        gallery = Gallery(bundle.class_names, num_images=count)
+        gallery = Gallery(bundle, num_images=count)
         for _ in range(count):
             gallery.add([explained])
         gallery.write(folder / "gallery.html", title="gallery")

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
 from vit.data.images import Preprocess, read_image
-from vit.explanation.explainer import explain_images
+from vit.api import explain
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
 from vit.options import ExplainOptions
@@ -108,7 +108,7 @@ def run_map(method: str) -> Callable[[int, Path], Run]:
         bundle, pixels = make_bundle(side), draw_pixels(side)
 
         def run() -> None:
-            explain_images(bundle, pixels, method, batch_size=1)
+            explain(bundle, pixels, methods=method, batch_size=1, sanity_checks=False)
 
         return run
 
@@ -123,7 +123,7 @@ def describe_tokens(side: int, folder: Path) -> Run:
     )
 
     def run() -> None:
-        gallery = Gallery(bundle.class_names, num_images=1)
+        gallery = Gallery(bundle, num_images=1)
         settings, budget = ExplainOptions(sanity_checks=False, batch_size=1), gallery.token_bytes
         explain_with(bundle, [item], settings, found.extend, token_bytes=budget)
 

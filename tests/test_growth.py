@@ -339,9 +339,13 @@ def test_rollout_of_every_token_holds_one_layer_of_heads_at_a_time(
         return made
 
     monkeypatch.setattr(AttentionLayer, "attention", watch)
-    found = token_details.measure_attention(forward, slice(1), 17 * 17)
-    assert len(found) == 1  # rollout alone
-    assert len(alive) == 6
+    # the lens of one class, pooled rows, and rollout alone
+    num_bytes = 4 * 6 * 17 + 6 * 3 * 17 + 17 * 17
+    found = token_details.measure_tokens(
+        forward, 0, targets=torch.tensor([0]), temperature=1.0, max_bytes=num_bytes
+    )
+    assert len(found.attention) == 1
+    assert len(alive) == 2 * 6  # once for the pooled rows, once for rollout
     assert most[0] <= 1
 
 

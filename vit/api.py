@@ -296,7 +296,7 @@ def explain(
         model: as of `vit.evaluate`.
         images: as of `vit.predict`. None: `count` images of the test split of the data that the
             model was trained on.
-        methods: names of methods (`vit attention --help` lists them); "best" is the one that
+        methods: names of methods (`vit explain --help` lists them); "best" is the one that
             `vit.measure_faithfulness` found.
         target: the class to explain: its name or index, "auto" for the predicted one, "all", or
             "top3".
@@ -310,8 +310,7 @@ def explain(
         random_weights: explain the same model untrained, a sanity check.
         output: a directory in which each batch is written as soon as it is explained. None:
             nothing is written.
-        formats: of the files in `output`: "png" (or "jpeg" or "webp"), "npz", "html",
-            "tensorboard".
+        formats: of the files in `output`: "png" (or "jpeg" or "webp"), "npz", "html".
         max_side: of a photo in the overlays, pixels; 0 for no limit.
         resume: continue an export into `output`; only the images that it lacks are in the result.
         overwrite: replace an earlier export in `output`.
@@ -501,7 +500,7 @@ def run_faithfulness(
         "versions": collect_versions(),
     }
     result = FaithfulnessResult(measurement, conditions, ids)
-    # the best of some methods, or of an untrained model, is no choice for `vit attention`
+    # the best of some methods, or of an untrained model, is no choice for `vit explain`
     if set(methods) == set(METHODS) and not options.random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result

@@ -108,16 +108,16 @@ class MapOptions:
         discard_ratio: rollout: fraction of the weakest attention dropped
         residual: rollout: weight of the residual connection
         start_layer: leave out the layers before this one
-        layer: raw: a layer, or all as one picture; -1 is the last
-        head: raw: a head, mean, or all as one picture
+        layer: raw: a layer; -1 is the last
+        head: raw: a head, or mean
     """
 
     head_fusion: str = "mean"
     discard_ratio: float = 0.0
     residual: float = 0.5
     start_layer: int = 0
-    layer: int | Literal["all"] = -1
-    head: int | Literal["mean", "all"] = "mean"
+    layer: int = -1
+    head: int | Literal["mean"] = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class ExplainOptions:
     Args:
         methods: one or more methods, separated by commas; best: the one that vit faithfulness found
         target: auto (the predicted one), a name, an index, all or top3
-        formats: png (or jpeg or webp), npz, html, tensorboard; separated by commas
+        formats: png (or jpeg or webp), npz, html; separated by commas
         sanity_checks: sanity checks of every map; default: up to 64 images
         count: how many, where no IMAGES are named
         batch_size: images at a time; default: 64 up to 64 pixels a side, else 16

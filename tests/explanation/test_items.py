@@ -9,12 +9,11 @@ import torch
 from PIL import Image
 
 from tests.explanation.model_zoo import build
+from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.explanation.explainer import explain_images
 from vit.explanation.items import clean_name, items_from_dataset, items_from_images, name_images
-from vit.explanation.methods.registry import MapOptions
 from vit.explanation.methods.targets import build_target_chooser
 
 
@@ -117,9 +116,8 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
     bundle = Bundle.from_model(model, class_names=list("abcde"), preprocess=Preprocess((32, 48)))
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     images = [Image.new(mode, (50, 40)) for mode in ("L", "RGBA", "P", "CMYK", "1")]
-    found = explain_images(
-        bundle, [*images, tmp_path / "red.png", str(tmp_path)], "gae", target="top3"
-    )
+    paths = [tmp_path / "red.png", str(tmp_path)]
+    found = explain(bundle, [*images, *paths], methods="gae", target="top3")
     assert found.maps["gae"].shape == (7, 3, 4, 6)
     assert found.targets.shape == (7, 3)
     for image in found.images:
@@ -127,8 +125,6 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
         assert all(0 <= result.prefix_mass <= 1 for result in image.maps)
         assert all(0 <= result.entropy <= np.log(24) + 1e-6 for result in image.maps)
     assert bundle.preprocess(images).shape == (5, 3, 32, 48)
-    sheet = explain_images(bundle, images, "raw", options=MapOptions(layer="all", head="all"))
-    assert sheet.maps["raw"].shape == (5, 3, 3, 4, 6)
 
 
 def test_the_reason_of_an_unreadable_file_names_the_file_alone(tmp_path: Path) -> None:

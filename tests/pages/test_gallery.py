@@ -18,7 +18,6 @@ from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.items import ImageItem, clean_name
-from vit.explanation.methods.registry import MapOptions
 from vit.explanation.writer import MapWriter
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions
@@ -51,7 +50,7 @@ def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[Im
 def write_gallery(
     folder: Path, bundle: Bundle, items: list[ImageItem], **settings: object
 ) -> tuple[Path, dict, dict[str, np.ndarray]]:
-    gallery = Gallery(bundle.class_names, num_images=len(items))
+    gallery = Gallery(bundle, num_images=len(items))
     choices = {
         "methods": ("rollout", "gae", "cdam"),
         "target": "top3",
@@ -169,19 +168,6 @@ def test_the_first_images_of_very_many_are_shown(
     assert [image["path"] for image in data["images"]] == list("abcd")
     assert "The first 4 of 8 images" in path.read_text()
     assert len(arrays) == 8 * (1 + 3 + 3)
-
-
-def test_a_sheet_of_heads_leaves_the_page_whole(tmp_path: Path) -> None:
-    options = MapOptions(layer="all", head="all")
-    _, data, _ = write_gallery(
-        tmp_path,
-        make_bundle(),
-        make_items(["a"]),
-        sanity_checks=False,
-        methods=("raw", "rollout"),
-        map_options=options,
-    )
-    assert [found["method"] for found in data["images"][0]["maps"]] == ["rollout"]
 
 
 # --- in the browser

@@ -36,7 +36,7 @@ SETTINGS = {
     "options": ExplainOptions(
         sanity_checks=True,
         methods=("rollout", "raw", "removal-gradient"),
-        map_options=MapOptions(head_fusion="max", discard_ratio=0.5, layer="all", head="all"),
+        map_options=MapOptions(head_fusion="max", discard_ratio=0.5, layer=0, head=1),
         batch_size=2,
     ),
 }

@@ -20,7 +20,7 @@ def faithfulness(
     Patches are removed in a map's order while the probability of the class is measured; maps are
     also compared with leave-one-out occlusion and with those of randomised weights. Writes
     faithfulness.json, .md, .png and .npz (the numbers of every image) and, where all methods are
-    measured, model.faithfulness.json beside the model file, for vit attention --method best.
+    measured, model.faithfulness.json beside the model file, for vit explain --method best.
 
     Args:
         model: model.safetensors, a training directory or timm:NAME

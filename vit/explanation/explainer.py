@@ -1,4 +1,4 @@
-"""The loop behind `vit attention` and `vit.explain`: images in, maps out, a batch at a time."""
+"""The loop behind `vit explain` and `vit.explain`: images in, maps out, a batch at a time."""
 
 import copy
 import warnings
@@ -11,59 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.layers import find_attention_layers
-from vit.explanation.faithfulness.sanity_checks import SanityCheck, check_maps
-from vit.explanation.items import ImageItem, clean_name, items_from_images
+from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
+from vit.explanation.items import ImageItem, clean_name
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.methods.targets import build_target_chooser, starts_with_predicted
 from vit.explanation.records import Explanations, ImageResult, MapResult
 from vit.explanation.render.overlay import FIXED_END, SCALES, ColourScale, fit_scale
 from vit.explanation.render.token_details import measure_tokens
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions, MapOptions
+from vit.options import ExplainOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import autocast, choose_precision, copy_to_device, copy_to_host
 from vit.runtime.progress import show_progress
 from vit.runtime.threads import BatchThreads
 
 _MAX_KEPT_PIXELS = 100_000_000  # of all images that wait to be explained and drawn
-
-
-def explain_images(
-    bundle: Bundle,
-    images: ImageInputs,
-    method: str = "rollout",
-    *,
-    target: int | str = "auto",
-    options: MapOptions | None = None,
-    batch_size: int = 32,
-) -> Explanations:
-    """Explain images with one method, without sanity checks.
-
-    Args:
-        bundle: the model, with its class names and preprocessing.
-        images: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
-        method: a name of `vit.explanation.methods.registry.METHODS`.
-        target: the classes to explain: "auto" (the predicted one), a class's name or index, "all"
-            or "top3".
-        options: of the method.
-        batch_size: images that are explained together.
-
-    Returns:
-        The explanations: `.maps[method]` is [images, rows, columns].
-
-    Raises:
-        ValueError: for an unknown method, option or class, and where no image can be read.
-    """
-    explain_options = ExplainOptions(
-        methods=(method,),
-        target=target,
-        sanity_checks=False,
-        batch_size=batch_size,
-        map_options=options or MapOptions(),
-    )
-    return Explainer(bundle, explain_options).explain(items_from_images(list_images(images)))
 
 
 def choose_explain_batch_size(image_size: tuple[int, int]) -> int:
@@ -95,8 +58,7 @@ class Explainer:
         # whatever can be wrong is said before any image is read
         find_methods(options.methods)
         check_choice(options.scale, SCALES, name="scale")
-        layers = find_attention_layers(bundle.model)
-        check_options(options.map_options, layers)
+        check_options(options.map_options, find_attention_layers(bundle.model))
         self.bundle = bundle
         self.device = next(bundle.model.parameters()).device
         self._precision = choose_precision(options.precision, self.device)
@@ -108,7 +70,6 @@ class Explainer:
             batch_size=self._batch_size,
             precision=self._precision,
         )
-        self._num_layers = len(layers) if options.map_options.layer == "all" else 1
         self._choose_targets = build_target_chooser(options.target, bundle.class_names)
         self._is_verified = False
 
@@ -153,33 +114,29 @@ class Explainer:
 
         with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
 
-            def decode_ahead(start: int) -> list[Future[tuple[ImageResult, np.ndarray]]]:
+            def decode_ahead(start: int) -> list[Future[ImageResult]]:
                 batch = items[start : start + self._batch_size]
                 return [pool.submit(self._decode, item, max_pixels) for item in batch]
 
             decoding = decode_ahead(0)
             for start in range(0, len(items), self._batch_size):
-                images = []
-                pixels = []
+                results = []
                 # a file that can't be read is named, and the others are explained
                 for item, future in zip(items[start:], decoding, strict=False):
                     try:
-                        image, image_pixels = future.result()
+                        results.append(future.result())
                     except (ValueError, OSError) as error:
                         unreadable.append((item.path, " ".join(str(error).split())))
-                    else:
-                        images.append(image)
-                        pixels.append(image_pixels)
                 num_items = len(decoding)
                 decoding = decode_ahead(start + self._batch_size)
 
-                if images:
-                    self._explain_batch(images, pixels, token_bytes())
+                if results:
+                    self._explain_batch(results, token_bytes())
                     for observe in observers:
-                        observe(images)
+                        observe(results)
                     # what was observed needs its pixels no more
                     explanations.images += [
-                        replace(image, image=None, tokens=None) for image in images
+                        replace(result, image=None, pixels=None, tokens=None) for result in results
                     ]
                 advance(num_items)
 
@@ -196,52 +153,42 @@ class Explainer:
         )
         return explanations
 
-    def _decode(self, item: ImageItem, max_pixels: int) -> tuple[ImageResult, np.ndarray]:
-        """An image, and its pixels as the model sees them, uint8 [H, W, 3]."""
+    def _decode(self, item: ImageItem, max_pixels: int) -> ImageResult:
         photo, sha256 = item.read()
-        preprocess = self.bundle.preprocess
-        image = ImageResult(
+        return ImageResult(
             item=item,
-            size=photo.size,
             sha256=sha256,
-            geometry=preprocess.geometry(photo.size),
-            input_size=preprocess.image_size[::-1],
+            geometry=self.bundle.preprocess.geometry(photo.size),
             image=photo if photo.width * photo.height <= max_pixels else None,
+            pixels=self.bundle.preprocess.to_uint8(photo),
         )
-        return image, preprocess.to_uint8(photo)
 
-    def _explain_batch(
-        self, images: Sequence[ImageResult], pixels: Sequence[np.ndarray], token_bytes: int
-    ) -> None:
+    def _explain_batch(self, results: Sequence[ImageResult], token_bytes: int) -> None:
         """Each thread explains a part of the batch."""
-        part_size = -(-len(images) // self._threads.count)
+        part_size = -(-len(results) // self._threads.count)
 
         def explain_part(start: int) -> None:
-            part = slice(start, start + part_size)
             model = self._models[start // part_size]
-            self._explain_part(images[part], pixels[part], model, token_bytes)
+            self._explain_part(results[start : start + part_size], model, token_bytes)
 
-        starts = range(0, len(images), part_size)
+        starts = range(0, len(results), part_size)
         if len(starts) == 1:
             explain_part(0)
         else:
             list(self._threads.map(explain_part, starts))
         # checking the capture waits for the device: the first batch is enough
         self._is_verified = True
-        _set_scales(images, self.options.scale)
+        _set_scales(results, self.options.scale)
 
     @torch.inference_mode(False)  # each thread has modes of its own
     def _explain_part(
-        self,
-        images: Sequence[ImageResult],
-        pixels: Sequence[np.ndarray],
-        model: nn.Module,
-        token_bytes: int,
+        self, results: Sequence[ImageResult], model: nn.Module, token_bytes: int
     ) -> None:
         """Add to each image its maps, what the model answered and the details of its tokens."""
         bundle = self.bundle
         options = self.options
-        batch = copy_to_device(torch.from_numpy(np.stack(pixels)), self.device)
+        pixels = np.stack([result.pixels for result in results if result.pixels is not None])
+        batch = copy_to_device(torch.from_numpy(pixels), self.device)
         with autocast(self.device, self._precision):
             forward, targets, maps = compute_maps(
                 model,
@@ -253,14 +200,10 @@ class Explainer:
                 block_tokens=token_bytes > 0,
                 verify=not self._is_verified,
             )
-            # layers and heads of a contact sheet are not explanations, so there is nothing to check
-            checked_maps = [method_maps for method_maps in maps if not method_maps.is_grid]
-            measured_checks = check_maps(
-                forward,
-                targets,
-                checked_maps if options.sanity_checks else [],
-                predicted_first=starts_with_predicted(options.target, bundle.class_names),
-            )
+            checks: list[list[MapChecks]] = [[] for _ in maps]
+            if options.sanity_checks:
+                predicted_first = starts_with_predicted(options.target, bundle.class_names)
+                checks = check_maps(forward, targets, maps, predicted_first=predicted_first)
         logits = forward.logits.detach()
         probabilities = (logits.float() / bundle.temperature).softmax(dim=1)
         tokens = []
@@ -273,78 +216,67 @@ class Explainer:
                     temperature=bundle.temperature,
                     max_bytes=token_bytes,
                 )
-                for row in range(len(images))
+                for row in range(len(results))
             ]
 
         # the only copy from the device, and the only time that the host waits for it
-        logits, probabilities, targets, maps, measured_checks, tokens = copy_to_host(
-            (logits, probabilities, targets, maps, measured_checks, tokens)
+        logits, probabilities, targets, maps, checks, tokens = copy_to_host(
+            (logits, probabilities, targets, maps, checks, tokens)
         )
-        for row, image in enumerate(images):
-            image.probabilities = probabilities[row].numpy()
-            image.targets = tuple(targets[row].tolist())
+        for row, result in enumerate(results):
+            result.probabilities = probabilities[row].numpy()
+            result.targets = tuple(targets[row].tolist())
             if tokens:
-                image.tokens = tokens[row]
-
-        # checks are in the order of the methods that are checked
-        checks = iter(measured_checks)
-        for method_maps in maps:
-            method_checks = [] if method_maps.is_grid else next(checks, [])
-            checks_by_class = [check.to_list() for check in method_checks]
-            self._add_maps(images, method_maps, logits, checks_by_class)
+                result.tokens = tokens[row]
+        for method_maps, method_checks in zip(maps, checks, strict=True):
+            checks_by_class = [class_checks.to_list() for class_checks in method_checks]
+            self._add_maps(results, method_maps, logits, checks_by_class)
 
     def _add_maps(
         self,
-        images: Sequence[ImageResult],
+        results: Sequence[ImageResult],
         maps: Maps,
         logits: Tensor,
         checks_by_class: list[list[SanityCheck]],
     ) -> None:
-        """Give each image its map of each class, or its layers and heads as one map."""
+        """Give each image the map of each class."""
         method = maps.method
-        for row, image in enumerate(images):
-            key = f"{image.item.name}.{method.name}"
-            values = maps.values[row].numpy()
-            prefix_mass = maps.prefix_mass[row]
-            entropy = maps.entropy[row]
-            if maps.is_grid:  # [layers · heads, rows, columns]
-                sheet = values.reshape(self._num_layers, -1, *values.shape[1:])
-                means = (float(prefix_mass.mean()), float(entropy.mean()))
-                image.maps.append(MapResult(method, key, sheet, *means))
-                continue
-
-            for column, class_values in enumerate(values):
-                result = MapResult(
-                    method, key, class_values, float(prefix_mass[column]), float(entropy[column])
+        for row, result in enumerate(results):
+            for column, values in enumerate(maps.values[row].numpy()):
+                map_result = MapResult(
+                    method=method,
+                    key=f"{result.item.name}.{method.name}",
+                    values=values,
+                    prefix_mass=float(maps.prefix_mass[row, column]),
+                    entropy=float(maps.entropy[row, column]),
                 )
                 if checks_by_class:
-                    result.sanity_check = checks_by_class[column][row]
+                    map_result.sanity_check = checks_by_class[column][row]
                 if method.class_specific:
-                    result.target = image.targets[column]
-                    result.logit = logits[row, result.target].item()
+                    map_result.target = result.targets[column]
+                    map_result.logit = logits[row, map_result.target].item()
                     # files of several classes of one image need the class in their names
                     if self.options.target != "auto":
-                        class_name = self.bundle.class_names[result.target]
-                        result.key += f".{clean_name(class_name)}"
-                image.maps.append(result)
+                        class_name = self.bundle.class_names[map_result.target]
+                        map_result.key += f".{clean_name(class_name)}"
+                result.maps.append(map_result)
 
 
-def _set_scales(images: Sequence[ImageResult], scale: str) -> None:
+def _set_scales(results: Sequence[ImageResult], scale: str) -> None:
     """Give each map its colour scale."""
-    results = [result for image in images for result in image.maps]
-    for result in results:
-        signed = result.method.signed
-        # on the fixed scale, maps of different images and batches compare; a contact sheet has no
-        # uniform map to be a multiple of
-        if scale == "fixed" and not result.is_grid:
+    maps = [map_result for result in results for map_result in result.maps]
+    for map_result in maps:
+        signed = map_result.method.signed
+        # on the fixed scale, maps of different images and batches compare
+        if scale == "fixed":
             low = -FIXED_END if signed else 0.0
-            result.scale = ColourScale(
+            map_result.scale = ColourScale(
                 low, FIXED_END, signed, "× uniform, fixed scale", relative=True
             )
         elif scale == "batch":
-            compared = [other.values for other in results if other.method is result.method]
-            result.scale = fit_scale(
-                compared, signed=signed, label=f"scale of {len(images)} images"
+            compared = [other.values for other in maps if other.method is map_result.method]
+            map_result.scale = fit_scale(
+                compared, signed=signed, label=f"scale of {len(results)} images"
             )
         else:
-            result.scale = fit_scale([result.values], signed=signed)
+            map_result.scale = fit_scale([map_result.values], signed=signed)

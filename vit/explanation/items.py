@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,9 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
     """A name for each path that no other has: its stem; with its folders; or with a hash of the
     path."""
     parts = [Path(path).parts for path in paths]
-    num_shared = 0  # folders at the front that all paths have
-    while parts and all(len(path) > num_shared + 1 for path in parts):
-        if len({path[num_shared] for path in parts}) > 1:
-            break
-        num_shared += 1
+    # folders at the front that all paths have
+    folders = zip(*(path[:-1] for path in parts), strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, folders))
 
     # from the shortest to the surest
     stems = [clean_name(Path(path).stem) for path in paths]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -13,30 +13,30 @@ from vit.data.images import Geometry
 from vit.explanation.faithfulness.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method
-from vit.explanation.render.overlay import ColourScale, relative_to_uniform
+from vit.explanation.render.overlay import ColourScale, PatchMap, relative_to_uniform
 from vit.explanation.render.token_details import TokenDetails
 from vit.options import ExplainOptions
 
 
 @dataclass
 class MapResult:
-    """One map of one image, or the maps of layers and heads as one contact sheet.
+    """One map of one image.
 
     Args:
         method: what made it.
         key: its name in maps.npz, and of its overlay without the suffix.
-        values: float32, [rows, columns], or [layers, heads, rows, columns] of a contact sheet.
-        prefix_mass: fraction of the relevance in prefix tokens; of a contact sheet, the mean.
-        entropy: nats, 0 to log(patches); of a contact sheet, the mean.
+        values: float32, [rows, columns].
+        prefix_mass: fraction of the relevance in prefix tokens.
+        entropy: nats, 0 to log(patches).
         target: the class it is about; None for a method that does not depend on the class.
         logit: of that class: some methods' maps grow with it.
-        sanity_check: None where it was not asked for, and of a contact sheet.
+        sanity_check: None where it was not asked for.
         scale: of its colours; set once all images of the batch are explained.
     """
 
     method: Method
     key: str
-    values: Float[np.ndarray, "*shape"]
+    values: PatchMap
     prefix_mass: float
     entropy: float
     target: int | None = None
@@ -45,12 +45,7 @@ class MapResult:
     scale: ColourScale | None = None
 
     @property
-    def is_grid(self) -> bool:
-        """Whether it is a contact sheet of layers and heads."""
-        return self.values.ndim == 4
-
-    @property
-    def shown_values(self) -> Float[np.ndarray, "*shape"]:
+    def shown_values(self) -> PatchMap:
         """The values in the unit of the scale."""
         is_relative = self.scale is not None and self.scale.relative
         return relative_to_uniform(self.values) if is_relative else self.values
@@ -62,11 +57,10 @@ class ImageResult:
 
     Args:
         item: the image as it was asked for.
-        size: (width, height) of the upright image.
         sha256: of its file, or of its pixels where it came from memory.
-        geometry: where the model's input lies on it.
-        input_size: (width, height) of what the model takes.
+        geometry: its size, and where the model's input lies on it.
         image: the upright RGB image; None for a large one, which `read_image` reads again.
+        pixels: as the model sees it, until the batch was observed.
         maps: in the order of the methods, of one method in the order of the classes.
         probabilities: of the classes, at the temperature of the model file.
         targets: the classes that are explained.
@@ -74,11 +68,10 @@ class ImageResult:
     """
 
     item: ImageItem
-    size: tuple[int, int]
     sha256: str
     geometry: Geometry
-    input_size: tuple[int, int]
     image: Image.Image | None
+    pixels: UInt8[np.ndarray, "H W 3"] | None
     maps: list[MapResult] = field(default_factory=list)
     probabilities: Float[np.ndarray, " C"] = field(default_factory=lambda: np.empty(0, np.float32))
     targets: tuple[int, ...] = ()
@@ -124,8 +117,7 @@ class Explanations:
     @property
     def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
         """Each method's maps, float32 on the patch grid: [n, rows, columns]; [n, T, rows, columns]
-        of T classes an image; [n, layers, heads, rows, columns] of the method raw with every layer
-        or head."""
+        of T classes an image."""
         maps = {}
         for name in self.options.methods:
             # a method that doesn't depend on the class has one map, whatever the others have

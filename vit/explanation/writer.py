@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
 from vit.explanation.records import ImageResult, MapResult
-from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, draw_sheet
+from vit.explanation.render.overlay import MAX_SIDE, draw_overlay
 from vit.options import ExplainOptions
+from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import read_arrays, write_arrays, write_atomically, write_text
 
@@ -26,7 +27,7 @@ SCHEMA_VERSION = 3
 ARRAYS_FILE = "maps.npz"
 MANIFEST_FILE = "manifest.json"
 PICTURE_FORMATS = ("png", "jpeg", "webp")
-FORMATS = (*PICTURE_FORMATS, "npz", "html", "tensorboard")
+FORMATS = (*PICTURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 # each time all images so far are written, so that of many it may take at most a fraction of the
@@ -77,8 +78,7 @@ class MapWriter:
 
     def __init__(self, output: str | Path, bundle: Bundle, options: ExplainOptions) -> None:
         for name in options.formats:
-            if name not in FORMATS:
-                raise ValueError(f"unknown --format {name!r}; known: {', '.join(FORMATS)}")
+            check_choice(name, FORMATS, name="--format")
         pictures = [name for name in options.formats if name in PICTURE_FORMATS]
         if len(pictures) > 1:
             choices = " and ".join(pictures)
@@ -211,7 +211,7 @@ class MapWriter:
             "path": image.item.path,
             "name": image.item.name,
             "sha256": image.sha256,
-            "size": list(image.size),
+            "size": list(image.geometry.original_size),
             "box": list(image.geometry.box),
             "predicted": self._describe_class(image, image.predicted),
             "grid": list(image.grid),
@@ -265,7 +265,7 @@ def draw_map(
     class_names: Sequence[str],
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
-    """The picture of one map, or the contact sheet of several, with its caption.
+    """The picture of one map with its caption.
 
     Args:
         image: the explained image.
@@ -281,18 +281,6 @@ def draw_map(
 
     # what the model said comes first, the map's own line below it
     predicted = f"predicted: {describe_class(image.predicted)}"
-    if result.is_grid:
-        num_layers, num_heads = result.values.shape[:2]
-        layers = [f"layer {layer}" for layer in range(num_layers)]
-        heads = [f"head {head}" for head in range(num_heads)]
-        return draw_sheet(
-            result.values,
-            layers=layers if num_layers > 1 else [""],
-            heads=heads if num_heads > 1 else ["mean"],
-            scale=scale,
-            caption=[predicted, result.method.title],
-        )
-
     about = "does not depend on the class"
     if result.target is not None:
         about = f"for {describe_class(result.target)}"

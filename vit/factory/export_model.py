@@ -11,7 +11,7 @@ from vit.bundle import Bundle, load_model
 from vit.data.open import open_for_model
 from vit.evaluation.images import load_images
 from vit.evaluation.schema import find_evaluation
-from vit.explanation.explainer import explain_images
+from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, find_items
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.explanation.render.overlay import save_overlay
@@ -20,7 +20,7 @@ from vit.export.formats import Form, export_bundle
 from vit.export.onnx_file import Input, OnnxOptions, WeightPrecision
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExportOptions
+from vit.options import ExplainOptions, ExportOptions
 
 
 def export_model(
@@ -122,8 +122,9 @@ def run_export(
     with suppress(OSError, ValueError):
         items = find_items(None, trained_on=trained_on, count=1)
     for item in items:
+        explainer = Explainer(bundle, ExplainOptions(sanity_checks=False))
+        (values,) = explainer.explain([item]).maps["rollout"]
         image, _ = item.read()
-        (values,) = explain_images(bundle, image).maps["rollout"]
         save_overlay(directory / "map.png", image, values, preprocess=bundle.preprocess)
     evaluation = find_evaluation(bundle.name, bundle.sha256)
     write_card(

@@ -9,6 +9,7 @@ import numpy as np
 from jinja2.utils import htmlsafe_json_dumps
 from PIL import Image
 
+from vit.bundle import Bundle
 from vit.explanation.faithfulness.sanity_checks import VERDICTS
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
@@ -17,9 +18,9 @@ from vit.pages.page import encode_picture, render_page
 from vit.runtime.files import write_text
 
 MAX_IMAGES = 200  # browsers don't open much larger pages
-_PAGE_BYTES = 4_880_000  # that a page of few images may have
-_IMAGE_BYTES = 305_000  # that each image may have in any page
-_PHOTO_BYTES = 42_700  # a JPEG of 32,000 bytes in base64
+# of `TokenDetails`: of all images of a page, and of each image in any page
+_PAGE_TOKEN_BYTES = 2_700_000
+_MIN_TOKEN_BYTES = 160_000
 _PHOTO_SIDE = 400  # pixels
 
 
@@ -27,21 +28,16 @@ class Gallery:
     """Collects explained images and writes them as one page.
 
     Args:
-        class_names: of the model.
+        bundle: the model.
         num_images: how many will be added; of few, more of their tokens is shown.
         best_method: the method that measured best for the model. The page opens on it, or else on
             the first.
     """
 
-    def __init__(
-        self, class_names: Sequence[str], *, num_images: int, best_method: str | None = None
-    ) -> None:
-        self._class_names = class_names
+    def __init__(self, bundle: Bundle, *, num_images: int, best_method: str | None = None) -> None:
+        self._bundle = bundle
         self._best_method = best_method
-        # few images may have more each than many
-        image_bytes = max(_IMAGE_BYTES, _PAGE_BYTES // max(num_images, 1))
-        # before base64 makes four characters of three bytes
-        self._token_bytes = 7 * (image_bytes - _PHOTO_BYTES) // 10
+        self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
         self._methods: list[str] = []
         self._summaries: list[dict[str, Any]] = []
         self._images: list[str] = []  # JSON, which the page decodes when it shows the image
@@ -67,7 +63,7 @@ class Gallery:
         # what all images share; each image is a JSON text of its own, decoded when it is shown
         page = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
-            "classes": list(self._class_names),
+            "classes": list(self._bundle.class_names),
             "verdicts": VERDICTS,
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
@@ -83,10 +79,8 @@ class Gallery:
 
     def _summarise(self, image: ImageResult) -> dict[str, Any]:
         """What the page finds, sorts and names an image by."""
-        # contact sheets are pictures of their own, and the page has its own view of heads
-        maps = [result for result in image.maps if not result.is_grid]
         verdicts: dict[str, str] = {}  # by method, of several classes the worst
-        for result in maps:
+        for result in image.maps:
             name = result.method.name
             verdict = VERDICTS[-1]
             if result.sanity_check is not None:
@@ -97,9 +91,11 @@ class Gallery:
             "path": _printable(image.item.path),
             "predicted": self._describe_class(image, image.predicted),
             "verdicts": verdicts,
-            "targets": sorted({result.target for result in maps if result.target is not None}),
+            "targets": sorted(
+                {result.target for result in image.maps if result.target is not None}
+            ),
             "specific": sorted(
-                {result.method.name for result in maps if result.method.class_specific}
+                {result.method.name for result in image.maps if result.method.class_specific}
             ),
             "layers": tokens.num_layers if tokens else 0,
             "heads": tokens.num_heads if tokens else 0,
@@ -112,13 +108,11 @@ class Gallery:
         left, top, right, bottom = image.geometry.box
         return {
             "photo": _encode_photo(image.read_image()),
-            "size": _shown_size(image.size),
+            "size": _shown_size(image.geometry.original_size),
             "box": [left / width, top / height, right / width, bottom / height],
-            "input": image.input_size,
+            "input": self._bundle.preprocess.image_size[::-1],
             "grid": image.grid,
-            "maps": [
-                self._describe_map(image, result) for result in image.maps if not result.is_grid
-            ],
+            "maps": [self._describe_map(image, result) for result in image.maps],
             "tokens": image.tokens and _describe_tokens(image.tokens, image.targets),
         }
 
@@ -148,7 +142,7 @@ class Gallery:
 
     def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:
         percent = round(100 * float(image.probabilities[index]), 1)
-        return {"index": index, "name": self._class_names[index], "percent": percent}
+        return {"index": index, "name": self._bundle.class_names[index], "percent": percent}
 
 
 def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, Any]:
@@ -189,16 +183,10 @@ def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _encode_photo(image: Image.Image) -> str:
-    """A JPEG of at most `_PHOTO_BYTES` as a data address, or of the lowest quality; small images
-    are not enlarged."""
+    """A JPEG as a data address; small images are not enlarged."""
     if max(image.size) > _PHOTO_SIDE:
         image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
-    # from good to just recognisable
-    for quality in (88, 75, 60):
-        text = encode_picture(image, quality=quality)
-        if len(text) <= _PHOTO_BYTES:
-            return text
-    return encode_picture(image, quality=40)
+    return encode_picture(image)
 
 
 def _printable(text: str) -> str:

@@ -50,8 +50,8 @@ def resize_picture(
     return picture.resize((width, height), Image.Resampling.LANCZOS)
 
 
-def encode_picture(picture: Image.Image, kind: str = "JPEG", *, quality: int = 80) -> str:
+def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
     """A picture as a data address."""
     file = io.BytesIO()
-    picture.save(file, format=kind, quality=quality, optimize=True)
+    picture.save(file, format=kind, quality=80, optimize=True)
     return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()

@@ -15,8 +15,10 @@ from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.prediction import Pixels
 from vit.evaluation.schema import Evaluation
-from vit.explanation.explainer import explain_images
+from vit.explanation.explainer import Explainer
+from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend, fit_scale
+from vit.options import ExplainOptions
 from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
@@ -96,7 +98,9 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
     # the pictures are already cut to the model's input
     uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
-    maps = explain_images(uncropped, photos, batch_size=16).maps["rollout"].numpy()
+    options = ExplainOptions(sanity_checks=False, batch_size=16)
+    explanations = Explainer(uncropped, options).explain(items_from_images(photos))
+    maps = explanations.maps["rollout"].numpy()
     overlays = []
     for photo, values in zip(photos, maps, strict=True):
         scale = fit_scale([values], signed=False)

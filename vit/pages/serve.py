@@ -1,5 +1,5 @@
 """A page on which a photo gets its classes and attention map, and `POST /predict`: `vit predict`
-and `vit attention` over HTTP. What a client sends is an image or is refused with one sentence;
+and `vit explain` over HTTP. What a client sends is an image or is refused with one sentence;
 nothing that it names is ever opened."""
 
 import asyncio

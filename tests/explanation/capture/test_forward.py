@@ -145,17 +145,18 @@ def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build
     assert (specific.values[:, 0] - specific.values[:, 1]).abs().max() > 1e-4
 
 
-def test_raw_heads_are_the_class_tokens_attention_and_sum_to_one_with_the_prefix(
-    ours: Build,
+@pytest.mark.parametrize("head", [2, "mean"])
+def test_raw_is_the_class_tokens_attention_and_sums_to_one_with_the_prefix(
+    ours: Build, head: int | str
 ) -> None:
     model, images = ours()
     with torch.no_grad(), capture_attention(model) as record:
         model(images)
-    options = MapOptions(layer="all", head="all")
+    options = MapOptions(layer=1, head=head)
     _, _, (maps,) = compute_maps(model, images, methods=["raw"], options=options)
-    assert maps.values.shape == (2, 9, 4, 6)  # 3 layers × 3 heads
-    expected = record.attentions[1][:, 2, 0, 1:]
-    assert (maps.values[:, 5].flatten(1) - expected).abs().max() < 1e-6
+    rows = record.attentions[1][:, :, 0, 1:]
+    expected = rows.mean(dim=1) if head == "mean" else rows[:, 2]
+    assert (maps.values[:, 0].flatten(1) - expected).abs().max() < 1e-6
     assert (maps.values.sum(dim=(-1, -2)) + maps.prefix_mass - 1).abs().max() < 1e-5
 
 

@@ -12,7 +12,6 @@ from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
     area_under,
-    build_classifier,
     build_predictor,
     deletion_curve,
     leave_one_out,
@@ -65,7 +64,7 @@ def test_rotary_models_are_refused_and_painted_over_instead(build: Build) -> Non
 @pytest.mark.parametrize(
     "family", ["ours", "ours-avg", "ours-registers-norms", "timm", "torchvision", "hugging-face"]
 )
-def test_images_embedded_once_give_the_logits_of_whole_forward_passes(
+def test_images_embedded_once_give_the_answers_of_whole_forward_passes(
     build: Build, family: str
 ) -> None:
     """Several removals of each image, more rows than a batch takes, beside one forward pass of each
@@ -73,15 +72,21 @@ def test_images_embedded_once_give_the_logits_of_whole_forward_passes(
     model, images = build(family)
     rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
     work: list[float] = []
-    grid, running = (rows, columns), {"batch_size": 1, "on_forward": work.append}
-    classify = build_classifier(model, images, grid=grid, fill="drop", **running)
+    predict = build_predictor(
+        model,
+        images,
+        torch.tensor([0, 1]),
+        grid=(rows, columns),
+        batch_size=1,
+        on_forward=work.append,
+    )
     generator = torch.Generator().manual_seed(0)
     kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
-    found = classify(kept)
+    found = predict(kept)
     for removal in range(3):
         with torch.no_grad(), keep_tokens(model, kept[2 * removal : 2 * removal + 2]):
             output = model(images)
-        expected = getattr(output, "logits", output)
+        expected = getattr(output, "logits", output).softmax(dim=1).diagonal()
         assert (found[2 * removal : 2 * removal + 2] - expected).abs().max() < 1e-5
     assert (found[:2] - found[2:4]).abs().max() > 1e-3
     prefix = capture_prefix(model)
@@ -98,9 +103,9 @@ def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
     handle = model.patch_embed.register_forward_pre_hook(
         lambda module, args: seen.append(len(args[0]))
     )
-    classify = build_classifier(model, images, grid=(4, 6))
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
     for kept in range(1, 24):
-        classify(torch.arange(kept).expand(10, -1))
+        predict(torch.arange(kept).expand(10, -1))
     handle.remove()
     assert sum(seen) == len(images)
 
@@ -118,12 +123,6 @@ def test_painting_leaves_kept_patches_their_pixels(ours: Build) -> None:
     assert (seen[0][0, :, :8, :8] - images[0, :, :8, :8]).abs().max() > 0.1
     assert torch.equal(seen[0][1, :, :8, :8], images[1, :, :8, :8])
     assert torch.isfinite(seen[0]).all()
-
-
-def test_an_unknown_fill_lists_the_known_ones(ours: Build) -> None:
-    model, images = ours()
-    with pytest.raises(ValueError, match="unknown fill 'black'; known: auto, drop, mean"):
-        build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill="black")
 
 
 def test_area_under_is_the_trapezoid_of_the_curve() -> None:

@@ -13,12 +13,13 @@ from vit.explanation.methods.rollout import attention_rollout
 from vit.explanation.render.token_details import (
     QuantisedRows,
     TokenDetails,
-    measure_attention,
     measure_tokens,
 )
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 PATCHES, LAYERS, HEADS, TOKENS = 24, 3, 3, 25
+# bytes of what comes before attention: the lens of two classes, and pooled rows
+BEFORE = 5 * LAYERS * TOKENS + LAYERS * HEADS * TOKENS
 
 
 def collect(forward: Forward, image: int = 1, *, budget: int = 10**6) -> TokenDetails:
@@ -146,7 +147,7 @@ def test_what_does_not_fit_is_left_out_in_order(
     ours: Build, matrices: int, names: list[tuple[int | None, int | None]]
 ) -> None:
     model, images = ours()
-    found = measure_attention(run_forward(model, images), slice(1), matrices * TOKENS**2)
+    found = collect(run_forward(model, images), budget=BEFORE + matrices * TOKENS**2).attention
     kinds = [
         (each.layer, each.head)
         for each in found
@@ -159,12 +160,11 @@ def test_what_does_not_fit_is_left_out_in_order(
 def test_layers_or_heads_that_do_not_all_fit_are_all_left_out(ours: Build) -> None:
     model, images = ours()
     forward = run_forward(model, images)
-    without_last_layer = LAYERS * TOKENS**2
-    assert [each.layer for each in measure_attention(forward, slice(1), without_last_layer)] == [
-        None
-    ]
-    without_last_head = (LAYERS + LAYERS * HEADS) * TOKENS**2
-    details = measure_attention(forward, slice(1), without_last_head)
+    without_last_layer = BEFORE + LAYERS * TOKENS**2
+    details = collect(forward, budget=without_last_layer).attention
+    assert [each.layer for each in details] == [None]
+    without_last_head = BEFORE + (LAYERS + LAYERS * HEADS) * TOKENS**2
+    details = collect(forward, budget=without_last_head).attention
     assert [each.layer for each in details] == [None, 0, 1, 2]
     assert {each.rows.values.shape for each in details} == {(TOKENS, TOKENS)}
 

@@ -19,6 +19,7 @@ from vit.explanation.faithfulness.map_metrics import PerImage, find_order
 from vit.explanation.faithfulness.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
+    Fill,
     Predict,
     area_under,
     build_predictor,
@@ -159,7 +160,7 @@ class Benchmark:
         self._record("srg_mean", list(maps_by_name), insertion - deletion)
 
     def _compute_areas(
-        self, maps: Float[Tensor, "M n rows columns"], *, fill: str
+        self, maps: Float[Tensor, "M n rows columns"], *, fill: Fill
     ) -> tuple[Float[Tensor, " Mn"], Float[Tensor, " Mn"]]:
         """Areas below the probability while patches are removed in the maps' order (deletion), and
         while they are added to nothing (insertion; Petsiuk et al. 2018). Their difference is the
@@ -239,7 +240,7 @@ class Benchmark:
         classes: Int[Tensor, " n"],
         *,
         task: str,
-        fill: str = "auto",
+        fill: Fill = "auto",
         precision: Precision = "float32",
     ) -> Predict:
         return build_predictor(

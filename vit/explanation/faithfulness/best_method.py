@@ -1,5 +1,5 @@
 """Which method measured best for a model: kept beside its file by `vit faithfulness`, read by `vit
-attention`."""
+explain`."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -8,6 +8,7 @@ the mean colour is there to compare, and for models that need all of their token
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,50 +19,48 @@ from vit.explanation.capture.forward import Grid, Images
 from vit.explanation.capture.tokens import can_drop_tokens, change_tokens, keep_tokens
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import check_choice
 from vit.runtime.device import Precision, autocast
 
-FILLS = ("auto", "drop", "mean")
+# drop tokens where the model allows it, else paint; or always paint
+Fill = Literal["auto", "mean"]
 # of the patches removed, of deletion curves: 0 to 0.9
 FRACTIONS = tuple(step / 10 for step in range(10))
 
 # row r is about image r modulo B: any number of removals from each of the B images, together.
-Classify = Callable[[Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, " R"]]
 
 
 @torch.no_grad()
-def build_classifier(
+def build_predictor(
     model: nn.Module,
     images: Images,
+    classes: Int[Tensor, " B"],
     *,
     grid: Grid,
-    fill: str = "auto",
+    fill: Fill = "auto",
+    precision: Precision = "float32",
     batch_size: int = 64,
     on_forward: Callable[[float], object] = lambda forwards: None,
-) -> Classify:
-    """Build a function from the patches that are kept to logits.
+) -> Predict:
+    """Build a function from the patches that are kept to the probability of each image's class.
 
     Images are embedded once, and what keeps every patch is computed once.
 
     Args:
         model: a classifier; its capture is known to work.
         images: normalised, [B, 3, H, W], on the model's device.
+        classes: of each image, [B].
         grid: rows and columns of patches.
-        fill: "drop" leaves the tokens of the other patches out, "mean" paints their pixels with
-            the image's mean colour, "auto" is "drop" where the model allows it, else "mean".
+        fill: "auto" leaves the tokens of the other patches out where the model allows it; "mean"
+            paints their pixels with the image's mean colour.
+        precision: of the forward passes.
         batch_size: whole images at a time; of images with few tokens so many more.
         on_forward: is called with the work done, 1 for each whole image.
 
     Returns:
-        A function from kept patches [R, kept], R a multiple of B, to logits [R, C].
-
-    Raises:
-        ValueError: `fill` is not one of `FILLS`.
+        A function from kept patches [R, kept], R a multiple of B, to probabilities [R].
     """
-    check_choice(fill, FILLS, name="fill")
-    if fill == "auto":
-        fill = "drop" if can_drop_tokens(model) else "mean"
+    drops_tokens = fill == "auto" and can_drop_tokens(model)
     num_patches = grid[0] * grid[1]
     every_patch = torch.arange(num_patches, device=images.device)
     all_tokens: list[Tensor] = []
@@ -73,10 +72,11 @@ def build_classifier(
 
     # whole images once: their logits, and the tokens that enter the encoder
     for batch in torch.split(images, batch_size):
-        with ExitStack() as hooks:
-            if fill == "drop":
-                hooks.enter_context(keep_tokens(model, every_patch.expand(len(batch), -1)))
-                hooks.enter_context(change_tokens(model, record_tokens))
+        with ExitStack() as contexts:
+            contexts.enter_context(autocast(images.device, precision))
+            if drops_tokens:
+                contexts.enter_context(keep_tokens(model, every_patch.expand(len(batch), -1)))
+                contexts.enter_context(change_tokens(model, record_tokens))
             all_logits.append(compute_logits(model, batch))
     logits_of_whole = torch.cat(all_logits)
     tokens_of_whole = torch.cat(all_tokens) if all_tokens else None
@@ -100,8 +100,7 @@ def build_classifier(
         with change_tokens(model, lambda embedded_again: tokens):
             return compute_logits(model, images[rows])
 
-    @torch.no_grad()
-    def classify(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
+    def compute_removals(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
         # every patch is kept, in whatever order
         if kept.shape[1] == num_patches:
             return logits_of_whole.repeat(len(kept) // len(images), 1)
@@ -118,37 +117,11 @@ def build_classifier(
             on_forward(work_per_row * len(rows))
         return torch.cat(logits)
 
-    return classify
-
-
-def build_predictor(
-    model: nn.Module,
-    images: Images,
-    classes: Int[Tensor, " B"],
-    *,
-    grid: Grid,
-    fill: str = "auto",
-    precision: Precision = "float32",
-    batch_size: int = 64,
-    on_forward: Callable[[float], object] = lambda forwards: None,
-) -> Predict:
-    """Build a function from the patches that are kept to the probability of each image's class.
-
-    Args:
-        classes: of each image, [B].
-        precision: of the forward passes.
-        model, images, grid, fill, batch_size, on_forward: as of `build_classifier`.
-    """
-    device = images.device
-    with autocast(device, precision):
-        classify = build_classifier(
-            model, images, grid=grid, fill=fill, batch_size=batch_size, on_forward=on_forward
-        )
-
+    @torch.no_grad()
     def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
-        with autocast(device, precision):
-            logits = classify(kept).float()
-        row_classes = classes.repeat(len(logits) // len(classes))[:, None]
+        with autocast(images.device, precision):
+            logits = compute_removals(kept).float()
+        row_classes = classes.repeat(len(kept) // len(classes))[:, None]
         return logits.softmax(dim=1).gather(1, row_classes)[:, 0]
 
     return predict

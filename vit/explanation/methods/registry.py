@@ -43,7 +43,7 @@ class Method:
         name: what `--method` takes.
         title: what legends say.
         compute: takes the forward pass, a class of each image [B] and the options, and returns
-            [B, N] (prefix tokens included), or [B, K, N] for the K maps of a contact sheet.
+            [B, N], prefix tokens included.
         class_specific: whether the maps depend on the class.
         signed: whether values below zero speak against the class.
         libra: whether it takes the gradients of a forward pass within `LibraGradients`.
@@ -61,18 +61,13 @@ class Method:
 
 
 class Maps(NamedTuple):
-    """Maps of one method: T classes, or T maps of a contact sheet, of each image; T is 1 for a
-    method that does not depend on the class."""
+    """Maps of one method: of T classes of each image; T is 1 for a method that does not depend on
+    the class."""
 
     method: Method
     values: Float[Tensor, "B T rows columns"]  # float32
     prefix_mass: Float[Tensor, "B T"]  # fraction of the relevance in prefix tokens, 0 to 1
     entropy: Float[Tensor, "B T"]  # nats, 0 to log(patches)
-
-    @property
-    def is_grid(self) -> bool:
-        """Whether these are layers and heads, not explanations of classes."""
-        return not self.method.class_specific and self.values.shape[1] > 1
 
 
 @torch.inference_mode(False)
@@ -157,7 +152,7 @@ def find_methods(names: Sequence[str]) -> list[Method]:
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
     """Raise ValueError for an option that a model with these layers has no use for."""
     check_rollout_options(options, len(layers))
-    if options.layer != "all" and not -len(layers) <= options.layer < len(layers):
+    if not -len(layers) <= options.layer < len(layers):
         raise ValueError(
             f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers"
         )
@@ -173,8 +168,7 @@ def _compute_method(
     relevance = torch.stack(
         [method.compute(forward, column, options).detach() for column in classes.unbind(dim=1)],
         dim=1,
-    )
-    relevance = relevance.flatten(1, -2)  # [B, T, N]
+    )  # [B, T, N]
     values, prefix_mass = split_prefix(
         relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
     )
@@ -186,23 +180,15 @@ def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
 
 
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    """What the pooled feature attends to, uᵀA, as [B, layers · heads, N]."""
-    layers = forward.record.layers
-    if options.layer != "all":
-        layers = [layers[options.layer]]
+    """What the pooled feature attends to in one layer, uᵀA."""
+    layer = forward.record.layers[options.layer]
     pool_weights = forward.pool_weights[:, None, None].float()  # [B, 1, 1, N]
-
-    def attend(layer: AttentionLayer) -> Float[Tensor, "B H N"]:
-        return in_chunks(
-            layer, lambda images: (pool_weights[images] @ layer.attention(images).float())[:, :, 0]
-        )
-
-    rows = torch.stack([attend(layer) for layer in layers], dim=1)  # [B, L, H, N]
+    rows = in_chunks(
+        layer, lambda images: (pool_weights[images] @ layer.attention(images).float())[:, :, 0]
+    )  # [B, H, N]
     if options.head == "mean":
-        rows = rows.mean(dim=2, keepdim=True)
-    elif options.head != "all":
-        rows = rows[:, :, options.head : options.head + 1]
-    return rows.flatten(1, 2)
+        return rows.mean(dim=1)
+    return rows[:, options.head]
 
 
 # from the mean colour: what painting a patch over removes

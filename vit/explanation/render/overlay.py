@@ -32,8 +32,6 @@ _FONT_SIZE = 14
 _LINE = 19
 _BAR_WIDTH = 96
 _BAR_HEIGHT = 12
-_TILE = 96  # of a contact sheet
-_LABEL_WIDTH = 64
 _WARNING_INK = "#b00020"
 
 
@@ -133,7 +131,7 @@ def blend(
 ) -> Image.Image:
     """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own. The
     opacity of a signed map goes with its magnitude: where it is zero, the photo is visible."""
-    placed, coverage = place_map(values, geometry, size=photo.size, smooth=True)
+    placed, coverage = place_map(values, geometry, size=photo.size)
     if scale.signed:
         strength = np.clip(np.abs(placed) / (scale.high or 1), 0, 1)
         # from the middle of each half of the colours on: paler ones would whiten the photo
@@ -149,16 +147,15 @@ def blend(
 
 
 def place_map(
-    values: PatchMap, geometry: Geometry, *, size: tuple[int, int], smooth: bool
+    values: PatchMap, geometry: Geometry, *, size: tuple[int, int]
 ) -> tuple[Float[np.ndarray, "height width"], Float[np.ndarray, "height width"]]:
-    """Lay a map on an image that shows the whole upright original.
+    """Lay a map on an image that shows the whole upright original, interpolated between the
+    patches' centres.
 
     Args:
         values: the map, [rows, columns].
         geometry: where the model's input lies on the original.
         size: (width, height) of the image.
-        smooth: interpolate between the patches' centres; otherwise a pixel has the value of the
-            patch it lies in.
 
     Returns:
         The values (0 outside the box that the model saw) and the coverage, 1 inside it and 0
@@ -167,8 +164,8 @@ def place_map(
     left, top, right, bottom = map(float, geometry.box)
     width, height = geometry.original_size
     rows, columns = values.shape
-    across = _axis_weights(size[0], width, start=left, stop=right, cells=columns, smooth=smooth)
-    down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows, smooth=smooth)
+    across = _axis_weights(size[0], width, start=left, stop=right, cells=columns)
+    down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows)
     # not by @: numpy's threads for products would wait, busily, on the cores that the model works
     # on
     lines = np.einsum("hr,rc->hc", down, values.astype(np.float64))
@@ -180,20 +177,18 @@ def place_map(
 
 @lru_cache(maxsize=64)  # for photos of the same size
 def _axis_weights(
-    pixels: int, original: int, *, start: float, stop: float, cells: int, smooth: bool
+    pixels: int, original: int, *, start: float, stop: float, cells: int
 ) -> Float[np.ndarray, "pixels cells"]:
     """How much of each cell a pixel shows along one axis; a row of zeros for a pixel outside start
     … stop."""
     in_original = (np.arange(pixels) + 0.5) * original / pixels
     position = (in_original - start) / (stop - start) * cells  # cell i: i to i + 1
-    inside = np.flatnonzero((position >= 0) & (position < cells))
-    weights = np.zeros((pixels, cells))
-    for cell, one_hot in enumerate(np.eye(cells)):
-        if smooth:
-            weights[inside, cell] = np.interp(position[inside] - 0.5, np.arange(cells), one_hot)
-        else:
-            weights[inside, cell] = position[inside].astype(int) == cell
-    return weights
+    is_inside = (position >= 0) & (position < cells)
+    weights = [
+        is_inside * np.interp(position - 0.5, np.arange(cells), one_hot)
+        for one_hot in np.eye(cells)
+    ]
+    return np.stack(weights, axis=1)
 
 
 def fit_scale(
@@ -239,36 +234,6 @@ def draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> 
     # Pillow colours faster than numpy, and without the GIL
     picture.putpalette(palette(signed=scale.signed).tobytes())
     return picture.convert("RGB")
-
-
-def draw_sheet(
-    tiles: Float[np.ndarray, "layers heads rows columns"],
-    *,
-    layers: Sequence[str],
-    heads: Sequence[str],
-    scale: ColourScale,
-    caption: Sequence[str],
-) -> Image.Image:
-    """A contact sheet: a row of maps for each layer, a column for each head, patches as squares."""
-    rows, columns = tiles.shape[-2:]
-    cell = max(_TILE // max(rows, columns), 1)
-    tile_size = (columns * cell, rows * cell)
-    width = tile_size[0] + 4
-    height = tile_size[1] + 4
-    size = (_LABEL_WIDTH + width * len(heads), _LINE + height * len(layers))
-    page = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(page)
-    for column, head in enumerate(heads):
-        place = (_LABEL_WIDTH + column * width, 0)
-        draw.text(place, _shorten(head, width), fill="black", font=_font())
-    for row, layer in enumerate(layers):
-        top = _LINE + row * height
-        draw.text((0, top), layer, fill="black", font=_font())
-        for column in range(len(heads)):
-            tile = draw_heat(tiles[row, column], scale)
-            tile = tile.resize(tile_size, Image.Resampling.NEAREST)
-            page.paste(tile, (_LABEL_WIDTH + column * width, top))
-    return _add_text(page, scale=scale, caption=caption, warnings=())
 
 
 def _add_text(

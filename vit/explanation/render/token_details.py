@@ -2,6 +2,7 @@
 shows of a token. A row of attention is stored as 8-bit fractions of its maxima. What does not fit
 the given bytes is left out: single heads first, then layers, then rollout."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -70,59 +71,53 @@ def measure_tokens(
     """
     layers = forward.record.layers
     num_heads = layers[0].num_heads
+    num_tokens = layers[0].num_tokens
     one = slice(image, image + 1)
+    targets = targets[:MAX_LENS_TARGETS]
 
-    remaining = max_bytes
-    lens = _compute_lens(forward, image, targets[:MAX_LENS_TARGETS], temperature)
-    if lens is not None:
-        # two bytes a class, one a probability
-        size = (3 + len(lens.target_probabilities)) * lens.classes.numel()
-        if size > remaining:
-            lens = None
-        else:
-            remaining -= size
+    # bytes of each part; of the lens, two a class and one a probability
+    sizes = {
+        "lens": (3 + len(targets)) * len(layers) * num_tokens,
+        "pooled": len(layers) * num_heads * num_tokens,
+        "rollout": num_tokens**2,
+        "layers": len(layers) * num_tokens**2,
+        "heads": len(layers) * num_heads * num_tokens**2,
+    }
+    totals = zip(sizes, accumulate(sizes.values()), strict=True)
+    parts = {name for name, total in totals if total <= max_bytes}
 
+    lens = None
+    if "lens" in parts:
+        lens = _compute_lens(forward, image, targets, temperature)
     pooled = None
-    size = len(layers) * num_heads * layers[0].num_tokens
-    if size <= remaining:
-        remaining -= size
+    if "pooled" in parts:
         pool_weights = at_least_float32(forward.pool_weights[one])[:, None, None]
-        rows = [
+        pooled_rows = [
             (pool_weights @ at_least_float32(layer.attention(one)))[0, :, 0] for layer in layers
         ]
-        pooled = _quantise(torch.cat(rows), forward)  # [L·H, N]
+        pooled = _quantise(torch.cat(pooled_rows), forward)  # [L·H, N]
+    attention = []
+    if "rollout" in parts:
+        # fused one layer after another: of 4,096 tokens the heads of all layers would take 10 GB
+        fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
+        rollout = attention_rollout(fused)[0]
+        attention.append(TokenAttention(None, None, _quantise(rollout, forward)))
+    if "layers" in parts:
+        for number, mean in enumerate(fused):
+            attention.append(TokenAttention(number, None, _quantise(mean[0, 0], forward)))
+    if "heads" in parts:
+        for number, layer in enumerate(layers):
+            for head, rows in enumerate(layer.attention(one)[0]):  # [N, N]
+                attention.append(TokenAttention(number, head, _quantise(rows, forward)))
 
     return TokenDetails(
         num_layers=len(layers),
         num_heads=num_heads,
         prefix_names=_name_prefix_tokens(forward),
-        attention=measure_attention(forward, one, remaining),
+        attention=attention,
         pooled=pooled,
         lens=lens,
     )
-
-
-def measure_attention(forward: Forward, one: slice, max_bytes: int) -> list[TokenAttention]:
-    """Rollout of one image, then each layer's attention, then each head's: each whole or not at
-    all, in `max_bytes`."""
-    layers = forward.record.layers
-    max_matrices = max_bytes // layers[0].num_tokens ** 2
-    has_layers = max_matrices >= 1 + len(layers)
-    has_heads = max_matrices >= 1 + len(layers) * (1 + layers[0].num_heads)
-    if max_matrices < 1:
-        return []
-
-    # fused one layer after another: of 4,096 tokens the heads of all layers would take 10 GB
-    fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
-    rollout = attention_rollout(fused)[0]
-    details = [TokenAttention(None, None, _quantise(rollout, forward))]
-    head_details = []
-    for number, layer in enumerate(layers if has_layers else []):
-        attention = layer.attention(one)[0]  # [H, N, N]
-        details.append(TokenAttention(number, None, _quantise(attention.mean(dim=0), forward)))
-        for head, rows in enumerate(attention if has_heads else []):
-            head_details.append(TokenAttention(number, head, _quantise(rows, forward)))
-    return details + head_details
 
 
 @torch.no_grad()
