@@ -17,7 +17,7 @@ from vit.model.model_file import MODEL_FILE as MODEL_FILE
 from vit.model.model_file import Hashes, ModelFile, hash_weights, read_model_file, write_model_file
 from vit.model.model_info import count_classes, find_class_names, find_preprocess
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import build_to_fit, check_fit, load_weights
+from vit.model.weights import build_to_fit, check_fit
 from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
@@ -169,8 +169,10 @@ def load_bundle(
         )
     if model is None:
         model = _build_to_fit(content, origin=str(path))
+    else:
+        check_fit(model, content.weights, origin=str(path))
     if not random_weights:
-        load_weights(model, content.weights, origin=str(path))
+        model.load_state_dict(content.weights)
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),

@@ -141,8 +141,8 @@ class ModelConfig(_Section):
     num_heads: int = Field(3, gt=0)
     mlp_ratio: float = Field(4.0, gt=0, le=64)
     mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
-    global_pool: Literal["token", "avg", "attention", "max"] = "token"
-    pos_embed: Literal["learned", "sincos", "none"] = "learned"
+    global_pool: Literal["token", "avg"] = "token"
+    pos_embed: Literal["learned", "sincos"] = "learned"
     reg_tokens: int = Field(0, ge=0, le=8)
     qkv_bias: bool = True
     qk_norm: bool = False

@@ -184,7 +184,6 @@ class ExportOptions:
 
     Args:
         to: the form to write
-        input: of onnx: RGB pixels of any size, or what the model takes
         precision: of onnx's weights; int8 is evaluated
         attention: of onnx: rollout maps as a second output
         data: a data set, folder or shards; default: what the model was trained on
@@ -194,7 +193,6 @@ class ExportOptions:
     """
 
     to: Literal["onnx", "timm", "huggingface"] = "onnx"
-    input: Literal["uint8", "normalised"] = "uint8"
     precision: Literal["float32", "int8"] = "float32"
     attention: bool = False
     # last, since they are for int8 alone

@@ -127,10 +127,6 @@ def _hugging_face(
 MODELS: dict[str, TinyModel] = {
     "ours": _ours("VisionTransformer"),
     "ours-avg": _ours('VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg"),
-    "ours-attention": _ours(
-        'VisionTransformer, global_pool="attention"', _ATTENTION, global_pool="attention"
-    ),
-    "ours-max": _ours('VisionTransformer, global_pool="max"', _MAXIMUM, global_pool="max"),
     "ours-distilled": _ours("VisionTransformer, distilled", _CLASSES, distilled=True),
     "ours-registers-norms": _ours(
         "VisionTransformer, registers", reg_tokens=4, qk_norm=True, attention_backend="auto"
@@ -139,6 +135,7 @@ MODELS: dict[str, TinyModel] = {
     "timm-avg": _timm(
         'VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg", class_token=False
     ),
+    "timm-max": _timm('VisionTransformer, global_pool="max"', _MAXIMUM, global_pool="max"),
     "timm-map": _timm(
         'VisionTransformer, global_pool="map"', _ATTENTION, global_pool="map", class_token=False
     ),

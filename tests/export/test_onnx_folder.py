@@ -175,7 +175,7 @@ def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder
         assert probabilities.sum(axis=1) == pytest.approx(np.ones(len(given)), abs=1e-5)
 
 
-@pytest.mark.parametrize("pool", ["token", "avg", "max", "attention"])
+@pytest.mark.parametrize("pool", ["token", "avg"])
 def test_the_traced_rollout_is_that_of_explain(
     pool: str, save_model: SaveModel, tmp_path: Path
 ) -> None:
@@ -196,9 +196,7 @@ def digits(tiny_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_run, tmp_path / "digits"))
 
 
-@pytest.mark.parametrize("input", ["normalised", pytest.param("uint8", marks=pytest.mark.extended)])
 def test_int8_comes_with_its_accuracy(
-    input: str,
     digits: Path,
     tmp_path: Path,
     cli: Launcher,
@@ -207,8 +205,7 @@ def test_int8_comes_with_its_accuracy(
     cli.succeed("evaluate", digits, "--output", tmp_path / "evaluation", "--precision", "float32")
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     capfd.readouterr()
-    options = ("--precision", "int8", "--input", input)
-    outcome = cli.succeed("export", digits, "--output", tmp_path / "out", *options)
+    outcome = cli.succeed("export", digits, "--output", tmp_path / "out", "--precision", "int8")
     assert len(outcome.out.splitlines()) == 1
     assert tuple(capfd.readouterr()) == ("", "")  # nor from beside Python's own streams
     accuracy = json.loads((tmp_path / "out" / "model.json").read_text())["accuracy"]
@@ -236,14 +233,14 @@ def test_int8_without_images_are_refused(
 
 
 def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed("export", digits, "--input", "normalised", "--output", tmp_path / "out")
+    cli.succeed("export", digits, "--output", tmp_path / "out")
     card, bundle = (tmp_path / "out" / "README.md").read_text(), vit.load_bundle(digits)
     for fact in (
         "`digits`",
         bundle.data["fingerprint"][:16],
         bundle.sha256,
         "not calibrated",
-        "normalised as `model.json` says",
+        "python predict.py PHOTO",
     ):
         assert fact in card
     assert "No evaluation of this model" in card
@@ -263,9 +260,7 @@ def test_the_card_of_a_model_without_data_and_of_strange_names(
     assert not (tmp_path / "out" / "map.png").exists()
 
 
-@pytest.mark.parametrize(
-    "option", [("--attention",), ("--precision", "int8"), ("--input", "normalised")]
-)
+@pytest.mark.parametrize("option", [("--attention",), ("--precision", "int8")])
 def test_options_of_onnx_are_refused_elsewhere(
     option: tuple[str, ...], model_file: Path, tmp_path: Path, cli: Launcher
 ) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from vit.model.model_file import check_finite
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import infer_architecture, load_weights, read_weights
+from vit.model.weights import check_fit, infer_architecture, read_weights
 
 
 def build(name="vit_tiny_patch16_224", **changes):
@@ -39,34 +39,25 @@ def test_architecture_is_recognised_by_the_shapes(name):
 
 
 class TestRefusal:
-    def test_another_architecture_lists_differences_and_what_would_fit(self):
-        model = build()
+    def test_another_architecture_lists_differences(self):
+        weights = build("vit_small_patch16_224", depth=12).state_dict()
         with pytest.raises(ValueError, match=r"small.pth does not fit this model") as error:
-            load_weights(
-                model, build("vit_small_patch16_224", depth=12).state_dict(), origin="small.pth"
-            )
+            check_fit(build(), weights, origin="small.pth")
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
         assert "more differ" in message
-        assert (
-            "A model with embed_dim=384, depth=12, num_heads=6 would fit (as in vit_small_patch16_224"
-            in message
-        )
 
-    def test_nothing_is_loaded_from_weights_that_do_not_fit(self):
-        model = build()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    def test_missing_tensors_are_a_difference(self):
         state = build().state_dict()
         del state["norm.bias"]
         with pytest.raises(ValueError, match=r"norm.bias is absent there and \[192\] in the model"):
-            load_weights(model, state, origin="it")
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            check_fit(build(), state, origin="it")
 
     def test_surplus_tensors_are_a_difference(self):
         with pytest.raises(
             ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
         ):
-            load_weights(build(), build(depth=3).state_dict(), origin="it")
+            check_fit(build(), build(depth=3).state_dict(), origin="it")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
@@ -90,7 +81,7 @@ class TestRefusal:
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
-            ValueError, match=r"it is not a vision transformer of .* layout; it holds conv1.weight"
+            ValueError, match=r"it is not a plain vision transformer, .*; it holds conv1.weight"
         ):
             infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
 

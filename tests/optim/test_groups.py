@@ -20,7 +20,7 @@ def settings(model: nn.Module, key: str, **arguments) -> dict[str, float]:
 
 @pytest.mark.parametrize("stem", ["patch", "conv"])
 def test_matrices_and_kernels_decay_and_nothing_else(stem):
-    model = build_model(stem=stem, reg_tokens=1, distilled=True, init_values=0.1, qk_norm=True)
+    model = build_model(stem=stem, distilled=True, init_values=0.1, qk_norm=True)
     decay = settings(model, "weight_decay", lr=1.0, weight_decay=0.05)
     expected = {
         name

@@ -24,13 +24,10 @@ def export(model: str, *, output: Path, options: ExportOptions) -> None:
     path = run_export(model, output, options)
     program = path.with_name("predict.py")
     messages = {
-        "uint8": f"{path} takes RGB pixels of any size; python {program} PHOTO predicts",
-        "normalised": f"{path} maps normalised images to logits; "
-        "model.json beside it tells how to normalise and read them",
+        "onnx": f"{path} takes RGB pixels of any size; python {program} PHOTO predicts",
         "timm": f'timm.create_model("local-dir:{path}", pretrained=True) opens it; '
         "README.md says more",
         "huggingface": f"{path} opens in transformers, with trust_remote_code=True; "
         "README.md says how",
     }
-    # of onnx it depends on what the file takes
-    typer.echo(messages[options.input if options.to == "onnx" else options.to])
+    typer.echo(messages[options.to])

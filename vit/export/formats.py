@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors.torch import save_file
+from torch import nn
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.export.onnx_file import OnnxOptions, check_packages, export_onnx
+from vit.export.onnx_file import WeightPrecision, check_packages, export_onnx
+from vit.model import stem
 from vit.model.model_file import MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import prepare_output, write_atomically, write_text
@@ -19,14 +21,20 @@ Form = Literal["onnx", "timm", "huggingface"]
 TEMPLATES = Path(__file__).parent / "templates"
 # the architecture of timm_vit.py, for what timm doesn't have
 _OURS = "vit_with_stem"
-# what timm doesn't have, or gives another name or value
-_NOT_IN_TIMM = {
-    "mlp",
-    "mlp_ratio",
+# (stem, mlp, distilled) → one of timm's architectures that has them, as its JSON can't name a class
+# of MLP
+_TIMM_ARCHITECTURES = {
+    ("patch", "gelu", False): "vit_base_patch16_224",
+    ("patch", "swiglu", False): "vit_giant_patch14_dinov2",
+    ("patch", "gelu", True): "deit_base_distilled_patch16_224",
+}
+# what that architecture says, and what timm doesn't have or gives another value
+_NOT_ARGUMENTS = {
     "stem",
-    "global_pool",
-    "pos_embed",
+    "mlp",
     "distilled",
+    "mlp_ratio",
+    "pos_embed",
     "drop_path_rate",
     "attention_backend",
 }
@@ -37,7 +45,8 @@ def export_bundle(
     to: Form,
     directory: Path,
     *,
-    options: OnnxOptions,
+    precision: WeightPrecision,
+    with_maps: nn.Module | None,
     images: ImageDataset | None,
     overwrite: bool,
 ) -> Path:
@@ -51,36 +60,37 @@ def export_bundle(
             ones of the same values. "huggingface": what transformers opens with
             `trust_remote_code=True`.
         directory: Where it goes.
-        options: Of ONNX.
-        images: On which the accuracy of an ONNX file is measured, with labels of the model's
-            classes; None: it isn't.
+        precision, with_maps, images: Of ONNX, as in `export_onnx`; the images have labels of the
+            model's classes.
         overwrite: Replace an earlier export.
 
     Returns:
         The directory, or the path of model.onnx.
 
     Raises:
-        ValueError: for a model that timm doesn't have, and without the packages of ONNX.
+        ValueError: without the packages of ONNX.
         FileExistsError: where the directory holds something that isn't to be replaced.
     """
-    # what is refused is refused before an earlier export is replaced
-    timm_config = {}
+    # before an earlier export is replaced
     if to == "onnx":
         check_packages()
-    else:
-        timm_config = describe_for_timm(bundle)
     prepare_output(directory, overwrite=overwrite)
 
     if to == "onnx":
-        facts = export_onnx(bundle, directory, options, images)
+        facts = export_onnx(
+            bundle, directory, precision=precision, with_maps=with_maps, images=images
+        )
         _write_json(directory / "model.json", facts)
-        if options.input == "uint8":
-            shutil.copyfile(TEMPLATES / "predict.py", directory / "predict.py")
+        shutil.copyfile(TEMPLATES / "predict.py", directory / "predict.py")
         return directory / "model.onnx"
 
     # what timm doesn't have comes as code beside the weights, as transformers' own code always does
+    timm_config = describe_for_timm(bundle)
     if to == "huggingface" or timm_config["architecture"] == _OURS:
-        shutil.copyfile(TEMPLATES / "timm_vit.py", directory / "timm_vit.py")
+        code = (TEMPLATES / "timm_vit.py").read_text(encoding="utf-8")
+        stem_code = Path(stem.__file__).read_text(encoding="utf-8")
+        code = code.replace("from vit.model.stem import build_stem\n", stem_code)
+        write_text(directory / "timm_vit.py", code)
     if to == "huggingface":
         shutil.copyfile(TEMPLATES / "modeling_vit.py", directory / "modeling_vit.py")
         _write_weights(bundle, directory / MODEL_FILE, prefix="vit.")
@@ -93,45 +103,24 @@ def export_bundle(
 
 def describe_for_timm(bundle: Bundle) -> dict[str, Any]:
     """timm's config.json: one of its architectures or that of timm_vit.py, its arguments and the
-    preprocessing. Raises ValueError naming the first thing that timm doesn't have."""
+    preprocessing."""
     model = bundle.model
     assert isinstance(model, VisionTransformer)
     architecture = model.architecture
-    distilled = architecture["distilled"]
-    absent = {
-        f"global_pool {model.global_pool!r}": model.global_pool == "attention",
-        "distilled with registers": distilled and architecture["reg_tokens"] > 0,
-        "distilled without learned positions": distilled and model.pos_embed is None,
-        "distilled without positions of the prefix tokens": distilled
-        and architecture["no_embed_class"],
-    }
-    for feature, is_used in absent.items():
-        if is_used:
-            raise ValueError(f"timm's VisionTransformer has no {feature}; export to onnx instead")
+    variant = {name: architecture[name] for name in ("stem", "mlp", "distilled")}
+    timm_architecture = _TIMM_ARCHITECTURES.get(tuple(variant.values()), _OURS)
 
-    arguments = {name: value for name, value in architecture.items() if name not in _NOT_IN_TIMM}
+    arguments = {name: value for name, value in architecture.items() if name not in _NOT_ARGUMENTS}
     # timm cuts the product of width and ratio off, ours rounds it
     hidden_dim = round(model.embed_dim * architecture["mlp_ratio"])
     arguments["mlp_ratio"] = (hidden_dim + 0.5) / model.embed_dim
-    arguments["global_pool"] = model.global_pool
-    arguments["pos_embed"] = "none" if model.pos_embed is None else "learn"
-
-    # timm's JSON can't name a class of MLP: for swiglu, one of its architectures that has it
-    variant = "distilled" if distilled else architecture["mlp"]
-    bases = {
-        "gelu": "vit_base_patch16_224",
-        "swiglu": "vit_giant_patch14_dinov2",
-        "distilled": "deit_base_distilled_patch16_224",
-    }
-    is_in_timm = architecture["stem"] == "patch" and variant in bases
-    is_in_timm = is_in_timm and not (distilled and architecture["mlp"] != "gelu")
-    if not is_in_timm:
-        arguments |= {name: architecture[name] for name in ("stem", "mlp", "distilled")}
+    if timm_architecture == _OURS:
+        arguments |= variant
 
     # what `timm.create_model` and `timm.data.resolve_model_data_config` read
     preprocess = bundle.preprocess
     return {
-        "architecture": bases[variant] if is_in_timm else _OURS,
+        "architecture": timm_architecture,
         "num_classes": model.num_classes,
         "num_features": model.embed_dim,
         "global_pool": model.global_pool,
@@ -148,7 +137,7 @@ def describe_for_timm(bundle: Bundle) -> dict[str, Any]:
             "label_names": bundle.class_names,
             "pool_size": None,
             "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if distilled else "head",
+            "classifier": ["head", "head_dist"] if architecture["distilled"] else "head",
         },
     }
 
@@ -190,10 +179,8 @@ def _write_transformers_configs(
 
 
 def _write_weights(bundle: Bundle, path: Path, *, prefix: str) -> None:
-    weights = bundle.model.state_dict()
-    if bundle.model.pos_embed is not None:
-        # fixed positions are not in ours, and learned ones of the same values in timm's
-        weights["pos_embed"] = bundle.model.pos_embed
+    # fixed positions are not in ours, and learned ones of the same values in timm's
+    weights = bundle.model.state_dict() | {"pos_embed": bundle.model.pos_embed}
     tensors = {
         prefix + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()
     }

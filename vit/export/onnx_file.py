@@ -7,14 +7,12 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch.export import Dim
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
@@ -22,28 +20,8 @@ from vit.export.photo_model import PhotoModel
 from vit.runtime.files import write_atomically
 from vit.runtime.version import __version__
 
-Input = Literal["uint8", "normalised"]
 WeightPrecision = Literal["float32", "int8"]
 _BATCH_SIZE = 64  # when the accuracy is measured
-
-
-@dataclass(frozen=True)
-class OnnxOptions:
-    """What an ONNX file computes.
-
-    Attributes:
-        input: "uint8": from "images" in RGB, [batch, height, width, 3] of any size, to
-            "probabilities" [batch, classes]. "normalised": from what the model takes,
-            [batch, 3, H, W], to "logits".
-        precision: Of the weights; "int8" is onnxruntime's dynamic quantisation of the linear
-            layers.
-        with_maps: The model with attention maps after its logits, the second output "attention"
-            [batch, rows, columns]; None: without.
-    """
-
-    input: Input = "uint8"
-    precision: WeightPrecision = "float32"
-    with_maps: nn.Module | None = None
 
 
 def check_packages() -> None:
@@ -60,24 +38,40 @@ def check_packages() -> None:
 def export_onnx(
     bundle: Bundle,
     directory: Path,
-    options: OnnxOptions,
+    *,
+    precision: WeightPrecision,
+    with_maps: nn.Module | None,
     images: ImageDataset | None,
 ) -> Mapping[str, Any]:
-    """Write model.onnx. The facts in its metadata; with `images`, also their top-1 accuracy."""
+    """Write model.onnx: from "images" in RGB, uint8 [batch, height, width, 3] of any size, to
+    "probabilities" [batch, classes].
+
+    Args:
+        bundle: The model.
+        directory: Where the file goes.
+        precision: Of the weights; "int8" is onnxruntime's dynamic quantisation of the linear
+            layers.
+        with_maps: The model with attention maps after its logits, the second output "attention"
+            [batch, rows, columns]; None: without.
+        images: On which the accuracy of int8 is measured beside that of float32; None: it isn't.
+
+    Returns:
+        The facts in its metadata: all that a program needs beside the graph.
+    """
     path = directory / "model.onnx"
     accuracy = None
-    if options.precision == "float32":
-        _write_onnx(path, bundle, options)
+    if precision == "float32":
+        _write_onnx(path, bundle, with_maps)
     else:
         # a smaller file may be less accurate: both are measured, by the runtime that will run them
         float_path = directory / ".float32.onnx"
-        _write_onnx(float_path, bundle, options)
+        _write_onnx(float_path, bundle, with_maps)
         _quantise(float_path, path)
         if images is not None:
             accuracy = {
                 "top1": {
-                    "float32": _measure_top1(float_path, bundle, options.input, images),
-                    "int8": _measure_top1(path, bundle, options.input, images),
+                    "float32": _measure_top1(float_path, images),
+                    "int8": _measure_top1(path, images),
                 },
                 "data": images.name,
                 "split": images.split,
@@ -85,7 +79,7 @@ def export_onnx(
                 "fingerprint": images.fingerprint,
             }
         float_path.unlink()
-    # all that a program needs beside the graph, in the file and beside it
+
     facts = {
         "class_names": bundle.class_names,
         "preprocess": bundle.preprocess.to_dict(),
@@ -93,48 +87,36 @@ def export_onnx(
         "sha256_of_source": bundle.sha256,
         "run_id": bundle.metadata.get("run_id"),
         "vit_version": __version__,
-        "input": options.input,
-        "precision": options.precision,
-        "attention": options.with_maps is not None,
+        "precision": precision,
+        "attention": with_maps is not None,
         "accuracy": accuracy,
     }
     _write_metadata(path, facts)
     return facts
 
 
-def _write_onnx(path: Path, bundle: Bundle, options: OnnxOptions) -> None:
+def _write_onnx(path: Path, bundle: Bundle, with_maps: nn.Module | None) -> None:
     """The file in float32, without metadata."""
-    model = bundle.model if options.with_maps is None else options.with_maps
+    outputs = ["probabilities"]
+    model = bundle.model
+    if with_maps is not None:
+        outputs.append("attention")
+        model = with_maps
+    model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature)
+    # sizes that differ from each other and from the model's, or the tracer takes them for the same
     height, width = bundle.preprocess.image_size
-    if options.input == "normalised":
-        example = torch.zeros(2, 3, height, width)
-        axes = ["batch"]
-        outputs = ["logits", "attention"]
-    else:
-        # sizes that differ from each other and from the model's, or the tracer takes them for the
-        # same
-        example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
-        axes = ["batch", "height", "width"]
-        outputs = ["probabilities", "attention"]
-        model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature)
-    if options.with_maps is None:
-        outputs.pop()
+    example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
 
-    # sizes along these axes stay free, under their names
-    model.eval()
     with _silence(), torch.no_grad():
-        program = torch.export.export(
-            model,
-            (example,),
-            dynamic_shapes=({axis: Dim(name) for axis, name in enumerate(axes)},),
-        )
         exported = torch.onnx.export(
-            program,
+            model.eval(),
+            (example,),
             dynamo=True,
             verbose=False,
             input_names=["images"],
             output_names=outputs,
-            dynamic_shapes=(dict(enumerate(axes)),),  # their names in the file
+            # sizes along these axes stay free, under their names
+            dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         )
         assert exported is not None
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
@@ -174,7 +156,7 @@ def _write_metadata(path: Path, facts: Mapping[str, Any]) -> None:
     write_atomically(path, lambda temporary: onnx.save(model, temporary))
 
 
-def _measure_top1(path: Path, bundle: Bundle, input: Input, images: ImageDataset) -> float:
+def _measure_top1(path: Path, images: ImageDataset) -> float:
     """The fraction of `images`, decoded to the preprocessing's `resize_size`, whose label the
     file's model finds."""
     import onnxruntime
@@ -185,9 +167,6 @@ def _measure_top1(path: Path, bundle: Bundle, input: Input, images: ImageDataset
     for start in range(0, len(images), _BATCH_SIZE):
         batch = np.array(images.pixels[start : start + _BATCH_SIZE])
         labels = images.labels[start : start + _BATCH_SIZE]
-        if input == "normalised":
-            pixels = torch.from_numpy(bundle.preprocess.crop(batch))
-            batch = bundle.preprocess.normalize(pixels).numpy()
         scores = session.run(None, {"images": batch})[0]  # [B, C]
         num_correct += int((scores.argmax(axis=1) == labels).sum())
     return num_correct / len(images)

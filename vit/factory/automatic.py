@@ -96,7 +96,7 @@ def choose_config(
         # timm, which takes seconds to import
         from vit.model.timm_weights import load_pretrained
 
-        model, _ = load_pretrained(str(init), img_size=None, num_classes=num_classes)
+        model, _ = load_pretrained(str(init), num_classes=num_classes)
         pretrained_size = model.patch_embed.img_size
     task = _Task(
         num_images=len(train_images),

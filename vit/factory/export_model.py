@@ -17,7 +17,7 @@ from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.explanation.render.overlay import save_overlay
 from vit.export.card import write_card
 from vit.export.formats import Form, export_bundle
-from vit.export.onnx_file import Input, OnnxOptions, WeightPrecision
+from vit.export.onnx_file import WeightPrecision
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions, ExportOptions
@@ -28,7 +28,6 @@ def export_model(
     *,
     output: str | Path,
     to: Form = "onnx",
-    input: Input = "uint8",
     precision: WeightPrecision = "float32",
     attention: bool = False,
     data: str | Path | None = None,
@@ -42,8 +41,6 @@ def export_model(
         model: A path, `timm:NAME`, a bundle, or a module of ours or timm's.
         output: The directory to write.
         to: "onnx", "timm" or "huggingface".
-        input: Of ONNX: "uint8" takes RGB pixels of any size to probabilities, "normalised" is the
-            model alone, to logits.
         precision: Of ONNX's weights, "float32" or "int8".
         attention: Of ONNX: the rollout's maps as a second output.
         data: The images on which the accuracy of int8 is measured beside that of float32, as in
@@ -65,7 +62,6 @@ def export_model(
     """
     options = ExportOptions(
         to=to,
-        input=input,
         precision=precision,
         attention=attention,
         data=data,
@@ -80,11 +76,8 @@ def run_export(
     model: str | Path | Bundle | nn.Module, directory: Path, options: ExportOptions
 ) -> Path:
     """`export_model`."""
-    onnx_choices = (options.input, options.precision, options.attention)
-    if options.to != "onnx" and onnx_choices != ("uint8", "float32", False):
-        raise ValueError(
-            f"--input, --precision and --attention are options of onnx, not of {options.to}"
-        )
+    if options.to != "onnx" and (options.precision != "float32" or options.attention):
+        raise ValueError(f"--precision and --attention are options of onnx, not of {options.to}")
     bundle = load_model(model)
     net = bundle.model
     if not isinstance(net, VisionTransformer):
@@ -103,16 +96,12 @@ def run_export(
             progress=True,
         )
         images = replace(decoded.dataset, labels=decoded.labels)
-    onnx_options = OnnxOptions(
-        input=options.input,
-        precision=options.precision,
-        with_maps=LogitsAndRollout(net) if options.attention else None,
-    )
     path = export_bundle(
         bundle,
         options.to,
         directory,
-        options=onnx_options,
+        precision=options.precision,
+        with_maps=LogitsAndRollout(net) if options.attention else None,
         images=images,
         overwrite=options.overwrite,
     )

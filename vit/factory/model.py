@@ -48,7 +48,6 @@ def build_model(
 
         model, values = load_pretrained(
             config.model.init,
-            img_size=None,
             num_classes=num_classes,
             drop_path_rate=config.model.drop_path_rate,
         )

@@ -110,7 +110,6 @@ class MultiHeadAttention(nn.Module):
         num_heads: Number of heads, H, which divides the width.
         qkv_bias, proj_bias: Whether the projections have biases.
         qk_norm: LayerNorm of each head's queries and keys (Dehghani et al. 2023).
-        attn_drop: Dropout rate of the attention weights.
         backend: "fused" is torch's kernel, "explicit" two matrix products; "auto" the faster one.
 
     Raises:
@@ -125,7 +124,6 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: bool = True,
         proj_bias: bool = True,
         qk_norm: bool = False,
-        attn_drop: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
@@ -144,7 +142,6 @@ class MultiHeadAttention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=qkv_bias)
         self.q_norm = build_norm(self.head_dim, enabled=qk_norm)
         self.k_norm = build_norm(self.head_dim, enabled=qk_norm)
-        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(embed_dim, embed_dim, bias=proj_bias)
 
     def forward(
@@ -159,7 +156,6 @@ class MultiHeadAttention(nn.Module):
         """The output alone, by the faster backend. `mask` and `causal` as in `compute_weights`, for
         weights [B, H, Nq, Nk]."""
         q, k, v = self._project(query, key, value)  # [B, H, N, K] each
-        dropout = self.attn_drop.p if self.training else 0.0
         # two ways to the same output, of which the faster depends on device, precision and length
         backend = self.backend
         if backend == "auto":
@@ -167,12 +163,12 @@ class MultiHeadAttention(nn.Module):
             backend = choose_backend(v.device.type, v.dtype, v.shape[-2], needs_gradient)
 
         if backend == "fused":
-            context = _attend_fused(q, k, v, mask, causal=causal, dropout=dropout)
-        elif self.training and mask is None and not causal and not dropout:
+            context = _attend_fused(q, k, v, mask, causal=causal)
+        elif self.training and mask is None and not causal:
             # the case of every encoder, with its backward pass written by hand
             context = ExplicitAttention.apply(q, k, v)
         else:
-            context = self.attn_drop(compute_weights(q, k, mask, causal=causal)) @ v
+            context = compute_weights(q, k, mask, causal=causal) @ v
         return self._merge_heads(context)
 
     def forward_with_weights(
@@ -184,27 +180,23 @@ class MultiHeadAttention(nn.Module):
         *,
         causal: bool = False,
     ) -> tuple[Float[Tensor, "B Nq D"], Float[Tensor, "B H Nq Nk"]]:
-        """The output and every head's weights, as they are before dropout: rows sum to one."""
+        """The output and every head's weights, whose rows sum to one."""
         q, k, v = self._project(query, key, value)
-        weights = compute_weights(q, k, mask, causal=causal)
-        return self._merge_heads(self.attn_drop(weights) @ v), weights
+        context, weights = scaled_dot_product_attention(q, k, v, mask, causal=causal)
+        return self._merge_heads(context), weights
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """The same layer as torch's, with its weights. Inputs and outputs here are always batch
-        first. Raises ValueError for kdim, vdim, add_bias_kv and add_zero_attn."""
-        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        first. Raises ValueError for kdim, vdim, add_bias_kv, add_zero_attn and dropout."""
+        has_other_keys = module.bias_k is not None or module.add_zero_attn
+        if module.in_proj_weight is None or has_other_keys or module.dropout:
             raise ValueError(
-                "only kdim = vdim = embed_dim, neither add_bias_kv nor add_zero_attn, converts"
+                "only kdim = vdim = embed_dim, neither add_bias_kv nor add_zero_attn nor dropout, "
+                "converts"
             )
         has_bias = module.in_proj_bias is not None
-        layer = cls(
-            module.embed_dim,
-            module.num_heads,
-            qkv_bias=has_bias,
-            proj_bias=has_bias,
-            attn_drop=module.dropout,
-        )
+        layer = cls(module.embed_dim, module.num_heads, qkv_bias=has_bias, proj_bias=has_bias)
         weights = {
             name.replace("in_proj_", "qkv.").replace("out_proj", "proj"): tensor
             for name, tensor in module.state_dict().items()
@@ -246,22 +238,17 @@ def _attend_fused(
     mask: Mask,
     *,
     causal: bool,
-    dropout: float,
 ) -> Float[Tensor, "B H Nq K"]:
     """The formula by torch's kernel, which materialises no weights."""
     if mask is None:
         # without a mask the kernel may be one that doesn't read any
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=causal
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
     allowed = _allowed_keys(mask, shape=shape, causal=causal, device=query.device)
     assert allowed is not None
     # fused kernels disagree on rows without keys: give them keys, drop the result
     is_empty = ~allowed.any(dim=-1, keepdim=True)
-    context = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed | is_empty, dropout_p=dropout
-    )
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | is_empty)
     return context.masked_fill(is_empty, 0.0)
 
 

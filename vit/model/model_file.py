@@ -65,9 +65,10 @@ def read_model_file(path: Path) -> ModelFile:
             f"{path} is not a complete model file ({error}); copy or train it again"
         ) from error
 
+    check_finite(tensors, origin=str(path))
+
     metadata = parse_json(text, origin=str(path))
     if metadata == {}:  # of another program
-        check_finite(tensors, origin=str(path))
         return ModelFile(tensors)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("schema_version"), int):
         raise ValueError(f"{path} is damaged: its metadata is not an object with a schema_version")
@@ -88,7 +89,6 @@ def read_model_file(path: Path) -> ModelFile:
         raise ValueError(
             f"{path} is damaged: the hashes of its training images are not pairs of integers"
         )
-    check_finite(tensors, origin=str(path))
     metadata = check_metadata(metadata, origin=str(path))
     if len(hashes) < 2:
         return ModelFile(tensors, metadata)
@@ -205,6 +205,7 @@ _LIMITS = {
     "embed_dim": Annotated[int, Field(ge=1, le=2**16)],
     "depth": Annotated[int, Field(ge=1, le=1000)],
     "num_heads": Annotated[int, Field(ge=1, le=2**16)],
+    "reg_tokens": Annotated[int, Field(ge=0, le=8)],
     "mlp_ratio": Annotated[float, Field(gt=0, le=64)],
     "drop_path_rate": Annotated[float, Field(ge=0, lt=1)],
 }

@@ -2,6 +2,7 @@
 of its images, and the names of its classes."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,9 +39,7 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
     names = None
     match _find_library(model):
         case "timm":
-            from vit.model.timm_weights import timm_class_names  # timm takes a second to import
-
-            names = timm_class_names(model)
+            names = _find_timm_names(net)
         case "torchvision":
             if weights := _find_torchvision_weights(net):
                 names = tuple(weights.meta["categories"])
@@ -66,9 +65,7 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     """
     library = _find_library(model)
     if library == "timm":
-        from vit.model.timm_weights import timm_preprocess  # timm takes a second to import
-
-        return timm_preprocess(model)
+        return _find_timm_preprocess(model)
     if library == "torchvision" and (weights := _find_torchvision_weights(model)):
         transform = weights.transforms()
         return {
@@ -105,6 +102,44 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
         "mean": processor.get("image_mean", [0.5, 0.5, 0.5]),
         "std": processor.get("image_std", [0.5, 0.5, 0.5]),
         "interpolation": Resampling(processor.get("resample", Resampling.BILINEAR)).name.lower(),
+    }
+
+
+def _find_timm_names(model: Any) -> tuple[str, ...] | None:
+    """The names in a timm model's pretrained_cfg, ImageNet's descriptions, or None for other
+    classes."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # a second to import
+
+    config = getattr(model, "pretrained_cfg", None)
+    if not config or not model.num_classes:
+        return None
+    if len(config.get("label_names") or ()) == model.num_classes:
+        return tuple(config["label_names"])
+    subset = infer_imagenet_subset(model)
+    if not subset:
+        return None
+    info = ImageNetInfo(subset)
+    return tuple(info.index_to_description(index) for index in range(model.num_classes))
+
+
+def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
+    from timm.data import resolve_model_data_config  # a second to import
+
+    config = resolve_model_data_config(model)
+    if config["crop_mode"] != "center":
+        warnings.warn(
+            f"these weights were trained with crop_mode {config['crop_mode']!r}; "
+            "here images keep their aspect ratio and are cropped at the centre",
+            stacklevel=2,
+        )
+    # that of the model itself may be another
+    img_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return {
+        "image_size": list(img_size or config["input_size"][1:]),
+        "mean": list(config["mean"]),
+        "std": list(config["std"]),
+        "crop_pct": config["crop_pct"],
+        "interpolation": config["interpolation"],
     }
 
 

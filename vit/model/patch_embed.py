@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.model.cpu_kernels import apply_convolutions
+from vit.model.stem import build_stem
 from vit.runtime.arguments import as_pair, check_choice
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
@@ -59,16 +60,16 @@ class PatchEmbed(nn.Module):
 
         check_choice(stem, STEMS, name="stem")
         self.stem: nn.Module = nn.Identity()
-        self.proj: nn.Module = nn.Identity()
+        self.proj: nn.Module
         if stem == "patch":
             self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, stride=self.patch_size)
-        elif stem == "conv":
-            self.stem = _build_stem(in_chans, embed_dim, self.patch_size, pooled=False)
-            self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
-        else:
-            self.stem = _build_stem(in_chans, embed_dim, self.patch_size, pooled=True)
-            if stem == "conv_pool_residual":
-                self.proj = ResidualConv(embed_dim)
+            return
+        if any(side & (side - 1) for side in self.patch_size) or max(self.patch_size) < 2:
+            raise ValueError(
+                f"a convolutional stem halves the image, so patch_size {self.patch_size} must be "
+                "powers of two; try 2, 4, 8 or 16, or stem 'patch'"
+            )
+        self.stem, self.proj = build_stem(stem, in_chans, embed_dim, self.patch_size)
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -111,57 +112,6 @@ class PatchEmbed(nn.Module):
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # [B, rows, columns, C, height, width]
         patches = patches.flatten(3).flatten(1, 2)  # [B, P, C·height·width]
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
-class ResidualConv(nn.Module):
-    """features + relu(conv(features)), 3×3, on the patch grid."""
-
-    def __init__(self, embed_dim: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(embed_dim, embed_dim, 3, padding=1, bias=False)
-
-    def forward(
-        self, features: Float[Tensor, "B D rows columns"]
-    ) -> Float[Tensor, "B D rows columns"]:
-        return features + F.relu(self.conv(features))
-
-
-def _build_stem(
-    in_chans: int,
-    embed_dim: int,
-    patch_size: tuple[int, int],
-    *,
-    pooled: bool,
-) -> nn.Sequential:
-    """3×3 convolutions with ReLU; max pooling or their own stride halves the image down to the
-    patch grid."""
-    if any(side & (side - 1) for side in patch_size) or max(patch_size) < 2:
-        raise ValueError(
-            f"a convolutional stem halves the image, so patch_size {patch_size} must be powers of "
-            "two; try 2, 4, 8 or 16, or stem 'patch'"
-        )
-    # a side that is on its grid already keeps its length for the remaining stages
-    row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
-    num_stages = max(row_halvings, column_halvings)
-
-    layers: list[nn.Module] = []
-    for stage in range(num_stages):
-        stride = (1 + (stage < row_halvings), 1 + (stage < column_halvings))
-        is_last = stage == num_stages - 1
-        width = embed_dim
-        if not is_last:
-            width = max(embed_dim >> (2 if pooled else num_stages - 1 - stage), 8)
-
-        if pooled:
-            layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
-            # pooling and ReLU give the same in either order; this one leaves ReLU a quarter of the
-            # values
-            layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
-        else:
-            layers.append(nn.Conv2d(in_chans, width, 3, stride, padding=1))
-        layers.append(nn.ReLU(inplace=True))
-        in_chans = width
-    return nn.Sequential(*layers)
 
 
 def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:

@@ -42,13 +42,11 @@ class VisionTransformer(nn.Module):
         qkv_bias: Whether the projections to queries, keys and values have biases.
         qk_norm: LayerNorm of each head's queries and keys (Dehghani et al. 2023).
         init_values: LayerScale's initial value; None: no LayerScale.
-        global_pool: "token" reads the class token; "avg" and "max" reduce over the patches;
-            "attention" averages them with learned weights (Hassani et al. 2021, CCT).
+        global_pool: "token" reads the class token, "avg" the mean of the patches.
         class_token: None adds one exactly when it is read.
-        fc_norm: The last norm comes after the pooling, not before. None: with "avg" and "max", as
-            in timm.
+        fc_norm: The last norm comes after the pooling, not before. None: with "avg", as in timm.
         stem: How patches are embedded, as in `PatchEmbed`.
-        pos_embed: "learned", fixed 2-D "sincos", or "none".
+        pos_embed: "learned", or fixed 2-D "sincos".
         no_embed_class: No positions for the prefix tokens; always so with "sincos".
         reg_tokens: Number of registers, 0 to 8 (Darcet et al. 2024).
         distilled: DeiT's second token and head, averaged (Touvron et al. 2021).
@@ -64,7 +62,7 @@ class VisionTransformer(nn.Module):
         grad_checkpointing: Recompute each block's activations in the backward pass.
     """
 
-    pos_embed: Tensor | None
+    pos_embed: Tensor
 
     def __init__(
         self,
@@ -92,38 +90,21 @@ class VisionTransformer(nn.Module):
         drop_path_rate: float = 0.0,
         attention_backend: Backend = "auto",
     ) -> None:
-        super().__init__()
+        img_size = as_pair(img_size, name="img_size")
+        patch_size = as_pair(patch_size, name="patch_size")
         if class_token is None:
             class_token = global_pool == "token"
         if fc_norm is None:
-            fc_norm = global_pool in ("avg", "max")
+            fc_norm = global_pool == "avg"
         if pos_embed == "sincos":
             no_embed_class = True
-        self.architecture: Architecture = {
-            "img_size": as_pair(img_size, name="img_size"),
-            "patch_size": as_pair(patch_size, name="patch_size"),
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_heads": num_heads,
-            "mlp_ratio": mlp_ratio,
-            "mlp": mlp,
-            "qkv_bias": qkv_bias,
-            "qk_norm": qk_norm,
-            "init_values": init_values,
-            "global_pool": global_pool,
-            "class_token": class_token,
-            "fc_norm": fc_norm,
-            "stem": stem,
-            "pos_embed": pos_embed,
-            "no_embed_class": no_embed_class,
-            "reg_tokens": reg_tokens,
-            "distilled": distilled,
-            "drop_path_rate": drop_path_rate,
-            "attention_backend": attention_backend,
-        }
-        _check_architecture(self.architecture)
+        # every argument, before there is any other local name
+        architecture = locals().copy()
+        del architecture["self"], architecture["__class__"]
+        _check_architecture(architecture)
+
+        super().__init__()
+        self.architecture: Architecture = architecture
 
         # attributes that timm's models have too
         self.embed_dim = embed_dim
@@ -143,11 +124,10 @@ class VisionTransformer(nn.Module):
         self.reg_token = _empty_tokens(reg_tokens, embed_dim)
         if pos_embed == "learned":
             num_positions = self.num_embedded_prefix_tokens + math.prod(self.grid_size)
-            self.pos_embed = _empty_tokens(num_positions, embed_dim)
+            self.pos_embed = nn.Parameter(torch.empty(1, num_positions, embed_dim))
         else:
-            self.register_buffer("pos_embed", None, persistent=False)
-        if pos_embed == "sincos":
-            self.pos_embed = build_sincos_positions(self.grid_size, embed_dim)
+            positions = build_sincos_positions(self.grid_size, embed_dim)
+            self.register_buffer("pos_embed", positions, persistent=False)
 
         # tokens → tokens
         self.blocks = nn.ModuleList(
@@ -166,7 +146,6 @@ class VisionTransformer(nn.Module):
         )
         # tokens → logits, with one norm, before the pooling or after it
         self.norm = build_norm(embed_dim, enabled=not fc_norm)
-        self.seq_pool = nn.Linear(embed_dim, 1) if global_pool == "attention" else None
         self.fc_norm = build_norm(embed_dim, enabled=fc_norm)
         self.head = self._build_head()
         self.head_dist = self._build_head() if distilled else None
@@ -207,8 +186,11 @@ class VisionTransformer(nn.Module):
                 tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
         for layer, block in enumerate(self.blocks):
-            is_last = layer == len(self.blocks) - 1
-            tokens = self._run_block(block, tokens, num_out_tokens if is_last else None)
+            num_kept = num_out_tokens if layer == len(self.blocks) - 1 else None
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, num_out_tokens=num_kept, use_reentrant=False)
+            else:
+                tokens = block(tokens, num_out_tokens=num_kept)
         normed: Tensor = self.norm(tokens)
         return normed
 
@@ -217,18 +199,11 @@ class VisionTransformer(nn.Module):
         logits: Tensor
         if self.head_dist is not None:
             logits = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
-            return logits
-        patches = tokens[:, self.num_prefix_tokens :]
-        if self.global_pool == "token":
-            pooled = tokens[:, 0]
-        elif self.global_pool == "avg":
-            pooled = patches.mean(dim=1)
-        elif self.global_pool == "max":
-            pooled = patches.amax(dim=1)
+        elif self.global_pool == "token":
+            logits = self.head(self.fc_norm(tokens[:, 0]))
         else:
-            weights = self.compute_pool_weights(tokens)
-            pooled = (weights[:, None] @ patches)[:, 0]  # [B, 1, P] @ [B, P, D]
-        logits = self.head(self.fc_norm(pooled))
+            mean = tokens[:, self.num_prefix_tokens :].mean(dim=1)
+            logits = self.head(self.fc_norm(mean))
         return logits
 
     def forward_with_attention(
@@ -250,23 +225,13 @@ class VisionTransformer(nn.Module):
             attentions.append(weights)
         return self.norm(tokens), attentions
 
-    def compute_pool_weights(self, tokens: Tokens) -> Float[Tensor, "B P"]:
-        """Attention pooling's weight of each patch, summing to one per image. Raises ValueError for
-        a model with another pooling."""
-        if self.seq_pool is None:
-            raise ValueError(
-                f"global_pool={self.global_pool!r} has no pooling weights; only 'attention' has"
-            )
-        scores: Tensor = self.seq_pool(tokens[:, self.num_prefix_tokens :])  # [B, P, 1]
-        return scores[..., 0].softmax(dim=-1)
-
     def set_input_size(self, img_size: Size) -> None:
         """Take images of another size from now on. Learned positions are resampled into a new
         Parameter: build the optimizer afterwards."""
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size)
         self.architecture["img_size"] = self.patch_embed.img_size
-        if self.pos_embed is None or self.grid_size == old_grid:
+        if self.grid_size == old_grid:
             return
         if isinstance(self.pos_embed, nn.Parameter):
             positions = resample_positions(
@@ -297,7 +262,7 @@ class VisionTransformer(nn.Module):
                 raise ValueError(
                     f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'"
                 )
-            trained += ["norm.", "seq_pool.", "fc_norm."]
+            trained += ["norm.", "fc_norm."]
             trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith(tuple(trained)))
@@ -310,20 +275,18 @@ class VisionTransformer(nn.Module):
     def _embed(self, images: Images) -> Tokens:
         """Patch embeddings with their positions, after the prefix tokens."""
         tokens: Tensor = self.patch_embed(images)
-        positions = self.pos_embed
+        # images of another size pass the patch embedding only with `dynamic_img_size`
         height, width = images.shape[2:]
-        if positions is not None:
-            # images of another size pass the patch embedding only with `dynamic_img_size`
-            rows, columns = self.patch_embed.patch_size
-            positions = resample_positions(
-                positions,
-                old_grid=self.grid_size,
-                new_grid=(height // rows, width // columns),
-                num_prefix_tokens=self.num_embedded_prefix_tokens,
-            )
-
-        if positions is not None and not self.num_embedded_prefix_tokens:
+        rows, columns = self.patch_embed.patch_size
+        positions = resample_positions(
+            self.pos_embed,
+            old_grid=self.grid_size,
+            new_grid=(height // rows, width // columns),
+            num_prefix_tokens=self.num_embedded_prefix_tokens,
+        )
+        if not self.num_embedded_prefix_tokens:
             tokens = tokens + positions
+
         prefix = [
             token.expand(tokens.shape[0], -1, -1)
             for token in (self.cls_token, self.dist_token, self.reg_token)
@@ -331,17 +294,8 @@ class VisionTransformer(nn.Module):
         ]
         if prefix:
             tokens = torch.cat([*prefix, tokens], dim=1)  # [B, prefix + P, D]
-        if positions is not None and self.num_embedded_prefix_tokens:
+        if self.num_embedded_prefix_tokens:
             tokens = tokens + positions
-        return tokens
-
-    def _run_block(
-        self, block: nn.Module, tokens: Tokens, num_out_tokens: int | None
-    ) -> Float[Tensor, "B M D"]:
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            tokens = checkpoint(block, tokens, num_out_tokens=num_out_tokens, use_reentrant=False)
-        else:
-            tokens = block(tokens, num_out_tokens=num_out_tokens)
         return tokens
 
 
@@ -350,26 +304,20 @@ def _empty_tokens(count: int, embed_dim: int) -> nn.Parameter | None:
 
 
 def _check_architecture(architecture: Architecture) -> None:
-    """Raise ValueError for values out of range and for those that contradict each other."""
+    """Raise ValueError for values that contradict each other."""
     global_pool = architecture["global_pool"]
-    check_choice(global_pool, ("attention", "avg", "max", "token"), name="global_pool")
-    check_choice(architecture["pos_embed"], ("learned", "none", "sincos"), name="pos_embed")
-    distilled = architecture["distilled"]
-    if (global_pool == "token" or distilled) and not architecture["class_token"]:
+    check_choice(global_pool, ("avg", "token"), name="global_pool")
+    check_choice(architecture["pos_embed"], ("learned", "sincos"), name="pos_embed")
+    if global_pool == "token" and not architecture["class_token"]:
         raise ValueError(
             "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
         )
-    if distilled and global_pool != "token":
+    has_other_tokens = architecture["reg_tokens"] or architecture["no_embed_class"]
+    if architecture["distilled"] and (global_pool != "token" or has_other_tokens):
         raise ValueError(
-            "a distilled model reads its two tokens: "
-            f"global_pool must be 'token', not {global_pool!r}"
+            "a distilled model reads two tokens with learned positions: global_pool must be "
+            "'token', reg_tokens 0, pos_embed 'learned' and no_embed_class False"
         )
-    if not 0 <= architecture["reg_tokens"] <= 8:
-        raise ValueError(f"reg_tokens {architecture['reg_tokens']} is not from 0 to 8")
-    if architecture["depth"] < 1:
-        raise ValueError(f"depth {architecture['depth']} is not at least 1")
-    if architecture["num_classes"] < 0:
-        raise ValueError(f"num_classes {architecture['num_classes']} is not at least 0")
 
 
 @torch.no_grad()

@@ -3,15 +3,13 @@ reason."""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vit.model.model_file import ModelFile, StateDict, check_finite, read_model_file
-from vit.model.presets import PRESETS
 from vit.model.vision_transformer import Architecture, VisionTransformer
-from vit.runtime.arguments import as_pair, first_line
+from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
@@ -92,15 +90,8 @@ def build_to_fit(
     return VisionTransformer(**architecture)
 
 
-def load_weights(model: nn.Module, weights: StateDict, *, origin: str) -> None:
-    """Load every weight or none. Raises ValueError where they don't fit."""
-    check_fit(model, weights, origin=origin)
-    model.load_state_dict(weights, strict=True)
-
-
 def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
-    """Raise ValueError where the weights are of another model, with the first differences and, of
-    ours, what would fit."""
+    """Raise ValueError where the weights are of another model, with the first differences."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     actual = {name: list(tensor.shape) for name, tensor in weights.items()}
     names = [name for name in expected | actual if expected.get(name) != actual.get(name)]
@@ -114,8 +105,6 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
     # of a model of another width every tensor differs
     if len(names) > 3:
         message += f", and {len(names) - 3} more differ"
-    if isinstance(model, VisionTransformer):
-        message += f". {_suggest_architecture(model, weights)}"
     raise ValueError(f"{origin} does not fit this model: {message}")
 
 
@@ -130,51 +119,43 @@ def infer_architecture(
         img_size: (height, width) of the images; None: the patch grid is square.
 
     Returns:
-        The arguments; 64 channels a head are assumed, as in every preset.
+        The arguments; 64 channels a head are assumed, as in every plain ViT.
 
     Raises:
         ValueError: for weights of another kind of network, and a grid that isn't square.
     """
     try:
         embed_dim, in_chans, *patch_size = weights["patch_embed.proj.weight"].shape
+        num_positions = weights["pos_embed"].shape[1]
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
         is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
         raise ValueError(
-            f"{origin} is not a vision transformer of timm's or torchvision's layout; "
-            f"it holds {', '.join(list(weights)[:3])} …"
+            f"{origin} is not a plain vision transformer, as of timm or torchvision, "
+            f"with learned positions; it holds {', '.join(list(weights)[:3])} …"
         ) from None
-
-    def size(name: str, axis: int) -> int:
-        return weights[name].shape[axis] if name in weights else 0
 
     class_token = "cls_token" in weights
     distilled = "dist_token" in weights
-    reg_tokens = size("reg_token", 1)
+    reg_tokens = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     fc_norm = "fc_norm.weight" in weights
     num_prefix_tokens = class_token + distilled + reg_tokens
-    num_positions = size("pos_embed", 1)
     # a square number of positions has none for the prefix tokens
     no_embed_class = num_prefix_tokens > 0 and math.isqrt(num_positions) ** 2 == num_positions
     if img_size is None:
-        num_patches = num_positions
-        if num_positions and not no_embed_class:
-            num_patches -= num_prefix_tokens
+        num_patches = num_positions if no_embed_class else num_positions - num_prefix_tokens
         side = math.isqrt(num_patches)
         if side**2 != num_patches:
             raise ValueError(
                 f"{origin}: {num_positions} positions are not a square grid; "
                 "load it as a folder with timm's config.json"
             )
-        # without positions any size will do
-        img_size = (224, 224)
-        if num_positions:
-            img_size = (side * patch_size[0], side * patch_size[1])
+        img_size = (side * patch_size[0], side * patch_size[1])
     return {
         "img_size": img_size,
         "patch_size": tuple(patch_size),
         "in_chans": in_chans,
-        "num_classes": size("head.weight", 0),
+        "num_classes": len(weights.get("head.weight", ())),
         "embed_dim": embed_dim,
         "depth": len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
         "num_heads": max(embed_dim // 64, 1),
@@ -186,7 +167,6 @@ def infer_architecture(
         "global_pool": "token" if class_token and not fc_norm else "avg",
         "class_token": class_token,
         "fc_norm": fc_norm,
-        "pos_embed": "learned" if num_positions else "none",
         "no_embed_class": no_embed_class,
         "reg_tokens": reg_tokens,
         "distilled": distilled,
@@ -204,31 +184,3 @@ def _convert_torchvision(weights: StateDict) -> StateDict:
             name = name.replace(theirs, ours)
         converted[name] = tensor
     return converted
-
-
-def _suggest_architecture(model: VisionTransformer, weights: StateDict) -> str:
-    """What would fit: the settings in which the weights' own architecture differs, and the presets
-    that have it."""
-    try:
-        theirs = infer_architecture(weights, origin="these weights")
-    except ValueError as error:
-        return str(error)
-    # any value of LayerScale fits, so that theirs is assumed
-    ours = model.architecture | {"init_values": theirs["init_values"]}
-    settings = [f"{key}={value}" for key, value in theirs.items() if ours[key] != value]
-    presets = [name for name, preset in PRESETS.items() if _signature(preset) == _signature(theirs)]
-    names = f" (as in {', '.join(presets[:3])})" if presets else ""
-    return f"A model with {', '.join(settings)} would fit{names}"
-
-
-def _signature(architecture: Architecture) -> tuple[Any, ...]:
-    """What tells presets apart in a state dict, whatever its image size and classes."""
-    return (
-        as_pair(architecture["patch_size"], name="patch_size"),
-        architecture["embed_dim"],
-        architecture["depth"],
-        architecture.get("distilled", False),
-        architecture.get("reg_tokens", 0),
-        architecture.get("no_embed_class", False),
-        architecture.get("init_values") is not None,
-    )

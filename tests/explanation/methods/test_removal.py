@@ -20,7 +20,7 @@ from vit.model.vision_transformer import VisionTransformer
 Build = Callable[..., tuple[nn.Module, Tensor]]
 CLASS, STEP = 3, 1e-4
 # a maximum has no first order; how another library's attention pools is unknown
-WITHOUT_GATES = ("ours-max", "hugging-face-siglip-tower")
+WITHOUT_GATES = ("timm-max", "hugging-face-siglip-tower")
 
 
 class Gates(TorchFunctionMode):
@@ -153,7 +153,6 @@ def test_two_tokens_worked_by_hand() -> None:
         depth=1,
         num_heads=1,
         num_classes=1,
-        pos_embed="none",
         mlp_ratio=1.0,
     ).double()
     for parameter in model.parameters():
@@ -184,9 +183,9 @@ def test_fused_and_explicit_attention_give_one_map(ours: Build) -> None:
     torch.testing.assert_close(*maps, rtol=1e-9, atol=1e-12)
 
 
-def test_a_maximum_has_no_first_order(ours: Build) -> None:
+def test_a_maximum_has_no_first_order(from_timm: Build) -> None:
     """Only the gates of the layers count; a pooling by maximum adds nothing."""
-    model, images = ours(global_pool="max", depth=1)
+    model, images = from_timm(global_pool="max", depth=1)
     found, _ = removal_gradient(model.double(), images.double(), probability=False)
     assert torch.isfinite(found).all()
     assert found.abs().max() > 0

@@ -74,15 +74,11 @@ def compute_pool_weights(
             if model.global_pool == "avgmax":
                 share = 0.5 / (num_tokens - first) + 0.5 * share
             weights[:, first:] = share
-        case "attention":
-            weights[:, num_prefix_tokens:] = model.compute_pool_weights(tokens)
         case "map" if pooling:
             attention = compute_latent_attention(pooling["q_norm"], pooling["k_norm"])
             weights[:, num_tokens - attention.shape[-1] :] = attention.mean(dim=(1, 2))
         case unknown:
-            raise ValueError(
-                f"unknown pooling {unknown!r}; known: token, avg, max, avgmax, attention, map"
-            )
+            raise ValueError(f"unknown pooling {unknown!r}; known: token, avg, max, avgmax, map")
     return weights
 
 
@@ -96,9 +92,8 @@ def compute_latent_attention(
 
 @contextmanager
 def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What attention pooling computes: q_norm, k_norm, kv and heads (its result before the
-    projection) of timm's (`global_pool="map"`), and pooled, the pooled feature, of ours. Nothing
-    for other models."""
+    """What timm's attention pooling (`global_pool="map"`) computes: q_norm, k_norm, kv and heads,
+    its result before the projection. Nothing for other models."""
     captured: dict[str, Tensor] = {}
 
     def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -107,7 +102,6 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
     def keep_input(name: str, module: nn.Module, args: Any) -> None:
         captured[name] = args[0]
 
-    # timm's has learned queries, ours one linear layer that scores the tokens
     handles = []
     attention_pool: Any = getattr(model, "attn_pool", None)
     if hasattr(attention_pool, "latent"):
@@ -116,8 +110,6 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
             handles.append(submodule.register_forward_hook(partial(keep_output, name)))
         projection = attention_pool.proj
         handles.append(projection.register_forward_pre_hook(partial(keep_input, "heads")))
-    elif getattr(model, "seq_pool", None) is not None:
-        handles.append(model.fc_norm.register_forward_pre_hook(partial(keep_input, "pooled")))
     try:
         yield captured
     finally:

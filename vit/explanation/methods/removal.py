@@ -91,12 +91,6 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Floa
             weight = 1.0 if model.global_pool == "avg" else 0.5
             centred = pooled - pooled.mean(dim=1, keepdim=True)
             result[:, first:] = weight * (centred * gradient).sum(dim=-1)
-        case "attention":  # one head, one query
-            patches = tokens[:, num_prefix:]
-            pooled_gradient = _gradient_of(score, forward.pooling["pooled"])
-            gradient = pooled_gradient[:, None] @ patches.transpose(1, 2)
-            attention = forward.pool_weights[:, None, None, num_prefix:]
-            result[:, num_prefix:] = _differentiate_gates(attention, gradient[:, None])
         case "map":
             attention = compute_latent_attention(
                 at_least_float32(forward.pooling["q_norm"].detach()),

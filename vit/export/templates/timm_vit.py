@@ -14,51 +14,18 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from vit.model.stem import build_stem
+
 
 class SquaredReLU(nn.Module):
     def forward(self, x):
         return F.relu(x).square()
 
 
-class ResidualConv(nn.Module):
-    def __init__(self, embed_dim):
-        super().__init__()
-        self.conv = nn.Conv2d(embed_dim, embed_dim, 3, padding=1, bias=False)
-
-    def forward(self, x):
-        return x + F.relu(self.conv(x))
-
-
-class StemEmbed(nn.Module):
-    """3x3 convolutions that halve the image by their stride ("conv") or by max pooling, down to the
-    patch grid."""
-
-    def __init__(self, img_size, patch_size, in_chans, embed_dim, stem, **unused):
-        super().__init__()
-        self.img_size = tuple(img_size)
-        self.patch_size = tuple(patch_size)
-        self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-        halvings = [side.bit_length() - 1 for side in patch_size]
-        last = max(halvings) - 1
-        layers = []
-        for stage in range(last + 1):
-            stride = tuple(1 + (stage < count) for count in halvings)
-            width = embed_dim
-            if stage < last:
-                width = max(embed_dim >> (last - stage if stem == "conv" else 2), 8)
-            if stem == "conv":
-                layers += [nn.Conv2d(in_chans, width, 3, stride, 1), nn.ReLU()]
-            else:
-                layers += [nn.Conv2d(in_chans, width, 3, 1, 1, bias=False), nn.ReLU()]
-                layers += [nn.MaxPool2d(3, stride, 1)]
-            in_chans = width
-        self.stem = nn.Sequential(*layers)
-        self.proj = nn.Identity()
-        if stem == "conv":
-            self.proj = nn.Conv2d(embed_dim, embed_dim, 1)
-        elif stem == "conv_pool_residual":
-            self.proj = ResidualConv(embed_dim)
+class StemEmbed(PatchEmbed):
+    def __init__(self, stem, patch_size, in_chans, embed_dim, **arguments):
+        super().__init__(patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **arguments)
+        self.stem, self.proj = build_stem(stem, in_chans, embed_dim, patch_size)
 
     def forward(self, x):
         return self.proj(self.stem(x)).flatten(2).transpose(1, 2)

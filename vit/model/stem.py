@@ -1,0 +1,53 @@
+"""Convolutional stems, which halve the image down to the patch grid.
+
+`vit export` copies this file into folders for timm, so that it takes torch alone.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def build_stem(
+    stem: str, in_chans: int, embed_dim: int, patch_size: tuple[int, int]
+) -> tuple[nn.Sequential, nn.Module]:
+    """3×3 convolutions with ReLU, whose stride or max pooling halves the image, and what comes
+    after them on the patch grid: as in `PatchEmbed`, of patch sides that are powers of two."""
+    # a side that is on its grid already keeps its length for the remaining stages
+    row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
+    num_stages = max(row_halvings, column_halvings)
+
+    layers: list[nn.Module] = []
+    for stage in range(num_stages):
+        stride = (1 + (stage < row_halvings), 1 + (stage < column_halvings))
+        stages_left = num_stages - 1 - stage
+        width = embed_dim
+        if stages_left:
+            width = max(embed_dim >> (stages_left if stem == "conv" else 2), 8)
+
+        if stem == "conv":
+            layers.append(nn.Conv2d(in_chans, width, 3, stride, padding=1))
+        else:
+            layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
+            # pooling and ReLU give the same in either order; this one leaves ReLU a quarter of the
+            # values
+            layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
+        layers.append(nn.ReLU(inplace=True))
+        in_chans = width
+
+    projection: nn.Module = nn.Identity()
+    if stem == "conv":
+        projection = nn.Conv2d(embed_dim, embed_dim, 1)
+    elif stem == "conv_pool_residual":
+        projection = ResidualConv(embed_dim)
+    return nn.Sequential(*layers), projection
+
+
+class ResidualConv(nn.Module):
+    """features + relu(conv(features)), 3×3, on the patch grid."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(embed_dim, embed_dim, 3, padding=1, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + F.relu(self.conv(features))
