@@ -75,10 +75,8 @@ class AugmentParams(NamedTuple):
     operations: tuple[Operation, ...] = ()
     # cutout's and random erasing's
     erased_boxes: tuple[Boxes, ...] = ()
-    # of each sample's own image
-    mix_weight: Float[Tensor, " B"] | None = None
-    # what is the neighbour's
-    mix_boxes: Boxes | None = None
+    # the weight of each sample's own image, and the boxes that are its neighbour's
+    mix: tuple[Factors, Boxes] | None = None
 
 
 def sample_params(
@@ -134,10 +132,6 @@ def sample_params(
         is_chosen = rng.uniform("erasing") < augment.re_prob
         erased_boxes.append(boxes.long() * is_chosen[:, None])
 
-    mix_weight = mix_boxes = None
-    if mix and augment.mixes:
-        mix_weight, mix_boxes = _sample_mix(rng, size, augment)
-
     return AugmentParams(
         is_flipped=_sample_flips(rng, augment.flip),
         shifts=torch.stack(shifts),
@@ -145,8 +139,7 @@ def sample_params(
         color_factors=color_factors,
         operations=tuple(operations),
         erased_boxes=tuple(erased_boxes),
-        mix_weight=mix_weight,
-        mix_boxes=mix_boxes,
+        mix=_sample_mix(rng, size, augment) if mix and augment.mixes else None,
     )
 
 
@@ -218,14 +211,14 @@ def mix_batch(
 
     The last sample of an odd batch stays as it is.
     """
-    assert params.mix_weight is not None
-    assert params.mix_boxes is not None
+    assert params.mix is not None
+    own_weight, boxes = params.mix
     count, _, height, width = images.shape
     # 0 ↔ 1, 2 ↔ 3, …
     partner = (torch.arange(count, device=images.device) ^ 1).clamp(max=count - 1)
 
-    is_own = outside_boxes(params.mix_boxes, (height, width))
-    pixel_weight = params.mix_weight[:, None, None, None] * is_own  # [B, 1, H, W]
+    is_own = outside_boxes(boxes, (height, width))
+    pixel_weight = own_weight[:, None, None, None] * is_own  # [B, 1, H, W]
     mixed = torch.lerp(images[partner], images, pixel_weight)
 
     # `F.one_hot` would look at the labels on the host

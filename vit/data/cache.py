@@ -122,12 +122,9 @@ def _build(
                 # reserved now: writing through a memory map to a full disk would kill the process
                 os.posix_fallocate(file.fileno(), 0, image_bytes * len(dataset))
 
-        hashes = np.zeros((2, len(dataset)), dtype=np.uint64)
-        failures: dict[int, str] = {}
-        chunks = _decode_chunks(dataset, pixels, preprocess, workers=workers, progress=progress)
-        for start, chunk_hashes, chunk_failures in chunks:
-            hashes[:, start : start + chunk_hashes.shape[1]] = chunk_hashes
-            failures |= chunk_failures
+        hashes, failures = _decode_images(
+            dataset, pixels, preprocess, workers=workers, progress=progress
+        )
 
         # places of unreadable images are closed, and those images are only in the index
         readable = np.delete(np.arange(len(dataset)), list(failures))
@@ -151,16 +148,19 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _decode_chunks(
+def _decode_images(
     dataset: ImageDataset,
     pixels: Path,
     preprocess: Preprocess | None,
     *,
     workers: int | None,
     progress: bool,
-) -> Iterator[_Chunk]:
-    """`_decode_chunk` of all images, in any order."""
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Write the pixels of all images; returns their hashes, uint64 [2, n], and why an image, by its
+    index, can't be read."""
     count = len(dataset)
+    hashes = np.zeros((2, count), dtype=np.uint64)
+    failures: dict[int, str] = {}
     # a generator: the parts of millions of images aren't all made at once
     tasks = (
         (dataset.subset(range(start, min(start + _CHUNK, count))), start, pixels, preprocess)
@@ -178,12 +178,15 @@ def _decode_chunks(
             chunks = pool(delayed(_decode_chunk)(*task) for task in tasks)
 
         try:
-            for chunk in chunks:
-                advance(chunk[1].shape[1])
-                yield chunk
+            for start, chunk_hashes, chunk_failures in chunks:
+                chunk_size = chunk_hashes.shape[1]
+                hashes[:, start : start + chunk_size] = chunk_hashes
+                failures |= chunk_failures
+                advance(chunk_size)
         except BrokenProcessPool as error:
             text = "a process that decodes images was killed, perhaps for lack of memory"
             raise OSError(f"{text}; try fewer data.workers") from error
+    return hashes, failures
 
 
 def _decode_chunk(

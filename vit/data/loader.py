@@ -283,7 +283,7 @@ class TrainLoader:
         crop_size = self.preprocess.image_size if params.crop_boxes is None else size
         cropped = crop_and_flip(stored, rows, params, size=crop_size)
         images = color_and_normalize(cropped, params, preprocess=self.preprocess, size=size)
-        if params.mix_weight is None:
+        if params.mix is None:
             return Batch(images, labels, labels, index)
         images, targets = mix_batch(
             images, labels, params, num_classes=len(self.dataset.class_names)
