@@ -266,33 +266,33 @@ def _apply_operation(images: UInt8Images, name: str, strength: float) -> UInt8Im
     down = float(int(150 / 331 * height * strength))
     match name:
         case "shear x":
-            return _affine(images, x_weights=(1.0, shear, shear * height / 2))
+            images = _affine(images, x_weights=(1.0, shear, shear * height / 2))
         case "shear y":
-            return _affine(images, y_weights=(shear, 1.0, shear * width / 2))
+            images = _affine(images, y_weights=(shear, 1.0, shear * width / 2))
         case "translate x":
-            return _affine(images, x_weights=(1.0, 0.0, -right))
+            images = _affine(images, x_weights=(1.0, 0.0, -right))
         case "translate y":
-            return _affine(images, y_weights=(0.0, 1.0, -down))
+            images = _affine(images, y_weights=(0.0, 1.0, -down))
         case "rotate":
             cos = math.cos(math.radians(30 * strength))
             sin = math.sin(math.radians(30 * strength))
-            return _affine(images, x_weights=(cos, -sin, 0.0), y_weights=(sin, cos, 0.0))
+            images = _affine(images, x_weights=(cos, -sin, 0.0), y_weights=(sin, cos, 0.0))
         case "brightness":
-            return functional.adjust_brightness(images, factor)
+            images = functional.adjust_brightness(images, factor)
         case "color":
-            return functional.adjust_saturation(images, factor)
+            images = functional.adjust_saturation(images, factor)
         case "contrast":
-            return functional.adjust_contrast(images, factor)
+            images = functional.adjust_contrast(images, factor)
         case "sharpness":
-            return _adjust_sharpness(images, factor)
+            images = _adjust_sharpness(images, factor)
         case "posterize":
-            return functional.posterize(images, 8 - round(4 * abs(strength)))
+            images = functional.posterize(images, 8 - round(4 * abs(strength)))
         case "solarize":
-            return functional.solarize(images, 255 * (1 - abs(strength)))
+            images = functional.solarize(images, 255 * (1 - abs(strength)))
         case "autocontrast":
-            return functional.autocontrast(images)
+            images = functional.autocontrast(images)
         case "equalize":
-            return functional.equalize(images)
+            images = functional.equalize(images)
     return images
 
 
@@ -461,7 +461,7 @@ def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
 
     At a factor of 0 the image is black, its mean luma, or grey; at 1 it stays as it is.
     """
-    brightness, contrast, saturation = factors[:, :, None, None, None]
+    brightness, contrast, saturation = factors[:, :, None, None, None].unbind()
     images = (images * brightness).clamp(0, 255)
     mean = to_grey(images).mean(dim=(2, 3), keepdim=True)
     images = (mean + contrast * (images - mean)).clamp(0, 255)

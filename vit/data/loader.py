@@ -398,11 +398,13 @@ class TrainLoader:
 def choose_pipeline(num_bytes: int, *, device: torch.device) -> tuple[Pipeline, str]:
     """Whether so many bytes of decoded pixels stay in the device's memory, and why in words."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
-    sizes = f"{num_bytes / 2**20:,.0f} MiB of pixels {{}} in {MAX_MEMORY_FRACTION:.0%}"
-    sizes += f" of the {free / 2**20:,.0f} MiB free on {device.type}"
-    if num_bytes <= MAX_MEMORY_FRACTION * free:
-        return "resident", sizes.format("fit")
-    return "workers", sizes.format("do not fit")
+    pipeline: Pipeline = "resident"
+    verb = "fit"
+    if num_bytes > MAX_MEMORY_FRACTION * free:
+        pipeline = "workers"
+        verb = "do not fit"
+    share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
+    return pipeline, f"{num_bytes / 2**20:,.0f} MiB of pixels {verb} in {share}"
 
 
 def _free_host_memory() -> int:

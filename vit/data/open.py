@@ -297,5 +297,5 @@ def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> 
     for members in np.split(order, class_ends[:-1]):
         # at least one image, but never all of a class
         num_chosen = max(round(fraction * len(members)), int(fraction > 0))
-        mask[members[: min(num_chosen, len(members) - 1)]] = len(members) > 1
+        mask[members[: min(num_chosen, len(members) - 1)]] = True
     return mask
