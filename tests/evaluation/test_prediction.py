@@ -15,7 +15,6 @@ from PIL import Image
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.evaluation.prediction import (
-    ClassProbability,
     Prediction,
     PredictionResult,
     predict_images,
@@ -120,9 +119,7 @@ def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
 
 def test_lines_hold_what_was_predicted() -> None:
     predictions = [
-        Prediction(
-            "a.png", [ClassProbability(1, "dog, the", 0.75), ClassProbability(0, "cat", 0.25)]
-        ),
+        Prediction("a.png", [(1, "dog, the", 0.75), (0, "cat", 0.25)]),
         Prediction("b.png", [], error="truncated"),
     ]
     file = io.StringIO()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -118,7 +119,11 @@ def build(
     history: list[dict[str, Any]] | None = None,
     explain: Callable = draw_red,
 ) -> str:
-    return build_report(case, history=history or [], explain=explain)
+    with (
+        patch("vit.pages.report.load_history", return_value=history or []),
+        patch("vit.pages.report.draw_maps", lambda bundle, pictures: explain(pictures)),
+    ):
+        return build_report(case)
 
 
 @pytest.fixture(scope="module")

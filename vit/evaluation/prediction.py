@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Self, TextIO, cast
+from typing import Self, TextIO, cast
 
 import numpy as np
 import torch
@@ -29,14 +29,8 @@ from vit.runtime.threads import BatchThreads
 
 Pixels = NDArray[np.uint8]
 Logits = NDArray[np.float32]
-
-
-class ClassProbability(NamedTuple):
-    """The probability of a class, with its index and name."""
-
-    index: int
-    name: str
-    probability: float
+# index, name and probability, the most probable first
+Classes = list[tuple[int, str, float]]
 
 
 @dataclass(frozen=True)
@@ -168,8 +162,7 @@ class Prediction:
 
     # of a PIL image or an array "image 0", by its place
     path: str
-    # the most probable first
-    classes: list[ClassProbability]
+    classes: Classes
     error: str | None = None
 
 
@@ -227,10 +220,17 @@ def predict_images(
                 values = next(probabilities)
                 best = np.argsort(-values, kind="stable")[:top_k].tolist()
                 classes = [
-                    ClassProbability(index, bundle.class_names[index], float(values[index]))
-                    for index in best
+                    (index, bundle.class_names[index], float(values[index])) for index in best
                 ]
                 yield Prediction(path, classes)
+
+
+def describe_classes(classes: Classes) -> list[dict[str, int | str | float]]:
+    """Classes as objects for JSON."""
+    return [
+        {"index": index, "name": name, "probability": probability}
+        for index, name, probability in classes
+    ]
 
 
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
@@ -238,7 +238,7 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
     for prediction in predictions:
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
-            record["predictions"] = [item._asdict() for item in prediction.classes]
+            record["predictions"] = describe_classes(prediction.classes)
         else:
             record["error"] = prediction.error
         file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -7,7 +7,6 @@ goes or changes its meaning; a new key alone doesn't raise it. Fractions are 0 t
 import csv
 import io
 import json
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -225,9 +224,7 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
     for line, row in table:
         if len(row) != len(COLUMNS):
             raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
-        if not re.fullmatch(r"[0-9]{1,9}", row[-1]):
-            raise ValueError(
-                f"{line}: rank {shorten(row[-1])!r} is not a number of classes; evaluate again"
-            )
+        if not row[-1].isdecimal():
+            raise ValueError(f"{line}: rank {shorten(row[-1])!r} is not a number; evaluate again")
         rows.append(row)
     return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}

@@ -2,7 +2,7 @@
 colours."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from matplotlib.ticker import MaxNLocator
 
@@ -28,7 +28,7 @@ class Line:
 
     name: str
     marks: list[Mark]
-    # 0…3: colour and dashes
+    # 0 or 1: colour and dashes
     style: int
 
 
@@ -41,8 +41,8 @@ class Chart:
     y_label: str
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    lines: list[Line] = field(default_factory=list)
-    bars: list[Mark] = field(default_factory=list)
+    lines: list[Line]
+    bars: Sequence[Mark] = ()
     # pixels: the whole chart, and the area between the axes
     width = 400
     height = 250
@@ -52,25 +52,20 @@ class Chart:
     bottom = 208
 
 
-def build_line_chart(
-    title: str,
-    series: Mapping[str, Points],
-    *,
-    x_label: str,
-    y_label: str,
-) -> Chart:
-    """A chart of one or more series of (x, y), where x counts something, such as epochs."""
-    xs = [x for points in series.values() for x, _ in points]
-    ys = [y for points in series.values() for _, y in points]
-    place_x, x_ticks = _fit_axis(xs, Chart.left, Chart.right, is_count=True)
-    place_y, y_ticks = _fit_axis(ys, Chart.bottom, Chart.top)
-    lines: list[Line] = []
-    for name, points in series.items():
+def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: str) -> Chart:
+    """A chart of one or more series of (epoch, value)."""
+    epochs = [epoch for points in series.values() for epoch, _ in points]
+    values = [value for points in series.values() for _, value in points]
+    place_x, x_ticks = _fit_axis(epochs, Chart.left, Chart.right, is_count=True)
+    place_y, y_ticks = _fit_axis(values, Chart.bottom, Chart.top)
+    lines = []
+    for style, (name, points) in enumerate(series.items()):
         marks = [
-            Mark(place_x(x), place_y(y), f"{name}, {x_label} {x:g}: {y:.4g}") for x, y in points
+            Mark(place_x(epoch), place_y(value), f"{name}, epoch {epoch:g}: {value:.4g}")
+            for epoch, value in points
         ]
-        lines.append(Line(name, marks, style=len(lines) % 4))
-    return Chart(title, x_label, y_label, x_ticks, y_ticks, lines=lines)
+        lines.append(Line(name, marks, style))
+    return Chart(title, "epoch", y_label, x_ticks, y_ticks, lines)
 
 
 def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
@@ -87,13 +82,10 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
         # a gap of two pixels between bars
         width = place_x(bin.upper) - place_x(bin.lower) - 2
         height = place_y(0) - top
-        bars.append(Mark(place_x(bin.lower) + 1, top, text, width=width, height=height))
-    ideal = Line(
-        "perfectly calibrated", [Mark(place_x(value), place_y(value)) for value in (0, 1)], style=1
-    )
-    return Chart(
-        "Reliability", "confidence", "accuracy", x_ticks, y_ticks, lines=[ideal], bars=bars
-    )
+        bars.append(Mark(place_x(bin.lower) + 1, top, text, width, height))
+    diagonal = [Mark(place_x(value), place_y(value)) for value in (0, 1)]
+    ideal = Line("perfectly calibrated", diagonal, style=1)
+    return Chart("Reliability", "confidence", "accuracy", x_ticks, y_ticks, [ideal], bars)
 
 
 def _fit_axis(

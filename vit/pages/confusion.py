@@ -23,8 +23,8 @@ _MAX_LISTED = 100
 _MAX_PICTURED = 24
 # pixels
 _THUMBNAIL_SIDE = 64
-# of all cells, encoded: keeps the page below 10 MB
-_THUMBNAIL_BYTES = 3_000_000
+# of all cells, about: keeps the page below 10 MB
+_THUMBNAILS = 1500
 
 # (row, column) → images
 Cells = dict[tuple[int, int], list[int]]
@@ -119,17 +119,12 @@ def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
 
 
 def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:
-    """Thumbnails by image. The cells take turns, errors first, so that each has some when not all
-    images can have one."""
-    errors_first = sorted(cells.items(), key=lambda cell: cell[0][0] == cell[0][1])
+    """Thumbnails of the first images of each cell, by image; fewer a cell of many cells."""
+    images_a_cell = min(_MAX_PICTURED, 1 + _THUMBNAILS // max(len(cells), 1))
     thumbnails: dict[int, str] = {}
-    bytes_left = _THUMBNAIL_BYTES
-    for turn in range(_MAX_PICTURED):
-        for _, members in errors_first:
-            if turn < len(members) and bytes_left > 0:
-                index = members[turn]
-                picture = Image.fromarray(images.read(index, index + 1)[0])
-                picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-                thumbnails[index] = encode_picture(picture, "WEBP")
-                bytes_left -= len(thumbnails[index])
+    for members in cells.values():
+        for index in members[:images_a_cell]:
+            picture = Image.fromarray(images.read(index, index + 1)[0])
+            picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+            thumbnails[index] = encode_picture(picture, "WEBP")
     return thumbnails

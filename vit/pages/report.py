@@ -1,10 +1,9 @@
 """The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend, fit_scale
 from vit.options import ExplainOptions
-from vit.pages.charts import Chart, build_line_chart, build_reliability_chart
+from vit.pages.charts import Chart, build_history_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.training.run_directory import METRICS_FILE, load_metrics
@@ -28,36 +27,17 @@ _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece
 # in the table: a page of 20,000 would have 6 MB of them
 _MAX_CLASSES = 1000
 
-Explain = Callable[[Sequence[Pixels]], list[Image.Image]]
-
 
 def render_pages(result: EvaluationResult) -> Mapping[str, str]:
     """What `EvaluationResult.save` writes beside its own files, by file name."""
     return {"evaluation.md": render_markdown(result), "report.html": build_report(result)}
 
 
-def build_report(
-    result: EvaluationResult,
-    *,
-    history: Sequence[Mapping[str, Any]] | None = None,
-    explain: Explain | None = None,
-) -> str:
-    """Build the page.
-
-    Args:
-        result: an evaluation.
-        history: epochs of the training run; by default those of the metrics file beside the model.
-        explain: draws a map over each picture, by default attention rollout. It may raise
-            ValueError where a model has none.
-
-    Returns:
-        HTML that needs no other file.
-    """
+def build_report(result: EvaluationResult) -> str:
+    """Build the page: HTML that needs no other file."""
     evaluation = result.evaluation
-    if history is None:
-        history = load_history(result.bundle.name)
-    examples, maps_missing = _draw_examples(result, explain or partial(draw_maps, result.bundle))
     class_names = [row.name for row in evaluation.per_class]
+    pictures, maps, maps_missing = _draw_examples(result)
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
@@ -65,10 +45,11 @@ def build_report(
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
-        "history": _chart_history(history),
+        "history": _chart_history(load_history(evaluation.model)),
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "reliability": build_reliability_chart(evaluation.reliability),
-        "examples": examples,
+        "pictures": pictures,
+        "maps": maps,
         "maps_missing": maps_missing,
     }
     return render_page("report.html.jinja", context)
@@ -138,63 +119,45 @@ def _list_metrics(evaluation: Evaluation) -> list[dict[str, str | None]]:
 
 
 def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    loss_keys = {"training": "train_loss", "validation": "val_loss"}
-    charts = (
-        ("Loss", loss_keys, "cross-entropy, nats"),
-        ("Accuracy", {"validation": "val_top1"}, "top-1"),
-    )
-    built = []
-    for title, keys, label in charts:
-        series = {name: _read_series(epochs, key) for name, key in keys.items()}
-        series = {name: points for name, points in series.items() if points}
-        if series:
-            built.append(build_line_chart(title, series, x_label="epoch", y_label=label))
-    return built
+    charts = []
+    loss = {
+        "training": _read_series(epochs, "train_loss"),
+        "validation": _read_series(epochs, "val_loss"),
+    }
+    loss = {name: points for name, points in loss.items() if points}
+    if loss:
+        charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
+    top1 = _read_series(epochs, "val_top1")
+    if top1:
+        charts.append(build_history_chart("Accuracy", {"validation": top1}, y_label="top-1"))
+    return charts
 
 
 def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
     """The finite values by epoch; an epoch without validation has none."""
     return [
-        (float(row["epoch"]), float(row[key]))
+        (row["epoch"], row[key])
         for row in epochs
         if "epoch" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
 
 
-def _draw_examples(
-    result: EvaluationResult, explain: Explain
-) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
-    """The examples with their pictures and maps, and why there are no maps."""
+def _draw_examples(result: EvaluationResult) -> tuple[dict[str, str], dict[str, str], str | None]:
+    """The pictures of the examples and their attention maps, by path, and why there are no maps."""
     examples = result.evaluation.examples
-    images = result.images
-    groups = {
-        "most_confident_errors": examples.most_confident_errors,
-        "least_confident_correct": examples.least_confident_correct,
-        "label_errors": examples.label_errors,
-    }
+    groups = (
+        examples.most_confident_errors,
+        examples.least_confident_correct,
+        examples.label_errors,
+    )
+    position = {name: index for index, name in enumerate(result.images.ids)}
     # an image may be in several groups
-    position = {name: index for index, name in enumerate(images.ids)}
-    paths = dict.fromkeys(example.path for group in groups.values() for example in group)
-    pixels = {path: images.read(position[path], position[path] + 1)[0] for path in paths}
-    photos = {
-        path: encode_picture(resize_picture(Image.fromarray(values)))
-        for path, values in pixels.items()
-    }
-    maps: dict[str, str] = {}
-    maps_missing = None
+    paths = dict.fromkeys(example.path for group in groups for example in group)
+    pixels = [result.images.read(position[path], position[path] + 1)[0] for path in paths]
+    photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
+    pictures = dict(zip(paths, photos, strict=True))
     try:
-        overlays = explain(list(pixels.values()))
-        maps = {
-            path: encode_picture(overlay) for path, overlay in zip(pixels, overlays, strict=True)
-        }
+        overlays = map(encode_picture, draw_maps(result.bundle, pixels))
     except ValueError as error:
-        maps_missing = str(error)
-
-    described = {
-        name: [
-            {"example": example, "picture": photos[example.path], "map": maps.get(example.path)}
-            for example in group
-        ]
-        for name, group in groups.items()
-    }
-    return described, maps_missing
+        return pictures, {}, str(error)
+    return pictures, dict(zip(paths, overlays, strict=True)), None

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.evaluation.prediction import predict_images
+from vit.evaluation.prediction import describe_classes, predict_images
 from vit.explanation.explainer import Explainer
 from vit.explanation.faithfulness.best_method import replace_best
 from vit.explanation.items import items_from_images
@@ -87,7 +87,7 @@ def build_app(
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         (prediction,) = predict_images(bundle, photo, top_k=top_k, batch_size=1)
-        classes = [item._asdict() for item in prediction.classes]
+        classes = describe_classes(prediction.classes)
         if explainer is None or form == "none":
             return {"classes": classes, "map": None}
         return {"classes": classes, "map": _explain(explainer, photo, form)}
