@@ -115,7 +115,6 @@ class Comparison:
                     "evaluations": [member.name for member in group.evaluations],
                     "seeds": [member.evaluation.seed for member in group.evaluations],
                     "top1": group.top1.tolist(),
-                    "mean": float(group.top1.mean()),
                     "standard_deviation": group.deviation,
                 }
                 for group in self.groups

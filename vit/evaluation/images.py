@@ -20,13 +20,12 @@ from vit.data.images import Preprocess
 from vit.data.open import DatasetSplits, open_for_model
 from vit.evaluation.metrics import Ints
 from vit.evaluation.prediction import Pixels, Predictor
+from vit.runtime.arguments import shorten
 from vit.runtime.processes import current_process
 
 # below which an interval says nothing
 MIN_CORRECT_IMAGES = 8
 _MAX_DUPLICATE_NAMES = 20
-# in a message
-_MAX_CLASS_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,10 @@ def match_classes(
     occurring = [source_classes[label] for label in np.unique(labels)]
     unknown = [name for name in occurring if name not in index]
     if unknown:
+        unknown_names = shorten(", ".join(map(repr, unknown)))
+        known_names = shorten(", ".join(map(repr, model_classes)))
         raise ValueError(
-            f"the model doesn't know {_shorten(unknown)} of this data; it knows"
-            f" {_shorten(model_classes)}"
+            f"the model doesn't know {unknown_names} of this data; it knows {known_names}"
         )
     return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
 
@@ -225,10 +225,3 @@ def select_correct_images(
     pixels = torch.from_numpy(np.stack([correct[index] for index in chosen]))
     ids = [dataset.ids[index] for index in chosen]
     return bundle.preprocess.normalize(pixels), torch.from_numpy(labels[chosen]), ids
-
-
-def _shorten(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_CLASS_NAMES])
-    if len(names) > _MAX_CLASS_NAMES:
-        shown += f" and {len(names) - _MAX_CLASS_NAMES} more"
-    return shown

@@ -47,7 +47,6 @@ def describe_confusion(
         "names": shown_names,
         "counts": counts.tolist(),
         "support": np.bincount(scores.labels, minlength=len(names))[shown].tolist(),
-        "num_classes": len(names),
         "orders": _order_classes(counts, shown_names),
         # path, confidence, and thumbnail or null of the images of each cell
         "cells": {
