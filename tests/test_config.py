@@ -32,7 +32,7 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     config = load_config(
         None,
         [
-            "train.image_sizes=[[0.5, 24], [1.0, [32, 32]]]",
+            "train.image_sizes=[[0.5, 0.75], [1.0, 1]]",
             "data.root=123",
             "data.classes=[cat, dog]",
             "model.freeze=2",
@@ -71,14 +71,8 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
             "data.image_size=30",
             r"data\.image_size 30 is not a multiple of model.patch_size 4; try 28 or 32",
         ),
-        (
-            "train.image_sizes=[[0.5, 30]]",
-            r"train\.image_sizes 30 is not a multiple of model.patch_size 4",
-        ),
-        (
-            "train.image_sizes=[[0.5, 1.5]]",
-            r"train\.image_sizes 1\.5 is neither a fraction of data\.image_size",
-        ),
+        ("train.image_sizes=[[0.5, 1.5]]", r"train\.image_sizes.*less than or equal to 1"),
+        ("train.image_sizes=[[0.5, 0]]", r"train\.image_sizes.*greater than 0"),
         ("train.patch_drop_rates=[[0.5, 1]]", r"train\.patch_drop_rates.*less than 1"),
         ("train.patch_drop_rates=0.5", r"train\.patch_drop_rates.*list"),
         ("augment={resized_crop_scale: [0.5, 1], crop_padding: 4}", "augment: .*two ways to crop"),
@@ -123,16 +117,12 @@ def test_the_recipes_fractions_are_the_sizes_that_were_measured(
     assert resolve(config) == expected
 
 
-def test_sizes_follow_the_image_size_and_pixels_stay_pixels() -> None:
+def test_sizes_follow_the_image_size() -> None:
     sizes = "train.image_sizes=[[0.6, 0.75], [1, 1]]"
     config = load_config(None, [sizes, "data.image_size=[64, 96]", "model.patch_size=4"])
     assert resolve(config) == ((0.6, (48, 72)), (1.0, (64, 96)))
     config = load_config(None, [sizes, "data.image_size=[64, 96]", "model.patch_size=16"])
     assert resolve(config)[0] == (0.6, (48, 64))  # whole patches: 4.5 rounds to 4
-    older = load_config(
-        None, ["data.image_size=64", "train.image_sizes=[[0.6, 24], [1, [32, 48]]]"]
-    )
-    assert resolve(older) == ((0.6, (24, 24)), (1.0, (32, 48)))
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:

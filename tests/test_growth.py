@@ -211,7 +211,7 @@ def test_splits_of_a_folder_compare_each_class_once(
 
     def measure(count: int) -> int:
         monkeypatch.setattr(
-            folders, "_list_classes", lambda folder: [Name(f"class {i}") for i in range(count)]
+            folders, "list_classes", lambda folder: [Name(f"class {i}") for i in range(count)]
         )
         return count_comparisons(lambda: folders.find_class_folders("folder", tmp_path, None))
 
@@ -225,7 +225,7 @@ def test_one_long_class_name_costs_no_more_than_itself(tmp_path: Path) -> None:
     )
     for index in range(600):
         (tmp_path / f"{index}.png").touch()
-    source = tables.find_tables("folder", tmp_path, [tmp_path / "labels.csv"], None)
+    source = tables.find_tables(tmp_path, [tmp_path / "labels.csv"], None)
     assert peak_bytes(lambda: source.load("train")) < 2e6  # 600 texts as long as the longest: 48 MB
     labels, values = (
         [names[index % 2 if index else 2] for index in range(600)],

@@ -18,7 +18,6 @@ from pydantic.functional_validators import field_validator, model_validator
 
 from vit.runtime.arguments import (
     Precision,
-    TrainSize,
     as_pair,
     check_multiple,
     resolve_image_sizes,
@@ -29,6 +28,7 @@ from vit.runtime.files import read_text
 
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
+SizeFraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
@@ -192,9 +192,9 @@ class TrainConfig(_Section):
     # L2 norm
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # (fraction of the run until which, size); sizes up to 1 are fractions of data.image_size,
-    # others pixels. [[0.6, 0.75], [1, 1]]: 3/4 of the side until 60 %
-    image_sizes: list[tuple[float, TrainSize]] | None = None
+    # (fraction of the run until which, fraction of data.image_size). [[0.6, 0.75], [1, 1]]: 3/4 of
+    # the side until 60 %
+    image_sizes: list[tuple[float, SizeFraction]] | None = None
     # (fraction of the run until which, rate). [[0.8, 0.5], [1, 0]]: half of the patches until 80 %
     patch_drop_rates: list[tuple[float, DropRate]] | None = None
     grad_checkpointing: bool = False

@@ -5,15 +5,11 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 Precision = Literal["float32", "bfloat16"]
-# up to 1: a fraction of data.image_size; others are pixels: of a side, or (height, width)
-TrainSize = int | float | tuple[int, int]
 # pixels
 MAX_SIDE = 2**14
-# characters of a value in a message
-_MAX_SHOWN = 200
 
 
-def shorten(text: str, max_characters: int = _MAX_SHOWN) -> str:
+def shorten(text: str, max_characters: int = 200) -> str:
     """Text for a message, without its middle where it is too long."""
     if len(text) <= max_characters:
         return text
@@ -51,10 +47,8 @@ def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
     elif isinstance(value, list | tuple):
         pair = tuple(value)
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
-        raise ValueError(
-            f"{name} {shorten(str(value))} is neither a positive number nor two of them "
-            "(height, width)"
-        )
+        expected = "a positive number nor two of them (height, width)"
+        raise ValueError(f"{name} {shorten(str(value))} is neither {expected}")
     if max(pair) > MAX_SIDE:
         raise ValueError(f"{name} {shorten(str(value))} is more than {MAX_SIDE:,} pixels a side")
     height, width = pair
@@ -62,52 +56,38 @@ def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
 
 
 def resolve_image_sizes(
-    image_sizes: Sequence[tuple[float, TrainSize]] | None,
+    image_sizes: Sequence[tuple[float, float]] | None,
     *,
     image_size: int | Sequence[int],
     patch_size: tuple[int, int],
 ) -> tuple[tuple[float, tuple[int, int]], ...]:
-    """`train.image_sizes` in pixels.
+    """`train.image_sizes` in pixels, rounded to whole patches.
 
     Args:
-        image_sizes: (part of the run, 0 to 1, up to which the size holds; the size); None for none.
-        image_size: `data.image_size`, of which fractions are rounded to whole patches.
+        image_sizes: (part of the run, 0 to 1, up to which the size holds; the size as a fraction of
+            `data.image_size`); None for none.
+        image_size: `data.image_size`.
         patch_size: height and width of a patch.
 
     Raises:
-        ValueError: a size is not a multiple of the patch; the message names its key.
+        ValueError: `data.image_size` is not a multiple of the patch.
     """
     full_size = as_pair(image_size, name="data.image_size")
-    _check_patches("data.image_size", full_size, patch_size)
-
-    # 1 is the full size, not one pixel
-    resolved = []
-    for until, size in image_sizes or ():
-        if isinstance(size, int | float) and 0 < size <= 1:
-            height, width = (
-                max(round(size * side / patch_side), 1) * patch_side
-                for side, patch_side in zip(full_size, patch_size, strict=True)
-            )
-            resolved.append((until, (height, width)))
-        elif isinstance(size, float):
-            raise ValueError(
-                f"train.image_sizes {size} is neither a fraction of data.image_size, up to 1, nor "
-                "whole pixels; such as [[0.6, 0.75], [1, 1]]"
-            )
-        else:
-            pair = as_pair(size, name="train.image_sizes")
-            _check_patches("train.image_sizes", pair, patch_size)
-            resolved.append((until, pair))
-    return tuple(resolved)
-
-
-def _check_patches(name: str, size: tuple[int, int], patch_size: tuple[int, int]) -> None:
-    for side, patch_side in zip(size, patch_size, strict=True):
+    for side, patch_side in zip(full_size, patch_size, strict=True):
         # the nearest multiples below and above; 0 is none
         lower = side // patch_side * patch_side
         suggestions = [str(multiple) for multiple in (lower, lower + patch_side) if multiple]
         hint = f"; try {' or '.join(suggestions)}"
-        check_multiple(name, side, "model.patch_size", patch_side, hint)
+        check_multiple("data.image_size", side, "model.patch_size", patch_side, hint)
+
+    resolved = []
+    for until, fraction in image_sizes or ():
+        height, width = (
+            max(round(fraction * side / patch_side), 1) * patch_side
+            for side, patch_side in zip(full_size, patch_size, strict=True)
+        )
+        resolved.append((until, (height, width)))
+    return tuple(resolved)
 
 
 def check_multiple(name: str, value: int, unit_name: str, unit: int, hint: str = "") -> None:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 # written by NVIDIA's driver where there is a card
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+# of processors that multiply bfloat16, by Linux's names
+_BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def choose_device(name: str) -> torch.device:
@@ -142,15 +144,14 @@ def describe_device(device: torch.device) -> str:
     description = platform.processor() or platform.machine()
     if names:
         description = f"{names[0]}, {len(names)} cores"
-    for extension in ("amx_bf16", "avx512_bf16"):
-        if extension in cpu_flags():
-            return f"{device.type} ({description}, {extension})"
-    return f"{device.type} ({description})"
+    extensions = [flag for flag in _BFLOAT16_FLAGS if flag in cpu_flags()]
+    details = ", ".join([description, *extensions[:1]])
+    return f"{device.type} ({details})"
 
 
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for it; else bfloat16 is slower than float32."""
-    return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
+    return any(flag in cpu_flags() for flag in _BFLOAT16_FLAGS)
 
 
 @lru_cache
@@ -165,12 +166,7 @@ def _read_cpuinfo(key: str) -> list[str]:
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return []
-    values = []
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            values.append(value.strip())
-    return values
+    return re.findall(rf"^{key}\s*:[ \t]*(.*?)[ \t]*$", path.read_text(), re.MULTILINE)
 
 
 def copy_to_device(values: T, device: torch.device) -> T:
@@ -180,7 +176,7 @@ def copy_to_device(values: T, device: torch.device) -> T:
     """
     if device.type == "cpu":
         return values
-    tensors = _list_tensors(values)
+    tensors = list_tensors(values)
     # one copy of all takes a fraction of the time of one for each, which are small
     # torch keeps the pinned memory for the next batch, once the copy is done
     size = sum(_pad(tensor.nbytes) for tensor in tensors)
@@ -197,7 +193,7 @@ def copy_to_host(values: T) -> T:
 
     One copy brings all of them; it waits for the device.
     """
-    tensors = [tensor.detach() for tensor in _list_tensors(values) if not tensor.is_cpu]
+    tensors = [tensor.detach() for tensor in list_tensors(values) if not tensor.is_cpu]
     if not tensors:
         return values
     parts = []
@@ -227,7 +223,8 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         start += _pad(tensor.nbytes)
 
 
-def _list_tensors(values: object) -> list[Tensor]:
+def list_tensors(values: object) -> list[Tensor]:
+    """The tensors in lists, tuples and dictionaries, in their order."""
     tensors: list[Tensor] = []
     _map_tensors(values, tensors.append)
     return tensors

@@ -84,26 +84,19 @@ def read_tensors(path: Path) -> Any:
     # not needed to start
     import torch
 
+    from vit.runtime.device import list_tensors
+
     with open_regular(path) as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
+            # a crafted tensor may repeat a few bytes to any size
+            for tensor in list_tensors(content):
+                if tensor.nbytes > tensor.untyped_storage().nbytes():
+                    shape = list(tensor.shape)
+                    raise ValueError(f"a tensor {shape} is larger than what is stored of it")
         except Exception as error:
             # torch answers broken bytes with nearly any
             raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-
-    # a crafted tensor may repeat a few bytes to any size
-    values = [content]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values.extend(value.values())
-        elif isinstance(value, list | tuple):
-            values.extend(value)
-        elif isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
-            raise ValueError(
-                f"{path} is damaged: a tensor {list(value.shape)} is larger than what is stored of "
-                "it"
-            )
     return content
 
 

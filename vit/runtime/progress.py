@@ -27,27 +27,20 @@ def show_progress(
         A function that advances the bar.
     """
     # rich takes long to import
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+    columns: list[progress.ProgressColumn] = [
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
     ]
     if timed:
-        columns.append(TimeRemainingColumn())
+        columns.append(progress.TimeRemainingColumn())
     # a log file gets no control characters
     is_hidden = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
+    with progress.Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
         task = bar.add_task(title, total=total)
 
         def advance(count: float, title: str | None = None) -> None:

@@ -119,6 +119,17 @@ class FileReader(ImageReader):
         return stats
 
 
+def find_split_folders(root: Path) -> dict[str, Path]:
+    """Split → its folder, for those that exist below `root`."""
+    entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
+    return {
+        split: entries[name]
+        for split, names in SPLIT_NAMES.items()
+        for name in names
+        if name in entries
+    }
+
+
 def check_label(label: Any, *, origin: str) -> str:
     """The class that a table names, a text or a whole number, as text.
 
@@ -129,13 +140,9 @@ def check_label(label: Any, *, origin: str) -> str:
     Raises:
         ValueError: it is anything else.
     """
-    if isinstance(label, list | tuple | dict | np.ndarray):
-        text = shorten(str(label))
-        raise ValueError(f"{origin}: label {text} is several labels; an image has one class here")
-
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
-        text = shorten(repr(label))
-        raise ValueError(f"{origin}: label {text} is neither a text nor a whole number")
+        text = f"label {shorten(repr(label))} is neither a text nor a whole number"
+        raise ValueError(f"{origin}: {text}; an image has one class")
     return str(label)
 
 
@@ -214,8 +221,7 @@ def resolve_class_names(
     if len(lines) != len(class_names):
         missing = next(name for name in class_names if name not in words)
         counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"
-        hint = "write a class and its name a line"
-        raise ValueError(f"data.class_names {source} has {counts}; {hint}")
+        raise ValueError(f"data.class_names {source} has {counts}")
     return deduplicate(dict(zip(class_names, lines, strict=True)))
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import IMAGE_SUFFIXES, list_files
 from vit.data.sources.base import (
-    SPLIT_NAMES,
     Aliases,
     Classes,
     FileReader,
     check_class_count,
     choose_classes,
+    find_split_folders,
 )
 from vit.data.sources.tables import find_tables, is_table, list_tables
 
@@ -31,7 +31,7 @@ def find_folder(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sourc
     tables = list_tables(path)
     if tables:
         folder = path if path.is_dir() else path.parent
-        return find_tables("folder", folder, tables, classes)
+        return find_tables(folder, tables, classes)
     return find_class_folders("folder", path, classes)
 
 
@@ -63,11 +63,11 @@ def find_class_folders(
     folders = find_split_folders(root) or {"train": root}
     # the training images say which classes there are
     first = folders.get("train") or next(iter(folders.values()))
-    all_classes = _list_classes(first)
+    all_classes = list_classes(first)
     class_folders = choose_classes(all_classes, classes, aliases=aliases)
     check_class_count(class_folders, origin=f"{first}/<class>/<image>")
     for folder in folders.values():
-        unknown = set(_list_classes(folder)) - set(all_classes)
+        unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:
             raise ValueError(f"{folder} holds class {min(unknown)!r}, which {first} does not have")
 
@@ -85,18 +85,7 @@ def find_class_folders(
     return SourceSplits(origins, load).with_test_split()
 
 
-def find_split_folders(root: Path) -> dict[str, Path]:
-    """Split → its folder, for those that exist below `root`."""
-    entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
-    return {
-        split: entries[name]
-        for split, names in SPLIT_NAMES.items()
-        for name in names
-        if name in entries
-    }
-
-
-def _list_classes(folder: Path) -> list[str]:
+def list_classes(folder: Path) -> list[str]:
     entries = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
     return [entry.name for entry in entries if not entry.name.startswith((".", "__"))]
 
@@ -138,8 +127,8 @@ def _list_images(
         raise ValueError(f"{folder} holds no images")
     notes = []
     if num_ignored:
-        text = f"{num_ignored} hidden files or files that are not images were ignored"
-        notes.append(f"{text} in {folder.name}/")
+        ignored = f"{num_ignored} hidden files or files that are not images"
+        notes.append(f"{ignored} were ignored in {folder.name}/")
     return ImageDataset(
         name=name,
         class_names=tuple(aliases.get(name, name) for name in class_folders),

@@ -75,9 +75,8 @@ def is_dataset(path: Path) -> bool:
 def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
     """The splits of a data set that the library `datasets` reads.
 
-    An image is in the column image, img or the only one of images; its class in label, class or the
-    only one of classes, as a number, a name, or a number that the file's features name. Splits
-    without labels are left out.
+    An image is in the column image or img; its class in label, labels or class, as a number, a
+    name, or a number that the file's features name. Splits without labels are left out.
 
     Args:
         root: "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that save_to_disk wrote,
@@ -93,19 +92,16 @@ def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> 
     tables = _load(str(root), cache_dir / "datasets")
 
     features = next(iter(tables.values())).features
-    image_column = _find_column(features, ("image", "img"), "Image", origin)
-    label_column = _find_column(features, ("label", "class"), "ClassLabel", origin)
+    image_column = _find_column(features, ("image", "img"), origin)
+    label_column = _find_column(features, ("label", "labels", "class"), origin)
 
     # by the library's name of a split
     labels: dict[str, list[Any]] = {}
-    # split → that name
-    name_of: dict[str, str] = {}
     for name, table in tables.items():
-        values = _read_labels(table, label_column, f"{origin} {name}")
-        if values and name.lower() in SPLIT_OF:
-            labels[name] = values
-            name_of[SPLIT_OF[name.lower()]] = name
-    if not labels:
+        if name.lower() in SPLIT_OF:
+            labels[name] = _read_labels(table, label_column, f"{origin} {name}")
+    name_of = {SPLIT_OF[name.lower()]: name for name, values in labels.items() if values}
+    if not name_of:
         known = ", ".join(SPLIT_OF)
         names = ", ".join(tables)
         raise ValueError(f"{origin} has no labels in a split of {known}, only {names}")
@@ -120,7 +116,7 @@ def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> 
     check_class_count(class_names, origin=origin)
 
     # the user should know: a split may have been spelled in another way
-    left_out = [name for name in tables if name not in labels]
+    left_out = [name for name in tables if name not in name_of.values()]
     notes = tuple(f"the split {name!r} was left out" for name in left_out)
 
     def load(split: str) -> ImageDataset:
@@ -151,11 +147,7 @@ def _list_parquet(path: Path) -> dict[str, list[str]]:
     """The Parquet files of each split at a path."""
     if path.suffix == ".parquet" and path.is_file():
         return {"train": [str(path)]}
-    for folder in (path, path / "data"):
-        shards = list_shards(str(folder), ".parquet")
-        if shards:
-            return shards
-    return {}
+    return list_shards(str(path), ".parquet") or list_shards(str(path / "data"), ".parquet")
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:
@@ -164,8 +156,8 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         # an extra, which takes seconds to import
         import datasets
     except ImportError as error:
-        text = f"data.root {root} is read by the library datasets, which is not installed"
-        raise ValueError(f"{text}: pip install 'vit-pipeline[datasets]'") from error
+        hint = "pip install 'vit-pipeline[datasets]'"
+        raise ValueError(f"data.root {root} can't be read: {error}; {hint}") from error
 
     path = Path(root).expanduser()
     parquet = _list_parquet(path)
@@ -206,15 +198,11 @@ def _quiet(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _find_column(features: Mapping[str, Any], names: Sequence[str], kind: str, origin: str) -> str:
-    """The first of the `names` that is there, or the only column of a kind."""
-    columns = [name for name in names if name in features]
-    if columns:
-        return columns[0]
-    # any other name will do where there is one such column
-    columns = [name for name, feature in features.items() if type(feature).__name__ == kind]
-    if len(columns) == 1:
-        return columns[0]
+def _find_column(features: Mapping[str, Any], names: Sequence[str], origin: str) -> str:
+    """The first of the `names` that is there."""
+    for name in names:
+        if name in features:
+            return name
     only = shorten(", ".join(features))
     raise ValueError(f"{origin} has no column {' or '.join(names)}, only {only}")
 

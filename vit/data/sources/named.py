@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import ArrayReader, Classes, Root, deduplicate, read_words
-from vit.data.sources.folders import check_root, find_class_folders, find_split_folders
+from vit.data.sources.base import (
+    ArrayReader,
+    Classes,
+    Root,
+    deduplicate,
+    find_split_folders,
+    read_words,
+)
+from vit.data.sources.folders import check_root, find_class_folders, list_classes
 from vit.runtime.files import default_cache_dir
 
 # its shorter side: enough to train at 224, a quarter of the full download
@@ -109,24 +116,17 @@ def find_imagenet(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sou
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"
         raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
 
-    aliases = _read_imagenet_names(folder, splits["train"])
-    return find_class_folders("imagenet", folder, classes, aliases=aliases)
-
-
-def _read_imagenet_names(root: Path, train: Path) -> dict[str, str]:
-    """wnid → name; {} where the names are unknown."""
-    wnids = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
-    mapping = root / "LOC_synset_mapping.txt"
+    words = {}
+    mapping = folder / "LOC_synset_mapping.txt"
     if mapping.is_file():
-        names = read_words(mapping)
-    elif len(wnids) == 1000:
+        words = read_words(mapping)
+    elif len(wnids := list_classes(splits["train"])) == 1000:
         # takes seconds to import
         from torchvision.models import ResNet18_Weights
 
-        names = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
-    else:
-        return {}
-    return dict(zip(names, deduplicate(names), strict=True))
+        words = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
+    aliases = dict(zip(words, deduplicate(words), strict=True))
+    return find_class_folders("imagenet", folder, classes, aliases=aliases)
 
 
 def _make_dataset(

@@ -68,12 +68,11 @@ def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> Sour
         datasets[split] = _open(part, split, names)
 
     train = datasets["train"]
-    for validation in datasets.values():
-        if validation.class_names != train.class_names:
-            theirs = ", ".join(validation.class_names)
-            ours = ", ".join(train.class_names)
-            text = f"the validation images have classes {theirs}"
-            raise ValueError(f"{text}, the training images {ours}")
+    validation = datasets.get("validation", train)
+    if validation.class_names != train.class_names:
+        theirs = ", ".join(validation.class_names)
+        ours = ", ".join(train.class_names)
+        raise ValueError(f"the validation images have classes {theirs}, the training images {ours}")
     return SourceSplits(
         dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
     )
@@ -87,7 +86,7 @@ def _open(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageD
         dataset = list(zip(np.asarray(images), labels, strict=True))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         kind = type(dataset).__name__
-        raise ValueError(f"dataset is a {kind}, not (images, labels) nor a data set with a length")
+        raise ValueError(f"dataset is a {kind}, not (images, labels) nor a map-style data set")
 
     # every item is read once: labels are needed now, and hashes tell the images from others
     digests = np.zeros(len(dataset), dtype=np.uint64)
@@ -101,16 +100,13 @@ def _open(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageD
     try:
         numbers = np.array([operator.index(label) for label in labels], dtype=np.int64)
     except TypeError:
-        hint = "number the classes from 0"
-        raise ValueError(f"the labels of dataset are not integers; {hint}") from None
+        raise ValueError("the labels of dataset are not integers from 0") from None
 
     # without names, as many classes as the labels count
-    names = tuple(class_names or ())
-    if not names:
-        names = tuple(f"class {number}" for number in range(numbers.max() + 1))
+    names = tuple(class_names or (f"class {number}" for number in range(numbers.max() + 1)))
     if numbers.min() < 0 or numbers.max() >= len(names):
-        labels_text = f"labels from {numbers.min()} to {numbers.max()}"
-        raise ValueError(f"dataset has {labels_text}, and {len(names)} class names")
+        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
+        raise ValueError(f"dataset has {text}")
     return ImageDataset(
         name=FROM_PYTHON,
         split=split,

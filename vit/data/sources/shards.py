@@ -70,7 +70,8 @@ class ShardReader(ImageReader):
 
     def _read(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
-        return self.shards[shard].read(offset, offset + size)
+        file: StoredFile = self.shards[shard]
+        return file.read(offset, offset + size)
 
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
@@ -118,7 +119,8 @@ class RemoteShardReader(ShardReader):
 
     def _path(self, index: int) -> Path:
         shard, offset, size = self.places[index].tolist()
-        return self.folder / self.shards[shard].digest / f"{offset}-{offset + size}"
+        file: StoredFile = self.shards[shard]
+        return self.folder / file.digest / f"{offset}-{offset + size}"
 
     def _delete_oldest(self) -> None:
         """Of more bytes than are kept, or than are free on the disk, delete what was used longest

@@ -18,6 +18,7 @@ from vit.data.sources.base import (
     FileReader,
     check_class_count,
     check_label,
+    find_split_folders,
 )
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import parse_json, read_table
@@ -49,22 +50,16 @@ def list_tables(root: Path) -> list[Path]:
             return [root / name]
 
     # Hugging Face's layout: a metadata file in the folder of each split
-    tables: list[Path] = []
-    missing: list[Path] = []
-    for folder in sorted(root.iterdir()):
-        if folder.name.lower() in SPLIT_OF and folder.is_dir():
-            metadata = [folder / name for name in _METADATA if (folder / name).is_file()]
-            tables.extend(metadata[:1])
-            if not metadata:
-                missing.append(folder)
-
-    if tables and missing:
-        text = f"{missing[0]} has no metadata.csv or metadata.jsonl"
-        raise ValueError(f"{text}, which other splits of {root} have")
+    folders = find_split_folders(root).values()
+    tables = [path for folder in folders for name in _METADATA if (path := folder / name).is_file()]
+    for folder in folders:
+        if tables and folder not in {table.parent for table in tables}:
+            text = f"{folder} has no metadata.csv or metadata.jsonl"
+            raise ValueError(f"{text}, which other splits of {root} have")
     return tables
 
 
-def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes) -> SourceSplits:
+def find_tables(root: Path, tables: Sequence[Path], classes: Classes) -> SourceSplits:
     """The splits of tables.
 
     A row has a path (also filename, file_name) relative to the folder of the table, a label (also
@@ -72,7 +67,6 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes)
     folder they are in.
 
     Args:
-        name: the data.name.
         root: the folder of the table, or of the folders with one each.
         tables: CSV or JSON Lines files.
         classes: those to keep; None keeps all.
@@ -89,9 +83,8 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes)
         folder = "" if table.parent == root else table.parent.name
         for line, row in _read_rows(table):
             written = str(next(row[name] for name in _PATH if name in row))
-            label = next(row[name] for name in _LABEL if name in row)
-            label = check_label(label, origin=line)
             path = os.path.join(folder, written)
+            label = next(row[name] for name in _LABEL if name in row)
             split, origin = _choose_split(row, path, table, line)
             has_splits = "split" in row
 
@@ -100,10 +93,9 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes)
             if path in paths:
                 raise ValueError(f"{line}: {shorten(path)} was already listed")
             paths.add(path)
-            rows.setdefault(split, []).append((path, label))
+            rows.setdefault(split, []).append((path, check_label(label, origin=line)))
             origins.setdefault(split, origin)
 
-    # all splits together, so that their classes are numbered alike
     labels = {label for split_rows in rows.values() for _, label in split_rows}
     class_names = tuple(sorted(labels))
     check_class_count(class_names, origin=str(tables[0]))
@@ -112,7 +104,7 @@ def find_tables(name: str, root: Path, tables: Sequence[Path], classes: Classes)
     def load(split: str) -> ImageDataset:
         split_paths = [path for path, _ in rows[split]]
         dataset = ImageDataset(
-            name=name,
+            name="folder",
             class_names=class_names,
             labels=np.array([number_of[label] for _, label in rows[split]]),
             ids=split_paths,
