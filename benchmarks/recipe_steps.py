@@ -89,7 +89,6 @@ def capture(step: TrainStep, images: Tensor, targets: Tensor) -> Callable[[Tenso
         places[1].copy_(targets)
         step.set_schedule_values()
         graph.replay()
-        step.schedule.step()
         step.num_steps += 1
         return result
 

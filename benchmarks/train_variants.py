@@ -299,10 +299,7 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     ).to(device)
     model.load_state_dict(build_timm(len(loader.dataset.class_names), device).state_dict())
     optimizer = create_optimizer("adamw", model, lr=ADAMW["lr"], weight_decay=0.0)
-    schedule = create_schedule(
-        optimizer, name="constant-cooldown", warmup_steps=0, total_steps=10_000
-    )
-    step = TrainStep(model, optimizer, schedule, precision=precision, grad_accum_steps=4)
+    step = TrainStep(model, optimizer, lambda number: 1.0, precision=precision, grad_accum_steps=4)
     return losses | {"engine": train(lambda images, labels: step(images, labels).loss)}
 
 

@@ -141,13 +141,13 @@ def count_steps() -> dict[str, int]:
     counted: dict[str, int] = {}
 
     def make(original: Any) -> Callable[..., Any]:
-        def create_schedule(*arguments: Any, **options: Any) -> Any:
+        def schedule_factor(step: int, **options: Any) -> Any:
             counted["total"] = options["total_steps"]
-            return original(*arguments, **options)
+            return original(step, **options)
 
-        return create_schedule
+        return schedule_factor
 
-    replace(vit.factory.run, "create_schedule", make)
+    replace(vit.factory.run, "schedule_factor", make)
     return counted
 
 

@@ -155,7 +155,7 @@ class OptimizerConfig(_Section):
     """`muon` updates the encoder's matrices and a stem's inner kernels with `muon_lr`, the rest by
     AdamW with `lr`."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     muon_lr: float = Field(0.02, gt=0)
     weight_decay: float = Field(0.05, ge=0)

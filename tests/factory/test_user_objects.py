@@ -423,22 +423,14 @@ def test_a_callback_that_fails_is_reported_once_and_left_out(
     assert other.events[-1] == "end"
 
 
-def test_tensorboard_gets_settings_configuration_and_confusion_in_one_run(
+def test_tensorboard_gets_the_configuration_and_the_confusion_in_one_run(
     arrays: Arrays, tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, class_names=NAMES)
     assert [path.is_file() for path in (tmp_path / "run" / "tensorboard").rglob("*")] == [True]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    contents = events.PluginTagToContent("hparams")
-    started = HParamsPluginData.FromString(
-        contents["_hparams_/session_start_info"]
-    ).session_start_info
-    assert started.hparams["train.batch_size"].number_value == 16
-    assert started.hparams["optimizer.betas"].string_value == "[0.9, 0.999]"
-    assert "_hparams_/session_end_info" in contents
     (text,) = events.Tensors("configuration/text_summary")
     assert b"train.batch_size: 16" in text.tensor_proto.string_val[0]
     (confusion,) = events.Images("validation/confusion")

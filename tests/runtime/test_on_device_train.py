@@ -96,9 +96,9 @@ RECIPES = {
         *("augment.resized_crop_scale=[0.5,1]", "augment.flip=random", "train.precision=bfloat16"),
         *("optimizer.name=adamw", "train.ema_decay=0.9", "train.class_balance=sampler"),
     ],
-    "resident, sgd, gradients recomputed, swiglu": [
+    "resident, adamw, gradients recomputed, swiglu": [
         *(
-            "optimizer.name=sgd",
+            "optimizer.name=adamw",
             "train.grad_checkpointing=true",
             "train.precision=float32",
             "model.freeze=1",
@@ -272,7 +272,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(npu: Counter, photos: Path, tmp_
 
 def test_a_step_that_is_not_finite_is_named(npu: Counter, photos: Path, tmp_path: Path) -> None:
     run = make(
-        tmp_path / "run", RECIPES["resident, sgd, gradients recomputed, swiglu"], photos, "npu"
+        tmp_path / "run", RECIPES["resident, adamw, gradients recomputed, swiglu"], photos, "npu"
     )
     with torch.no_grad():
         run.model.head.weight[0, 0] = float("nan")  # type: ignore[union-attr, operator]

@@ -32,11 +32,8 @@ def test_the_measure_decides_and_ties_are_broken(
     assert not progress.record_best(worse, select_by=select_by)
     assert (progress.best_step, progress.evaluations_since_best) == (1, 1)
     assert progress.record_best(better, select_by=select_by)
-    assert (progress.best_step, progress.evaluations_since_best, progress.best_loss) == (
-        2,
-        0,
-        better.loss,
-    )
+    assert (progress.best_step, progress.evaluations_since_best) == (2, 0)
+    assert progress.best == better
 
 
 @pytest.mark.parametrize("select_by", MEASURES)

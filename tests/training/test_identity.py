@@ -140,11 +140,6 @@ def expand(state: dict[str, Any]) -> None:
     state["state"]["model"]["head.weight"] = torch.zeros(1).expand(10**6, 10**6)
 
 
-def spoil_optimizer(state: dict[str, Any]) -> None:
-    for values in state["state"]["optimizer"]["state"].values():
-        values.update({key: torch.zeros(3) for key, value in values.items() if value.ndim})
-
-
 CHANGES = {
     "no progress": drop_progress,
     "negative": set_progress("step", -1),
@@ -154,7 +149,6 @@ CHANGES = {
     "a tensor": lambda state: torch.ones(1),
     "shape": shrink,
     "expanded": expand,
-    "optimizer": spoil_optimizer,
     "no state": lambda state: state.update(state=None),
     "identity": lambda state: state.update(identity={"settings": 3}),
 }
@@ -170,7 +164,7 @@ def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
         assert run.trainer.resume()
         assert run.trainer.progress.step == 5
     else:
-        with pytest.raises(ValueError, match=r"checkpoint|optimizer"):
+        with pytest.raises(ValueError, match="checkpoint"):
             run.trainer.resume()
 
 

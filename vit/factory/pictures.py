@@ -1,8 +1,9 @@
 """What TensorBoard shows of a run: the first batch, the attention of validation images, and the
 last confusion matrix."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,37 +21,59 @@ from vit.factory.data import TrainingData
 from vit.factory.validation import Validator
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import MapOptions
-from vit.training.observers import TrainingPictures
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from vit.training.observers import TensorBoard
 
 _BATCH_IMAGES = 64  # of the first batch, that are shown
 _MIN_SIDE = 96  # pixels; small images are enlarged to be seen
 
 
-@dataclass(frozen=True)
-class RunPictures(TrainingPictures):
-    """The pictures of a run.
+class RunPictures(TensorBoard):
+    """TensorBoard with the pictures of a run.
 
     Args:
+        run_directory: as of `TensorBoard`.
         data: of the run.
         loader: of its training batches.
         validator: has the scores of the last evaluation; None without validation images.
         num_attention_maps: validation images whose maps are shown.
     """
 
-    data: TrainingData
-    loader: TrainLoader
-    validator: Validator | None
-    num_attention_maps: int
+    def __init__(
+        self,
+        run_directory: Path,
+        data: TrainingData,
+        loader: TrainLoader,
+        validator: Validator | None,
+        num_attention_maps: int,
+    ) -> None:
+        super().__init__(run_directory)
+        self.data = data
+        self.loader = loader
+        self.validator = validator
+        self.num_attention_maps = num_attention_maps
+        self._last_epoch_step: int | None = None
 
-    def draw_start(self, writer: "SummaryWriter") -> None:
-        images = load_first_images(self.loader, self.data.preprocess)
-        writer.add_images("train/augmented", images, 0)
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
+        super().on_start(step=step, total_steps=total_steps, settings=settings)
+        if step == 0:
+            images = load_first_images(self.loader, self.data.preprocess)
+            self.writer.add_images("train/augmented", images, 0)
+
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        if metrics["val_loss"] is not None:
+            self._draw_attention(model, metrics["step"])
+        super().on_epoch(metrics, model)
+        self._last_epoch_step = metrics["step"]
+
+    def on_end(self) -> None:
+        scores = None if self.validator is None else self.validator.last_scores
+        if self._last_epoch_step is not None and scores is not None:
+            figure = plot_confusion(scores, class_names=self.data.train.class_names)
+            self.writer.add_figure("validation/confusion", figure, self._last_epoch_step)
+        super().on_end()
 
     @torch.no_grad()
-    def draw_evaluation(self, writer: "SummaryWriter", model: nn.Module, step: int) -> None:
+    def _draw_attention(self, model: nn.Module, step: int) -> None:
         """Each layer's attention entropy and mean attention distance, and rollouts."""
         if not self.num_attention_maps or not isinstance(model, VisionTransformer):
             return
@@ -72,18 +95,14 @@ class RunPictures(TrainingPictures):
             distance = compute_attention_distance(
                 attention, grid=forward.grid, num_prefix_tokens=num_prefix
             )
-            writer.add_scalar(f"attention_entropy/layer_{number:02d}", entropy, step)
-            writer.add_scalar(f"attention_distance/layer_{number:02d}", distance, step)
+            self.writer.add_scalar(f"attention_entropy/layer_{number:02d}", entropy, step)
+            self.writer.add_scalar(f"attention_distance/layer_{number:02d}", distance, step)
 
         relevance = compute_rollout(forward, MapOptions())
         maps = torch.unflatten(relevance[:, num_prefix:], -1, forward.grid).float().cpu().numpy()
-        writer.add_image("attention/rollout", _draw_maps(images, maps), step, dataformats="HWC")
-
-    def draw_end(self, writer: "SummaryWriter", step: int) -> None:
-        if self.validator is not None and self.validator.last_scores is not None:
-            class_names = self.data.train.class_names
-            figure = plot_confusion(self.validator.last_scores, class_names=class_names)
-            writer.add_figure("validation/confusion", figure, step)
+        self.writer.add_image(
+            "attention/rollout", _draw_maps(images, maps), step, dataformats="HWC"
+        )
 
 
 def load_first_images(loader: TrainLoader, preprocess: Preprocess) -> Float[Tensor, "B 3 H W"]:

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from vit.model.model_file import read_model_file
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
-from vit.optim.schedule import create_schedule
+from vit.optim.schedule import schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.device import (
     choose_device,
@@ -48,7 +49,7 @@ from vit.training.execution import (
     should_compile,
 )
 from vit.training.identity import RunIdentity
-from vit.training.observers import MetricsFile, Observer, ProgressBar, TensorBoard
+from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
@@ -238,13 +239,10 @@ def build_run(
     if observers is not None:
         run_observers += observers
     elif process.is_main:
-        pictures = RunPictures(data, train_loader, validator, config.train.attention_maps)
-        run_observers += [
-            ProgressBar(plan, image_size=data.preprocess.image_size),
-            MetricsFile(directory),
-            TensorBoard(directory, pictures),
-            *objects.callbacks,
-        ]
+        tensorboard = RunPictures(
+            directory, data, train_loader, validator, config.train.attention_maps
+        )
+        run_observers += [ProgressBar(), MetricsFile(directory), tensorboard, *objects.callbacks]
 
     # checkpoints and the model file say of which run they are
     identity = RunIdentity.from_config(
@@ -339,8 +337,8 @@ def build_train_step(
     )
     # a run of few steps ends before a warm-up of whole epochs would
     warmup_steps = round(config.schedule.warmup_epochs * plan.steps_per_epoch)
-    schedule = create_schedule(
-        optimizer,
+    lr_factor = partial(
+        schedule_factor,
         name=config.schedule.name,
         warmup_steps=min(warmup_steps, plan.total_steps - 1),
         total_steps=plan.total_steps,
@@ -360,7 +358,7 @@ def build_train_step(
     return TrainStep(
         parallel_model,
         optimizer,
-        schedule,
+        lr_factor,
         precision=precision,
         label_smoothing=train.label_smoothing,
         class_weights=class_weights,
@@ -387,7 +385,7 @@ def estimate_seconds(
     batch_size = plan.batch_size // process.world_size
     step_seconds = measure_step_seconds(train_step, batch_size=batch_size, image_size=image_size)
     # large images and all patches cost more than the small ones that a run may begin with
-    return step_seconds * plan.count_full_steps(0, plan.total_steps, image_size)
+    return step_seconds * plan.count_full_steps(image_size)
 
 
 def _choose_compile(

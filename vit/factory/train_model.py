@@ -19,7 +19,6 @@ from vit.model.model_file import MODEL_FILE
 from vit.options import TrainOptions
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.processes import join_processes
-from vit.training.identity import find_changes
 from vit.training.result import TrainingResult
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
@@ -81,7 +80,7 @@ def train_model(
             choices=choices,
         )
         resumed = options.resume and not options.dry_run and run.trainer.resume()
-        if process.is_main and not options.dry_run and not (output / CONFIG_FILE).exists():
+        if process.is_main and not options.dry_run and not resumed:
             write_text(output / CONFIG_FILE, dump_config(run.config))
         # the estimate of a dry run takes steps, in which all processes take part
         if on_start is not None and (process.is_main or options.dry_run):
@@ -99,7 +98,7 @@ def train_model(
 
         progress = run.trainer.train()
 
-    best_top1 = None if progress.best_top1 < 0 else progress.best_top1
+    best_top1 = None if progress.best.top1 < 0 else progress.best.top1
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, objects.model)
 
 
@@ -161,11 +160,6 @@ def resolve_config(
     pipeline = load_config(saved).data.pipeline
     if config.data.pipeline == "auto" and pipeline != "auto":
         config = set_pipeline(config, pipeline)
-    if changed := find_changes(config, saved):
-        raise ValueError(
-            f"--resume continues the run of {saved}, but {', '.join(changed)} differ; resume "
-            f"without them or start another run, perhaps from its model with --init {output}"
-        )
     return config
 
 

@@ -11,7 +11,7 @@ every process.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from vit.runtime.threads import BatchThreads
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
+_MOMENTUM = 0.95  # Nesterov's
+_ADAMW_EPS = 1e-8
 # On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108
 # ms against 198).
 _BATCHED_WIDTH = 128
@@ -110,8 +112,6 @@ class Muon(torch.optim.Optimizer):
         lr: of groups without one of their own.
         betas: of AdamW.
         weight_decay: of groups without one of their own.
-        momentum: of Muon (Nesterov).
-        eps: of AdamW.
         dtype: of Muon's products: the iteration needs no more than bfloat16, which is several times
             faster where the hardware has it, but then results depend on the order of a sum, and so
             on the number of processes.
@@ -120,9 +120,6 @@ class Muon(torch.optim.Optimizer):
         grad_scale: what gradients are divided by; as torch's fused optimizers read it.
         found_inf: 1 where nothing is to change; read without waiting for the device.
         threads: of a CPU that divide the matrices among themselves.
-
-    Raises:
-        ValueError: a parameter does not split into its group's `num_matrices`.
     """
 
     # tells torch's GradScaler that `step` reads the two below
@@ -145,30 +142,18 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {
             "lr": lr,
             "betas": betas,
             "weight_decay": weight_decay,
-            "eps": eps,
             "num_matrices": 0,
             # makes load_state_dict put AdamW's counts of steps on their parameters' device
             "fused": True,
         }
         super().__init__(params, defaults)
-        self._momentum = momentum
         self._dtype = dtype
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                count = group["num_matrices"]
-                shape = tuple(parameter.shape)
-                if count and (len(shape) < 2 or shape[0] % count):
-                    raise ValueError(
-                        f"Muon takes parameters that split into {count} matrices; got {shape}"
-                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -178,9 +163,8 @@ class Muon(torch.optim.Optimizer):
             if not group["num_matrices"]:
                 self._step_adamw(group)
 
-        stacks = self._stack_matrices()
-        updates = [self._update_momentum(stack) for stack in stacks]
-        for stack, directions in zip(stacks, self._orthogonalize_all(updates), strict=True):
+        for stack in self._stack_matrices():
+            directions = self._orthogonalize(self._update_momentum(stack))
             directions *= max(1.0, stack.rows / stack.columns) ** 0.5
             self._move(stack, directions)
 
@@ -210,7 +194,7 @@ class Muon(torch.optim.Optimizer):
             beta2=beta2,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            eps=_ADAMW_EPS,
             maximize=False,
         )
 
@@ -243,17 +227,17 @@ class Muon(torch.optim.Optimizer):
 
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
-        next_momentum = momentum.lerp(gradient, 1 - self._momentum)
+        next_momentum = momentum.lerp(gradient, 1 - _MOMENTUM)
         if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             next_momentum = torch.where(self.found_inf > 0, momentum, next_momentum)
         # one operation for all buffers: a loop would start a kernel for each
         torch._foreach_copy_(buffers, stack.split(next_momentum))
-        return gradient.lerp(next_momentum, self._momentum)
+        return gradient.lerp(next_momentum, _MOMENTUM)
 
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
         """weights ← weights − rate · (directions + decay · weights)."""
-        changes: Iterator[Tensor] = iter(stack.split(directions))
+        changes = iter(stack.split(directions))
         for group, parameters in stack.members:
             # a few operations for all parameters: a loop would start three kernels for each
             group_changes = torch._foreach_add(
@@ -265,36 +249,21 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(group_changes, rate)
             torch._foreach_sub_(parameters, group_changes)
 
-    def _orthogonalize_all(
-        self, stacks: list[Float[Tensor, "M R C"]]
-    ) -> list[Float[Tensor, "M R C"]]:
-        """`orthogonalize` of each stack, divided among processes or threads."""
-        if current_process().world_size > 1:
-            return [self._orthogonalize_in_processes(stack) for stack in stacks]
+    def _orthogonalize(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
+        """`orthogonalize`, divided among processes or threads."""
         compute = partial(orthogonalize, dtype=self._dtype)
-        if self.threads is None:
-            return [compute(stack) for stack in stacks]
-
-        parts: dict[tuple[int, int], Tensor] = {}
-        for number, stack in enumerate(stacks):
-            for place, part in enumerate(stack.chunk(self.threads.count)):
-                parts[number, place] = part
-        # those that take longest come first, so that no thread waits long for the last
-        keys = sorted(parts, key=lambda key: parts[key].numel(), reverse=True)
-        results = self.threads.map(compute, [parts[key] for key in keys])
-        directions = dict(zip(keys, results, strict=True))
-        return [
-            torch.cat([directions[key] for key in parts if key[0] == number])
-            for number in range(len(stacks))
-        ]
-
-    def _orthogonalize_in_processes(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
+        if self.threads is not None:
+            parts = stack.chunk(self.threads.count)
+            return torch.cat(list(self.threads.map(compute, parts)))
         process = current_process()
+        if process.world_size == 1:
+            return compute(stack)
+
         # every rank takes as many; the last ones repeat a matrix
         count = -(-len(stack) // process.world_size)
         first = process.rank * count
         numbers = torch.arange(first, first + count, device=stack.device)
-        ours = orthogonalize(stack[numbers.clamp(max=len(stack) - 1)], dtype=self._dtype)
+        ours = compute(stack[numbers.clamp(max=len(stack) - 1)])
 
         directions = stack.new_empty(process.world_size * count, *stack.shape[1:])
         dist.all_gather_into_tensor(directions, ours.contiguous())

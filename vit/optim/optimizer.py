@@ -4,13 +4,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from vit.optim.groups import parameter_groups
 from vit.optim.muon import Muon
 from vit.runtime.arguments import check_choice
 
-OptimizerName = Literal["adamw", "sgd", "muon"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 def create_optimizer(
@@ -20,7 +20,6 @@ def create_optimizer(
     lr: float,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
-    momentum: float = 0.95,
     layer_decay: float = 1.0,
     muon_lr: float = 0.02,
     muon_dtype: torch.dtype = torch.float32,
@@ -30,10 +29,9 @@ def create_optimizer(
     Args:
         name: "muon" updates hidden matrices by Muon and the rest by AdamW.
         model: to train.
-        lr: of AdamW or SGD.
+        lr: of AdamW.
         weight_decay: of matrices and kernels.
         betas: of AdamW.
-        momentum: of SGD and Muon (Nesterov).
         layer_decay: the factor of the learning rate from a layer to the one below.
         muon_lr: of Muon.
         muon_dtype: of Muon's products.
@@ -50,16 +48,5 @@ def create_optimizer(
         muon_lr=muon_lr if name == "muon" else None,
     )
     if name == "muon":
-        return Muon(groups, lr=lr, betas=betas, momentum=momentum, dtype=muon_dtype)
-    if name == "adamw":
-        return AdamW(groups, lr=lr, betas=betas, fused=True)
-
-    has_momentum = momentum > 0
-    optimizer = SGD(groups, lr=lr, momentum=momentum, nesterov=has_momentum, fused=True)
-    if has_momentum:
-        # torch allocates the buffers in the first step, uninitialised where that step finds a
-        # gradient that is not finite
-        for group in groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+        return Muon(groups, lr=lr, betas=betas, dtype=muon_dtype)
+    return AdamW(groups, lr=lr, betas=betas, fused=True)

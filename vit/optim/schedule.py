@@ -3,9 +3,6 @@
 import math
 from typing import Literal
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-
 ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 
 _COOLDOWN_FRACTION = 0.25  # of the run
@@ -31,16 +28,3 @@ def schedule_factor(step: int, *, name: ScheduleName, warmup_steps: int, total_s
     if name == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     return 1 - done
-
-
-def create_schedule(
-    optimizer: Optimizer, *, name: ScheduleName, warmup_steps: int, total_steps: int
-) -> LRScheduler:
-    """A scheduler over `schedule_factor`, with its arguments; step it once after every optimizer
-    step."""
-
-    # a plain function: the scheduler's state would hold the attributes of another callable
-    def factor(step: int) -> float:
-        return schedule_factor(step, name=name, warmup_steps=warmup_steps, total_steps=total_steps)
-
-    return LambdaLR(optimizer, factor)

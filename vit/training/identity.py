@@ -5,15 +5,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
-from vit.config import Config, flatten_config, load_config, plain_values
+from vit.config import Config, plain_values
 from vit.runtime.arguments import shorten
 
 # where the images lie or are cached, and how many processes decode them, changes no number; class
 # names are in the fingerprint of the data
-NEUTRAL_KEYS = {
+_NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
     "data.root",
@@ -53,10 +52,9 @@ class RunIdentity:
             f"{section}.{key}": value
             for section, values in plain_values(config).items()
             for key, value in values.items()
+            if f"{section}.{key}" not in _NEUTRAL_KEYS
         }
         settings |= user_objects or {}
-        for key in NEUTRAL_KEYS:
-            settings.pop(key, None)
         return cls(settings, data_fingerprint)
 
     @cached_property
@@ -92,21 +90,10 @@ class RunIdentity:
             for key in differing[:3]
         ]
         if recorded["data_fingerprint"] != self.data_fingerprint:
-            their_digits = recorded["data_fingerprint"][:16]
-            differences.append(
-                "the training images are others"
-                f" (fingerprint {their_digits} there, {self.data_fingerprint[:16]} here)"
-            )
+            differences.append("the training images are others")
         if differences:
             raise ValueError(
                 f"{origin} belongs to another run: {'; '.join(differences)};"
-                " resume with what it began with, or remove it"
+                " resume with what it began with, or start another run, perhaps from its model with"
+                " --init"
             )
-
-
-def find_changes(config: Config, saved: Path) -> list[str]:
-    """Keys in which `config` would continue another run than the one whose configuration is
-    `saved`."""
-    ours = flatten_config(config)
-    theirs = flatten_config(load_config(saved))
-    return [key for key in ours if ours[key] != theirs[key] and key not in NEUTRAL_KEYS]

@@ -1,10 +1,12 @@
 """What a run is to do, and how far it has come."""
 
+import dataclasses
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 SelectBy = Literal["top1", "macro_f1", "loss"]
@@ -13,7 +15,7 @@ SelectBy = Literal["top1", "macro_f1", "loss"]
 _PATCH_FRACTION = 0.7
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """How long a run is, and what happens when.
 
@@ -66,19 +68,16 @@ class TrainingPlan:
                 return rate
         return 0.0
 
-    def count_full_steps(
-        self, first_step: int, last_step: int, image_size: tuple[int, int]
-    ) -> float:
-        """How many steps with all patches of images of `image_size` take the time of the steps
-        from number `first_step` to before `last_step`. A step's time is taken as proportional to
-        its images' pixels, and a part of it to the patches that are not dropped."""
+    def count_full_steps(self, image_size: tuple[int, int]) -> float:
+        """How many steps with all patches of images of `image_size` take the time of the run. A
+        step's time is taken as proportional to its images' pixels, and a part of it to the patches
+        that are not dropped."""
         full_steps = 0.0
-        for epoch in range(first_step // self.steps_per_epoch, self.epochs):
-            start = max(epoch * self.steps_per_epoch, first_step)
-            stop = min((epoch + 1) * self.steps_per_epoch, last_step)
+        for start in range(0, self.total_steps, self.steps_per_epoch):
+            epoch = start // self.steps_per_epoch
+            num_steps = min(self.steps_per_epoch, self.total_steps - start)
             pixels = math.prod(self.image_size(epoch) or image_size) / math.prod(image_size)
-            step_time = pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(epoch))
-            full_steps += max(stop - start, 0) * step_time
+            full_steps += num_steps * pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(epoch))
         return full_steps
 
 
@@ -97,61 +96,38 @@ class Validation(NamedTuple):
         return getattr(self, select_by), -self.loss
 
 
-@dataclass
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+# checked when it is made, since its values may come from a file
+@dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Progress:
     """Where a run is; with the training step's state, all that continuing it takes. Checkpoints
     hold these fields.
 
     Raises:
-        TypeError: a value is not of its field's kind.
+        pydantic.ValidationError: a value is not of its field's kind.
     """
 
-    epoch: int = 0
-    step_in_epoch: int = 0
-    step: int = 0  # over the whole run, as are all numbers of steps but the one above
-    best_step: int = 0  # 0: there is no model yet
-    best_top1: float = -1.0
-    best_loss: float = float("inf")
-    best_macro_f1: float = -1.0
-    evaluations_since_best: int = 0
+    epoch: _Count = 0
+    step_in_epoch: _Count = 0
+    step: _Count = 0  # over the whole run, as are all numbers of steps but the one above
+    best_step: _Count = 0  # 0: there is no model yet
+    best: Validation = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)  # at `best_step`
+    evaluations_since_best: _Count = 0
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
 
-    # of the running epoch, on the device until the epoch ends
-    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    finite_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-
-    def __post_init__(self) -> None:
-        # they may come from a file
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type is int:
-                is_valid = type(value) is int and 0 <= value < 2**53
-            elif item.type is float:
-                is_valid = isinstance(value, int | float)
-            else:
-                dtype = torch.float64 if item.name == "loss_sum" else torch.int64
-                is_valid = value.dtype == dtype and value.ndim == 0
-            if not is_valid:
-                raise TypeError(f"{item.name} is {value}")
-
-    def to(self, device: torch.device) -> "Progress":
-        """The same with its sums on `device`."""
-        return replace(
-            self,
-            loss_sum=self.loss_sum.to(device),
-            correct=self.correct.to(device),
-            finite_steps=self.finite_steps.to(device),
-        )
+    # of the running epoch, on the device until it ends: losses of finite steps, correct images,
+    # number of finite steps
+    epoch_sums: Tensor = Field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def start_epoch(self) -> None:
         """Count from zero in the next epoch."""
         self.epoch += 1
         self.step_in_epoch = 0
         self.epoch_seconds = 0.0
-        for total in (self.loss_sum, self.correct, self.finite_steps):
-            total.zero_()
+        self.epoch_sums.zero_()
 
     def is_done(self, plan: TrainingPlan) -> bool:
         """Whether nothing is left to do."""
@@ -159,24 +135,14 @@ class Progress:
         has_stopped = patience is not None and self.evaluations_since_best >= patience
         return self.step >= plan.total_steps or has_stopped
 
-    def forget_best(self) -> None:
-        """The next evaluation is the best."""
-        self.best_step = 0
-        self.best_loss = float("inf")
-        self.best_top1 = -1.0
-        self.best_macro_f1 = -1.0
-
     def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
         """Note the step's measures if they are the best; without validation images the last step
         is. Returns whether they are."""
         if validation is not None:
-            best = Validation(self.best_loss, self.best_top1, self.best_macro_f1)
-            if not validation.rank(select_by) > best.rank(select_by):  # nan is never the best
+            if not validation.rank(select_by) > self.best.rank(select_by):  # nan is never the best
                 self.evaluations_since_best += 1
                 return False
-            self.best_loss = validation.loss
-            self.best_top1 = validation.top1
-            self.best_macro_f1 = validation.macro_f1
+            self.best = validation
         self.best_step = self.step
         self.evaluations_since_best = 0
         return True

@@ -1,7 +1,7 @@
 """One training step: forward pass, backward pass, update of the weights and of their average."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from vit.runtime.device import Precision, autocast
 from vit.runtime.threads import BatchThreads
@@ -40,7 +39,7 @@ class TrainStep:
         model: to train; it may be wrapped in DistributedDataParallel.
         optimizer: over the model's parameters, one that reads `grad_scale` and `found_inf`, as
             torch's fused ones and `vit.optim.muon.Muon` do.
-        schedule: stepped once after every step.
+        lr_factor: of all learning rates, from the number of a step, counted from 0.
         precision: of the forward pass; weights and gradients are float32.
         label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` takes it.
         class_weights: what a sample's loss is multiplied by, by its class; their mean over the
@@ -57,7 +56,7 @@ class TrainStep:
 
     model: nn.Module
     optimizer: Optimizer
-    schedule: LRScheduler
+    lr_factor: Callable[[int], float]
     _: KW_ONLY
     precision: Precision = "bfloat16"
     label_smoothing: float = 0.0
@@ -90,11 +89,18 @@ class TrainStep:
         # numbers that change from step to step are on the device, where a CUDA graph reads them;
         # torch's fused optimizers take a rate as float32 on CUDA, as float64 on a CPU
         rate_dtype = torch.float32 if self.device.type == "cuda" else torch.float64
-        self._device_rates = [
-            torch.zeros((), dtype=rate_dtype, device=self.device)
-            for _ in self.optimizer.param_groups
-        ]
+        self._full_rates: list[float] = []
+        self._rates: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            self._full_rates.append(group["lr"])
+            group["lr"] = torch.zeros((), dtype=rate_dtype, device=self.device)
+            self._rates.append(group["lr"])
         self._average_weight = torch.zeros((), device=self.device)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first group's next step."""
+        return self._full_rates[0] * self.lr_factor(self.num_steps)
 
     @property
     def averaged_model(self) -> nn.Module:
@@ -110,7 +116,6 @@ class TrainStep:
         """
         self.set_schedule_values()
         result = self.run_on_device(images, targets)
-        self.schedule.step()
         self.num_steps += 1
         return result
 
@@ -180,8 +185,7 @@ class TrainStep:
         self.optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimizer.threads = self.threads  # type: ignore[attr-defined]  # Muon divides matrices
-        with self._rates_on_device():
-            self.optimizer.step()
+        self.optimizer.step()
         self._update_average(finite)
         return StepResult(loss, correct, grad_norm, finite)
 
@@ -189,19 +193,19 @@ class TrainStep:
         """Put what a step takes from the host, learning rates and the average's weight, on the
         device. The average's decay d rises from 0.1 to `ema_decay` as (2 + step) / (11 + step):
         the first weights are soon forgotten."""
-        for rate, group in zip(self._device_rates, self.optimizer.param_groups, strict=True):
-            rate.fill_(group["lr"])
+        lr_factor = self.lr_factor(self.num_steps)
+        for rate, full_rate in zip(self._rates, self._full_rates, strict=True):
+            rate.fill_(full_rate * lr_factor)
         rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
         self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact continuation needs: weights, their average, optimizer, schedule and
-        counters. The tensors are the step's own."""
+        """All that a bit-exact continuation needs: weights, their average, optimizer and counters.
+        The tensors are the step's own."""
         return {
             "model": self.module.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "num_steps": self.num_steps,
             "nonfinite_steps": self.nonfinite_steps,
         }
@@ -210,30 +214,15 @@ class TrainStep:
         """Continue where `state_dict` was taken, on this step's device.
 
         Raises:
-            ValueError: the state is of another model, or of a run that averages weights where
-                this one doesn't, or the other way round.
+            RuntimeError: the state is of another model.
         """
-        if (state["average"] is None) != (self.average is None):
-            raise ValueError(
-                "this run and its checkpoint differ in keeping averaged weights;"
-                " use the same ema_decay"
-            )
-        if self.module.state_dict().keys() != state["model"].keys():
-            raise ValueError(
-                "the checkpoint is of another architecture;"
-                " resume with the configuration it began with"
-            )
         self.module.load_state_dict(state["model"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 
         self.optimizer.load_state_dict(state["optimizer"])
-        for parameter, values in self.optimizer.state.items():
-            tensors = [value for value in values.values() if isinstance(value, Tensor)]
-            if any(tensor.shape not in ((), parameter.shape) for tensor in tensors):
-                raise ValueError("the optimizer's state is of another model")
-
-        self.schedule.load_state_dict(state["schedule"])
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
         self.num_steps = state["num_steps"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
 
@@ -267,19 +256,6 @@ class TrainStep:
                 yield
         else:
             yield
-
-    @contextmanager
-    def _rates_on_device(self) -> Iterator[None]:
-        """Between steps they are floats, which the schedule sets and checkpoints hold."""
-        groups = self.optimizer.param_groups
-        floats = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self._device_rates, strict=True):
-            group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, floats, strict=True):
-                group["lr"] = rate
 
     def _update_average(self, finite: Tensor) -> None:
         """average ← d · average + (1 − d) · weights, where the step was `finite`."""

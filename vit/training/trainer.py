@@ -9,9 +9,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from vit.checkpoint import CheckpointStore
@@ -19,13 +20,15 @@ from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
 from vit.runtime.device import autocast
-from vit.runtime.processes import Process, is_lost
+from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,7 +63,7 @@ class Trainer:
     sample_name: Callable[[int], str]
 
     def __post_init__(self) -> None:
-        self.progress = Progress().to(self.train_step.device)
+        self._set_progress(Progress())
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
@@ -87,9 +90,10 @@ class Trainer:
                     )
                 )
                 self._train_epochs()
-            except RuntimeError as error:
-                # torch raises it wherever the loop is when a worker was killed
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                # torch's handler of a killed worker's signal raises wherever the loop is, unless
+                # the worker's pipe ends before
+                if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
                 raise OSError(
                     "a process that decodes images was killed, for want of memory?"
@@ -107,10 +111,6 @@ class Trainer:
                 self._finish_epoch()
                 if not self.progress.is_done(self.plan) and self._stop_if_requested():
                     break
-        except (ConnectionError, EOFError) as error:
-            # a killed worker's pipe ends before torch's handler of its signal is called, which
-            # raises as well
-            raise RuntimeError("a DataLoader worker was killed while it sent a batch") from error
         finally:
             self.train_batches.close()
 
@@ -131,9 +131,8 @@ class Trainer:
 
             progress.step += 1
             progress.step_in_epoch += 1
-            progress.loss_sum += torch.where(result.finite, result.loss, 0)
-            progress.correct += result.correct
-            progress.finite_steps += result.finite
+            finite_loss = torch.where(result.finite, result.loss, 0)
+            progress.epoch_sums += torch.stack([finite_loss, result.correct, result.finite])
             progress.epoch_seconds = time.perf_counter() - epoch_started_at
             self._log(result)
 
@@ -162,23 +161,17 @@ class Trainer:
             validation = self.evaluate(model)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
+        loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
-            "train_loss": float(progress.loss_sum) / max(int(progress.finite_steps), 1),
-            "train_top1": int(progress.correct) / (progress.step_in_epoch * plan.batch_size),
-            "val_loss": None,
-            "val_top1": None,
-            "val_macro_f1": None,
+            "train_loss": loss_sum / max(num_finite, 1),
+            "train_top1": num_correct / (progress.step_in_epoch * plan.batch_size),
+            **{f"val_{name}": getattr(validation, name, None) for name in Validation._fields},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
         }
-        if validation is not None:
-            metrics["val_loss"] = validation.loss
-            metrics["val_top1"] = validation.top1
-            metrics["val_macro_f1"] = validation.macro_f1
-
         if is_due and progress.record_best(validation, select_by=plan.select_by):
             self.save_model(model)
         self._notify(lambda observer: observer.on_epoch(metrics, model))
@@ -216,7 +209,8 @@ class Trainer:
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         if self.process.is_main:
             checkpoint = {
-                "progress": vars(progress),
+                # its tuple without a name: a checkpoint holds no classes
+                "progress": vars(progress) | {"best": tuple(progress.best)},
                 "state": self.train_step.state_dict(),
                 "identity": self.identity.to_dict(),
             }
@@ -230,50 +224,48 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is of another run, or no model file can be had.
         """
-        is_main = self.process.is_main
-        broadcast = self.process.broadcast
-        checkpoint = self.checkpoints.load_latest(warn=self._message) if is_main else None
-        checkpoint = broadcast(checkpoint)
+        checkpoint = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
         if checkpoint is None:
             return False
         self._restore(checkpoint)
 
         best_step = self.progress.best_step
-        if best_step == 0 or broadcast(self.has_model() if is_main else None):
+        if best_step == 0 or self._from_main(self.has_model):
             return True
 
-        best_checkpoint = broadcast(self.checkpoints.load(best_step) if is_main else None)
-        if best_checkpoint is not None:
-            self._restore(best_checkpoint)
-            self.save_model(self.train_step.averaged_model.eval())
-            self._restore(checkpoint)
-            self._message(
-                f"the model file was missing or damaged; it is written again from step {best_step}"
-            )
-        elif self.progress.is_done(self.plan):
+        best_checkpoint = self._from_main(lambda: self.checkpoints.load(best_step))
+        if best_checkpoint is None:
             raise ValueError(
                 "the model file is missing or damaged, and so is the checkpoint of its step,"
                 f" {best_step}; train again with --overwrite"
             )
-        else:
-            self.progress.forget_best()
+        self._restore(best_checkpoint)
+        self.save_model(self.train_step.averaged_model.eval())
+        self._restore(checkpoint)
+        self._message(
+            f"the model file was missing or damaged; it is written again from step {best_step}"
+        )
         return True
+
+    def _from_main(self, read: Callable[[], T]) -> T:
+        """What the main process reads, in every process."""
+        value = read() if self.process.is_main else None
+        return self.process.broadcast(cast(T, value))
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         try:
             origin = f"the checkpoint of step {checkpoint['progress']['step']}"
             self.identity.check(checkpoint["identity"], origin=origin)
-            progress = Progress(**checkpoint["progress"]).to(self.train_step.device)
+            self._set_progress(Progress(**checkpoint["progress"]))
             self.train_step.load_state_dict(checkpoint["state"])
-        except ValueError as error:  # ours, or torch's
-            raise ValueError(first_line(error)) from error
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            if is_lost(error):
-                raise
+        except (KeyError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(
                 f"a checkpoint does not hold the state of this run ({reason}); remove it"
             ) from error
+
+    def _set_progress(self, progress: Progress) -> None:
+        progress.epoch_sums = progress.epoch_sums.to(self.train_step.device)
         self.progress = progress
 
     def _log(self, result: StepResult) -> None:
@@ -297,7 +289,7 @@ class Trainer:
         """Of the running epoch."""
         images = self.progress.step_in_epoch * self.plan.batch_size
         return {
-            "learning_rate": float(self.train_step.schedule.get_last_lr()[0]),
+            "learning_rate": self.train_step.learning_rate,
             "images_per_second": images / self.progress.epoch_seconds,
         }
 
