@@ -248,20 +248,6 @@ def collect_versions() -> dict[str, str]:
     }
 
 
-def describe(bundle: Bundle) -> dict[str, Any]:
-    """The facts that `vit info MODEL` shows."""
-    return {
-        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
-        "classes": list(bundle.class_names),
-        "preprocess": dataclasses.asdict(bundle.preprocess),
-        "data": bundle.data,
-        "sha256": bundle.sha256,
-        "architecture": bundle.metadata.get("architecture"),
-        "module": bundle.metadata.get("module"),
-        "versions": bundle.metadata.get("versions"),
-    }
-
-
 def _build_to_fit(content: ModelFile, *, origin: str) -> nn.Module:
     """The untrained module that a file describes, once its weights are known to fit."""
     metadata = content.metadata

@@ -9,9 +9,10 @@ import hashlib
 import io
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,16 +76,14 @@ class CheckpointStore:
         Raises:
             ValueError: all checkpoints are damaged.
         """
-        damaged: list[Path] = []
-        for number, path in reversed(self._list()):
+        checkpoints = self._list()
+        for number, path in reversed(checkpoints):
             state = self.load(number)
             if state is not None:
-                for newer in damaged:
-                    warn(f"checkpoint {newer.name} is damaged; falling back to the one before")
                 return state
-            damaged.append(path)
+            warn(f"checkpoint {path.name} is damaged; falling back to the one before")
 
-        if damaged:
+        if checkpoints:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )
@@ -96,17 +95,13 @@ class CheckpointStore:
             if number != step:
                 continue
             digits = path.stem.rpartition("-")[2]
-            try:
-                state = read_tensors(path) if compute_sha256(path).startswith(digits) else None
-            except (OSError, ValueError):
-                continue
-            if isinstance(state, dict):
-                return state
+            # one that is no file, or is damaged all the same
+            with suppress(OSError, ValueError):
+                if compute_sha256(path).startswith(digits):
+                    return cast(dict[str, Any], read_tensors(path))
         return None
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, file) of every checkpoint, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        matches = [(_NAME.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        matches = [(_NAME.fullmatch(path.name), path) for path in self.directory.glob("step-*.pt")]
         return sorted((int(match[1]), path) for match, path in matches if match)

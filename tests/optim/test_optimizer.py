@@ -100,8 +100,3 @@ def test_an_update_starts_as_many_kernels_for_a_deep_model_as_for_a_flat_one(nam
             optimizer.step()
         counts.append(kernels.count)
     assert counts[0] == counts[1]
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown optimizer 'lion'; known: adamw, muon"):
-        create_optimizer("lion", build_model(), lr=0.1)

@@ -6,10 +6,11 @@ import os
 import pytest
 import torch
 
+from vit.config import load_config
+from vit.factory.run import _choose_compile, build_plan
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.execution import (
     choose_grad_accum_steps,
-    keep_compiled_code,
     should_compile,
 )
 
@@ -76,8 +77,12 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch):
 
 def test_compiled_code_is_kept_unless_the_user_chose_another_place(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compiled_code(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
-    keep_compiled_code(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    config = load_config(None, ["train.compile=true", f"data.cache_dir={tmp_path}"])
+    model = torch.nn.Linear(1, 1)
+    plan = build_plan(config, model, steps_per_epoch=1, batch_size=1)
+    assert _choose_compile(config, model, plan, torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert _choose_compile(config, model, plan, torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

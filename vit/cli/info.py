@@ -36,20 +36,20 @@ def _describe_machine() -> dict[str, object]:
 
 def _describe_model(source: str) -> dict[str, object]:
     # torch, which `vit --help` does without
-    from vit.bundle import describe, load_bundle
+    from vit.bundle import load_bundle
 
-    facts = describe(load_bundle(source))
-    class_names = facts["classes"]
-    classes = ", ".join(class_names[:_SHOWN_CLASSES])
-    if len(class_names) > _SHOWN_CLASSES:
-        classes += f", … ({len(class_names)})"
+    bundle = load_bundle(source)
+    classes = ", ".join(bundle.class_names[:_SHOWN_CLASSES])
+    if len(bundle.class_names) > _SHOWN_CLASSES:
+        classes += f", … ({len(bundle.class_names)})"
+    num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
     shown: dict[str, object] = {
         "model": str(Path(source)),
-        "parameters": f"{facts['parameters']:,}",
+        "parameters": f"{num_parameters:,}",
         "classes": classes,
     }
     for section in ("architecture", "module", "preprocess", "data", "versions"):
-        for key, value in (facts[section] or {}).items():
+        for key, value in bundle.metadata.get(section, {}).items():
             shown[f"{section}.{key}"] = value
-    shown["sha256"] = facts["sha256"]
+    shown["sha256"] = bundle.sha256
     return shown

@@ -1,5 +1,6 @@
 """Configuration → the parts of a training run, put together."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,6 @@ from vit.training.distributed import wrap_model
 from vit.training.execution import (
     choose_grad_accum_steps,
     choose_threads,
-    keep_compiled_code,
     measure_step_seconds,
     should_compile,
 )
@@ -407,7 +407,9 @@ def _choose_compile(
                 num_sizes=len(plan.image_sizes) or 1,
             )
     if compiles:
-        keep_compiled_code((config.data.cache_dir or default_cache_dir()) / "compiled")
+        # torch's own choice is the folder for temporary files, which is emptied now and then
+        directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
     return compiles
 
 

@@ -11,9 +11,9 @@ every process.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,12 +80,12 @@ class _Stack:
 
     rows: int
     columns: int
-    # a group's settings, with its parameters of this shape
-    members: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)
+    # number of a group → its parameters of this shape
+    members: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [parameter for _, parameters in self.members for parameter in parameters]
+        return list(chain.from_iterable(self.members.values()))
 
     def join(self, tensors: list[Tensor]) -> Float[Tensor, "M R C"]:
         """One for each parameter, as matrices."""
@@ -122,8 +122,6 @@ class Muon(torch.optim.Optimizer):
         threads: of a CPU that divide the matrices among themselves.
     """
 
-    # tells torch's GradScaler that `step` reads the two below
-    _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     threads: BatchThreads | None = None
@@ -156,9 +154,8 @@ class Muon(torch.optim.Optimizer):
         self._dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "no closure: the loss is computed before the step"
         for group in self.param_groups:
             if not group["num_matrices"]:
                 self._step_adamw(group)
@@ -201,17 +198,13 @@ class Muon(torch.optim.Optimizer):
     def _stack_matrices(self) -> list[_Stack]:
         """Muon's parameters that have a gradient, by the shape of their matrices."""
         stacks: dict[tuple[int, int], _Stack] = {}
-        for group in self.param_groups:
-            if not group["num_matrices"]:
-                continue
-            by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if group["num_matrices"] and parameter.grad is not None:
                     rows = parameter.shape[0] // group["num_matrices"]
-                    by_shape[rows, parameter[0].numel()].append(parameter)
-            for shape, parameters in by_shape.items():
-                stack = stacks.setdefault(shape, _Stack(*shape))
-                stack.members.append((group, parameters))
+                    shape = (rows, parameter[0].numel())
+                    stack = stacks.setdefault(shape, _Stack(*shape))
+                    stack.members[number].append(parameter)
         return list(stacks.values())
 
     def _update_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
@@ -238,7 +231,8 @@ class Muon(torch.optim.Optimizer):
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
         """weights ← weights − rate · (directions + decay · weights)."""
         changes = iter(stack.split(directions))
-        for group, parameters in stack.members:
+        for number, parameters in stack.members.items():
+            group = self.param_groups[number]
             # a few operations for all parameters: a loop would start three kernels for each
             group_changes = torch._foreach_add(
                 [next(changes) for _ in parameters], parameters, alpha=group["weight_decay"]

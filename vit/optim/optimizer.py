@@ -1,6 +1,6 @@
 """Optimizer by name."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
@@ -8,7 +8,6 @@ from torch.optim import AdamW, Optimizer
 
 from vit.optim.groups import parameter_groups
 from vit.optim.muon import Muon
-from vit.runtime.arguments import check_choice
 
 OptimizerName = Literal["adamw", "muon"]
 
@@ -35,11 +34,7 @@ def create_optimizer(
         layer_decay: the factor of the learning rate from a layer to the one below.
         muon_lr: of Muon.
         muon_dtype: of Muon's products.
-
-    Raises:
-        ValueError: for an unknown name.
     """
-    check_choice(name, get_args(OptimizerName), name="optimizer")
     groups = parameter_groups(
         model,
         lr=lr,

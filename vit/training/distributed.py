@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.runtime.processes import Process
 
 _MIN_BUCKETS = 8  # of gradients; each is exchanged as soon as it is full
-_TORCH_BUCKET_MB = 25.0
+_MAX_BUCKET_MB = 25.0  # torch's own
 
 
 def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> nn.Module:
@@ -27,10 +27,5 @@ def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> n
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     # one bucket of torch's size would hold a small model whole, and its exchange would begin when
     # the backward pass has ended
-    bucket_mb = max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0)
-    return DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,
-        # torch makes the first of its own buckets smaller
-        bucket_cap_mb=bucket_mb if bucket_mb < _TORCH_BUCKET_MB else None,
-    )
+    bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)

@@ -4,7 +4,6 @@ and how long one takes."""
 import os
 import shutil
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -51,10 +50,9 @@ def choose_grad_accum_steps(
 
 def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
     """Threads that divide a batch, for our models on a CPU with several cores; None elsewhere."""
-    if device.type != "cpu" or torch.get_num_threads() == 1:
-        return None
-    # others may look at the whole batch
-    if not isinstance(model, VisionTransformer):
+    # models of others may look at the whole batch
+    is_ours = isinstance(model, VisionTransformer)
+    if device.type != "cpu" or torch.get_num_threads() == 1 or not is_ours:
         return None
     # dropout takes its random numbers from torch's own generator, in no certain order of threads
     if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
@@ -73,12 +71,6 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     pays = total_flops / num_sizes >= _WORTHWHILE_FLOPS.get(device_type, float("inf"))
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return pays and any(shutil.which(compiler) for compiler in compilers)
-
-
-def keep_compiled_code(directory: Path) -> None:
-    """Let torch keep what it compiles in `directory`, unless TORCHINDUCTOR_CACHE_DIR names another:
-    its own choice is the folder for temporary files, which is emptied now and then."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
 
 
 def measure_step_seconds(

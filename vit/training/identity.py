@@ -30,7 +30,7 @@ class RunIdentity:
         data_fingerprint: of the training images.
     """
 
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     data_fingerprint: str
 
     @classmethod
@@ -60,7 +60,7 @@ class RunIdentity:
     @cached_property
     def run_id(self) -> str:
         """16 hexadecimal digits."""
-        text = json.dumps([dict(self.settings), self.data_fingerprint], sort_keys=True)
+        text = json.dumps([self.settings, self.data_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RunIdentity:
         return {
             "run_id": self.run_id,
             "data_fingerprint": self.data_fingerprint,
-            "settings": dict(self.settings),
+            "settings": self.settings,
         }
 
     def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = None) -> str | None:
+def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor) -> str | None:
     """Run a model again on the batch that failed, and name the first place that is not finite.
 
     Leaves no gradient behind. Call it under the same autocast as the training step.
 
     Args:
         images: [B, 3, H, W].
-        targets: classes [B] or class probabilities [B, C]; None searches the forward pass only.
+        targets: classes [B] or class probabilities [B, C].
 
     Returns:
         The first module whose output is not finite, or else the first parameter, from the head
@@ -35,15 +35,13 @@ def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor | None = No
             hook.remove()
     if modules:
         return modules[0]
-    if targets is None:
-        return None
 
     loss = F.cross_entropy(logits.float(), targets)
-    trainable = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
-    for name, gradient in reversed(list(zip(trainable, gradients, strict=True))):
-        if gradient is not None and not torch.isfinite(gradient).all():
+    trainable = [item for item in model.named_parameters() if item[1].requires_grad]
+    gradients = torch.autograd.grad(
+        loss, [parameter for _, parameter in trainable], materialize_grads=True
+    )
+    for (name, _), gradient in reversed(list(zip(trainable, gradients, strict=True))):
+        if not torch.isfinite(gradient).all():
             return f"gradient of {name}"
     return None

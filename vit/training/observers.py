@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vit.runtime.progress import Advance, show_progress
-from vit.training.run_directory import METRICS_FILE, update_metrics
+from vit.training.run_directory import METRICS_FILE, append_metrics
 
 LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
 _DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
@@ -52,12 +52,8 @@ class MetricsFile(Observer):
     def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE
 
-    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        update_metrics(self.path, step=step)
-
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        # a run killed between this line and the epoch's checkpoint comes here again
-        update_metrics(self.path, metrics, step=metrics["step"] - 1)
+        append_metrics(self.path, metrics)
 
 
 class TensorBoard(Observer):
@@ -78,7 +74,10 @@ class TensorBoard(Observer):
 
         # what a killed process logged after its last checkpoint is superseded
         purge_step = step + 1 if step else None
-        _wait_for_new_file_name(self.directory)
+        # files are read in the order of their names, which begin with the second, and end with a
+        # process and a number that order nothing
+        while any(self.directory.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.01)
         self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
         text = "\n".join(f"    {key}: {value}" for key, value in settings.items())
         self.writer.add_text("configuration", text, step)
@@ -101,22 +100,12 @@ class TensorBoard(Observer):
             self.writer.close()
 
 
-def _wait_for_new_file_name(directory: Path) -> None:
-    """Wait until the next second where another writer began in this one. TensorBoard reads files in
-    the order of their names, which begin with the second, and end with a process and a number that
-    order nothing."""
-    names = [path.name for path in directory.glob("events.out.tfevents.*")]
-    newest = max((int(name.split(".")[3]) for name in names), default=0)
-    while int(time.time()) == newest:
-        time.sleep(0.01)
-
-
 class ProgressBar(Observer):
     """A bar with loss, accuracy, images/s and time left, and a line an epoch."""
 
     def __init__(self) -> None:
         self._context = ExitStack()
-        self._advance: Advance | None = None
+        self._advance: Advance  # since `on_start`
         self._displayed_step = 0
         self._displayed_at = 0.0
 
@@ -126,7 +115,6 @@ class ProgressBar(Observer):
         self._displayed_step = step
 
     def on_step(self, metrics: dict[str, Any]) -> None:
-        assert self._advance is not None
         if time.perf_counter() - self._displayed_at < _DISPLAY_SECONDS:
             return
         self._displayed_at = time.perf_counter()

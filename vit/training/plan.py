@@ -56,17 +56,13 @@ class TrainingPlan:
     def image_size(self, epoch: int) -> tuple[int, int] | None:
         """The size (height, width) of epoch number `epoch`, counted from 0; None for the data's
         own."""
-        for until, size in self.image_sizes:
-            if epoch < until * self.epochs:
-                return size
-        return None
+        sizes = (size for until, size in self.image_sizes if epoch < until * self.epochs)
+        return next(sizes, None)
 
     def patch_drop_rate(self, epoch: int) -> float:
         """The fraction of an image's patches that the steps of epoch number `epoch` drop."""
-        for until, rate in self.patch_drop_rates:
-            if epoch < until * self.epochs:
-                return rate
-        return 0.0
+        rates = (rate for until, rate in self.patch_drop_rates if epoch < until * self.epochs)
+        return next(rates, 0.0)
 
     def count_full_steps(self, image_size: tuple[int, int]) -> float:
         """How many steps with all patches of images of `image_size` take the time of the run. A

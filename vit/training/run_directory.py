@@ -59,18 +59,18 @@ def open_run_directory(
                 f"another process is training into {path}; wait for it or choose another --output"
             ) from None
 
-        names = sorted(entry.name for entry in path.iterdir())
-        foreign = [name for name in names if name not in (*_RUN_FILES, _LOCK_FILE)]
-        if CONFIG_FILE not in names and foreign and not resume:
+        holds_run = (path / CONFIG_FILE).exists()
+        foreign = {entry.name for entry in path.iterdir()}.difference(_RUN_FILES, [_LOCK_FILE])
+        if foreign and not holds_run and not resume:
             raise FileExistsError(
-                f"{path} holds {foreign[0]}, which is not part of a run; choose another --output"
+                f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
             )
-        if CONFIG_FILE in names and not overwrite and not resume:
+        if holds_run and not overwrite and not resume:
             raise FileExistsError(
                 f"{path} already holds a run;"
                 " continue it with --resume or replace it with --overwrite"
             )
-        if CONFIG_FILE in names and overwrite:
+        if holds_run and overwrite:
             for name in _RUN_FILES:
                 remove(path / name)
         yield
@@ -104,10 +104,8 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
     return epochs
 
 
-def update_metrics(path: Path, *new_lines: dict[str, Any], step: int) -> None:
-    """Drop the lines after global step `step`, and a half-written one: a resumed run writes them
-    again. Add `new_lines`."""
-    lines = [metrics for metrics in load_metrics(path) if metrics["step"] <= step]
-    lines += new_lines
-    if path.exists() or lines:
-        write_text(path, "".join(json.dumps(metrics) + "\n" for metrics in lines))
+def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
+    """Add an epoch's line. Lines of this step and later ones go, as does a half-written one: they
+    are of a process that was killed before it saved the step."""
+    earlier = [line for line in load_metrics(path) if line["step"] < metrics["step"]]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in [*earlier, metrics]))

@@ -1,8 +1,8 @@
 """One training step: forward pass, backward pass, update of the weights and of their average."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
 
@@ -151,7 +151,11 @@ class TrainStep:
         micro_images = images.chunk(self.grad_accum_steps)
         micro_targets = targets.chunk(self.grad_accum_steps)
         for number, micro_batch in enumerate(zip(micro_images, micro_targets, strict=True), 1):
-            with self._exchange_gradients(number == len(micro_images)):
+            # processes exchange gradients once, with the last micro-batch
+            exchange: AbstractContextManager[None] = nullcontext()
+            if isinstance(self.model, DistributedDataParallel) and number < len(micro_images):
+                exchange = self.model.no_sync()
+            with exchange:
                 micro_loss, micro_correct = self._forward(*micro_batch)
                 micro_loss = micro_loss * (len(micro_batch[0]) / len(images))
                 micro_loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -204,7 +208,7 @@ class TrainStep:
         The tensors are the step's own."""
         return {
             "model": self.module.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
+            "average": self.averaged_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
             "nonfinite_steps": self.nonfinite_steps,
@@ -217,9 +221,7 @@ class TrainStep:
             RuntimeError: the state is of another model.
         """
         self.module.load_state_dict(state["model"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-
+        self.averaged_model.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
@@ -231,31 +233,20 @@ class TrainStep:
         with autocast(self.device, self.precision):
             logits = self.model(images)
 
-        if self.class_weights is None:
-            loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
-        else:
-            # torch's own mean would divide by the sum of the weights; divided by the number of
-            # samples, micro-batches and processes add up to the batch
-            losses = F.cross_entropy(
-                logits.float(),
-                targets,
-                weight=self.class_weights,
-                label_smoothing=self.label_smoothing,
-                reduction="none",
-            )
-            loss = losses.mean()
+        loss = F.cross_entropy(
+            logits.float(),
+            targets,
+            weight=self.class_weights,
+            label_smoothing=self.label_smoothing,
+            reduction="mean" if self.class_weights is None else "none",
+        )
+        # torch's own mean would divide by the sum of the weights; divided by the number of samples,
+        # micro-batches and processes add up to the batch
+        if self.class_weights is not None:
+            loss = loss.mean()
 
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
-
-    @contextmanager
-    def _exchange_gradients(self, is_last: bool) -> Iterator[None]:
-        """Processes exchange gradients once, with the last micro-batch."""
-        if isinstance(self.model, DistributedDataParallel) and not is_last:
-            with self.model.no_sync():
-                yield
-        else:
-            yield
 
     def _update_average(self, finite: Tensor) -> None:
         """average ← d · average + (1 − d) · weights, where the step was `finite`."""

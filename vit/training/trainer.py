@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from vit.checkpoint import CheckpointStore
 from vit.data.loader import Batch, TrainLoader
@@ -63,12 +63,12 @@ class Trainer:
     sample_name: Callable[[int], str]
 
     def __post_init__(self) -> None:
-        self._set_progress(Progress())
+        self.progress = Progress()
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
-        # results whose flag `finite` was not read yet: reading waits for the device
-        self._unchecked: list[tuple[int, StepResult]] = []
+        # step → whether it was finite, which was not read yet: reading waits for the device
+        self._unchecked: dict[int, Tensor] = {}
 
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
@@ -89,7 +89,12 @@ class Trainer:
                         settings=self.identity.settings,
                     )
                 )
-                self._train_epochs()
+                while not self.progress.is_done(self.plan):
+                    if not self._train_epoch():
+                        break
+                    self._finish_epoch()
+                    if not self.progress.is_done(self.plan) and self._stop_if_requested():
+                        break
             except (RuntimeError, ConnectionError, EOFError) as error:
                 # torch's handler of a killed worker's signal raises wherever the loop is, unless
                 # the worker's pipe ends before
@@ -100,19 +105,9 @@ class Trainer:
                     " continue with --resume, perhaps with fewer data.workers"
                 ) from error
             finally:
+                self.train_batches.close()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
-
-    def _train_epochs(self) -> None:
-        try:
-            while not self.progress.is_done(self.plan):
-                if not self._train_epoch():
-                    break
-                self._finish_epoch()
-                if not self.progress.is_done(self.plan) and self._stop_if_requested():
-                    break
-        finally:
-            self.train_batches.close()
 
     def _train_epoch(self) -> bool:
         """The rest of the running epoch, or of the plan; whether it was finished."""
@@ -124,6 +119,7 @@ class Trainer:
             model = cast(Any, self.train_step.module)
             model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
 
+        progress.epoch_sums = progress.epoch_sums.to(self.train_step.device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
         for batch in self._batches(start_step=progress.step_in_epoch):
             seed_step(plan.seed, progress.step, self.process.rank)
@@ -256,22 +252,18 @@ class Trainer:
         try:
             origin = f"the checkpoint of step {checkpoint['progress']['step']}"
             self.identity.check(checkpoint["identity"], origin=origin)
-            self._set_progress(Progress(**checkpoint["progress"]))
+            self.progress = Progress(**checkpoint["progress"])
             self.train_step.load_state_dict(checkpoint["state"])
-        except (KeyError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
+        except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(
                 f"a checkpoint does not hold the state of this run ({reason}); remove it"
             ) from error
 
-    def _set_progress(self, progress: Progress) -> None:
-        progress.epoch_sums = progress.epoch_sums.to(self.train_step.device)
-        self.progress = progress
-
     def _log(self, result: StepResult) -> None:
         """Tell the observers of a step."""
         step = self.progress.step
-        self._unchecked.append((step, result))
+        self._unchecked[step] = result.finite
         # on a CPU there is nothing to wait for
         if self.train_step.device.type == "cpu" or step % LOG_EVERY_STEPS == 0:
             self._check_finite()
@@ -298,9 +290,9 @@ class Trainer:
         weights as they were."""
         if not self._unchecked:
             return
-        steps = [step for step, _ in self._unchecked]
+        steps = list(self._unchecked)
         # one tensor, so that the device is waited for once
-        flags = torch.stack([result.finite for _, result in self._unchecked]).tolist()
+        flags = torch.stack(list(self._unchecked.values())).tolist()
         self._unchecked.clear()
         for step, is_finite in zip(steps, flags, strict=True):
             if is_finite:
