@@ -30,6 +30,7 @@ from vit.runtime.threads import BatchThreads
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
+_STEPS = 5
 _MOMENTUM = 0.95  # Nesterov's
 _ADAMW_EPS = 1e-8
 # On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108
@@ -38,7 +39,7 @@ _BATCHED_WIDTH = 128
 
 
 def orthogonalize(
-    matrices: Float[Tensor, "M R C"], *, steps: int = 5, dtype: torch.dtype = torch.float32
+    matrices: Float[Tensor, "M R C"], *, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
 
@@ -47,7 +48,6 @@ def orthogonalize(
 
     Args:
         matrices: a stack of them.
-        steps: of the iteration.
         dtype: of the products.
     """
     rows, columns = matrices.shape[-2:]
@@ -56,18 +56,18 @@ def orthogonalize(
     norms = work.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     work = (work / norms).to(dtype).contiguous()
     if work.is_cpu and min(rows, columns) > _BATCHED_WIDTH:
-        work = torch.stack([_iterate(matrix, steps=steps) for matrix in work])
+        work = torch.stack([_iterate(matrix) for matrix in work])
     else:
-        work = _iterate(work, steps=steps)
+        work = _iterate(work)
     if is_tall:
         work = work.mT
     return work.to(matrices.dtype)
 
 
-def _iterate(work: Tensor, *, steps: int) -> Tensor:
+def _iterate(work: Tensor) -> Tensor:
     """Newton–Schulz on a wide matrix [R, C], or on a stack of them [M, R, C]."""
     multiply_add = torch.addmm if work.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gram = work @ work.mT
         polynomial = multiply_add(gram, gram, gram, beta=_B, alpha=_C)
         work = multiply_add(work, polynomial, work, beta=_A)

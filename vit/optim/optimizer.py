@@ -9,11 +9,9 @@ from torch.optim import AdamW, Optimizer
 from vit.optim.groups import parameter_groups
 from vit.optim.muon import Muon
 
-OptimizerName = Literal["adamw", "muon"]
-
 
 def create_optimizer(
-    name: OptimizerName,
+    name: Literal["adamw", "muon"],
     model: nn.Module,
     *,
     lr: float,

@@ -23,8 +23,7 @@ def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> n
     if process.world_size == 1:
         return model
 
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
     # one bucket of torch's size would hold a small model whole, and its exchange would begin when
     # the backward pass has ended
     bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)

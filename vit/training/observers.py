@@ -106,24 +106,21 @@ class ProgressBar(Observer):
     def __init__(self) -> None:
         self._context = ExitStack()
         self._advance: Advance  # since `on_start`
-        self._displayed_step = 0
         self._displayed_at = 0.0
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
         self._advance(step)
-        self._displayed_step = step
 
     def on_step(self, metrics: dict[str, Any]) -> None:
-        if time.perf_counter() - self._displayed_at < _DISPLAY_SECONDS:
-            return
-        self._displayed_at = time.perf_counter()
-        self._advance(
-            metrics["step"] - self._displayed_step,
-            f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  top-1 {metrics['top1']:.1%}"
-            f"  {metrics['images_per_second']:,.0f} images/s",
-        )
-        self._displayed_step = metrics["step"]
+        title = None
+        if time.perf_counter() - self._displayed_at > _DISPLAY_SECONDS:
+            self._displayed_at = time.perf_counter()
+            title = (
+                f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
+                f"  top-1 {metrics['top1']:.1%}  {metrics['images_per_second']:,.0f} images/s"
+            )
+        self._advance(1, title)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -92,9 +92,6 @@ class Validation(NamedTuple):
         return getattr(self, select_by), -self.loss
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-
 # checked when it is made, since its values may come from a file
 @dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Progress:
@@ -105,12 +102,12 @@ class Progress:
         pydantic.ValidationError: a value is not of its field's kind.
     """
 
-    epoch: _Count = 0
-    step_in_epoch: _Count = 0
-    step: _Count = 0  # over the whole run, as are all numbers of steps but the one above
-    best_step: _Count = 0  # 0: there is no model yet
+    epoch: NonNegativeInt = 0
+    step_in_epoch: NonNegativeInt = 0
+    step: NonNegativeInt = 0  # over the whole run, as are all numbers of steps but the one above
+    best_step: NonNegativeInt = 0  # 0: there is no model yet
     best: Validation = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)  # at `best_step`
-    evaluations_since_best: _Count = 0
+    evaluations_since_best: NonNegativeInt = 0
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
 
