@@ -270,7 +270,6 @@ def run_agreement(root: Path, device: Any, *, cache: Path) -> dict[str, list[flo
     """Losses of equal weights on equal batches: the plain loop and the engine, and float32."""
     from vit.model.vision_transformer import VisionTransformer
     from vit.optim.optimizer import create_optimizer
-    from vit.optim.schedule import create_schedule
     from vit.runtime.device import choose_precision
     from vit.training.train_step import TrainStep
 

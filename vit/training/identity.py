@@ -30,7 +30,7 @@ class RunIdentity:
         data_fingerprint: of the training images.
     """
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     data_fingerprint: str
 
     @classmethod
