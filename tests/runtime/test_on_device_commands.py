@@ -148,12 +148,12 @@ def test_predict(both: Both, model: Path, photos: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_attention_with_pages_and_curves(both: Both, tiny_run: Path) -> None:
+def test_attention_with_pages(both: Both, tiny_run: Path) -> None:
     options = (
         "--method",
         "rollout,libra-removal",
         "--format",
-        "png,npz,html,tensorboard",
+        "png,npz,html",
         "--images",
         4,
     )

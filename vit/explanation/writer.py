@@ -138,9 +138,10 @@ class MapWriter:
         manifest = read_json(path)
         schema = manifest.get("schema_version") if isinstance(manifest, dict) else None
         if schema != SCHEMA_VERSION:
-            what = f"by another version of vit (schema {schema}, not {SCHEMA_VERSION})"
-            hint = "use --overwrite or another --output"
-            raise ValueError(f"{self.output} was written {what} and cannot be continued; {hint}")
+            raise ValueError(
+                f"{self.output} was written by another version of vit (schema {schema}, not "
+                f"{SCHEMA_VERSION}) and cannot be continued; use --overwrite or another --output"
+            )
         check_schema(_Manifest, manifest, origin=str(path))
 
         # maps made in different ways must not lie in one directory
@@ -151,9 +152,9 @@ class MapWriter:
         if manifest["model_sha256"] != self.bundle.sha256:
             changed.append("the model")
         if changed:
-            hint = "give the same, or another --output"
             raise ValueError(
-                f"{self.output} was made with another choice of {', '.join(changed)}; {hint}"
+                f"{self.output} was made with another choice of {', '.join(changed)}; give the "
+                "same, or another --output"
             )
 
         self.entries = manifest["images"]
@@ -221,11 +222,9 @@ class MapWriter:
         }
 
     def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
-        target = sanity_check = overlay = None
+        target = overlay = None
         if result.target is not None:
             target = self._describe_class(image, result.target)
-        if result.sanity_check is not None:
-            sanity_check = result.sanity_check.to_dict()
         if self._picture_format:
             overlay = f"{result.key}.{self._picture_format}"
         return {
@@ -237,7 +236,7 @@ class MapWriter:
             "overlay": overlay,
             "prefix_mass": result.prefix_mass,
             "entropy": result.entropy,
-            "sanity_check": sanity_check,
+            "sanity_check": result.sanity_check and asdict(result.sanity_check),
         }
 
     def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,9 @@ class Gallery:
         scale = result.scale
         assert scale is not None
         values = result.shown_values
-        target = sanity_check = None
+        target = None
         if result.target is not None:
             target = self._describe_class(image, result.target)
-        if result.sanity_check is not None:
-            sanity_check = result.sanity_check.to_dict()
         return {
             "method": result.method.name,
             "title": result.method.title,
@@ -137,7 +136,7 @@ class Gallery:
             "values": _encode(quantise(values, low=scale.low, high=scale.high)),
             "prefix_mass": round(result.prefix_mass, 4),
             "entropy": round(result.entropy, 4),
-            "sanity_check": sanity_check,
+            "sanity_check": result.sanity_check and asdict(result.sanity_check),
         }
 
     def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import uvicorn
@@ -180,7 +181,7 @@ def _explain(explainer: Explainer, photo: Image.Image, form: MapForm) -> Json:
     facts = {
         "method": map.method.name,
         "title": map.method.title,
-        "sanity_check": map.sanity_check.to_dict() if map.sanity_check else None,
+        "sanity_check": map.sanity_check and asdict(map.sanity_check),
     }
     if form == "array":
         return {**facts, "values": map.values.tolist()}

@@ -28,7 +28,7 @@ from vit.explanation.faithfulness.token_ablation import (
 )
 from vit.explanation.methods.registry import compute_maps
 from vit.model.logits import compute_logits
-from vit.runtime.device import Precision, autocast, choose_precision, copy_to_host
+from vit.runtime.device import Precision, choose_precision, copy_to_host
 
 # occlusion of each patch: a reference to compare with, not an upper bound
 LEAVE_ONE_OUT = "leave-one-out"
@@ -90,11 +90,9 @@ class Benchmark:
     def plan(self) -> tuple[float, float]:
         """What `measure` will take, from the first images: forward passes of an image, and
         seconds."""
-        # forward passes in both precisions, without recording attention
+        # without recording attention
         batch = self.images[: self.batch_size]
         forward_seconds = _time(partial(compute_logits, self.model, batch)) / len(batch)
-        with autocast(self.device, self.precision):
-            removal_seconds = _time(partial(compute_logits, self.model, batch)) / len(batch)
 
         # each method by itself, then all together: they share a forward pass
         images = self.images[: self.few // 2]
@@ -111,11 +109,11 @@ class Benchmark:
         num_maps = len(self.methods) + len(BASELINES)
         # of both curves; two more points keep every patch, which is computed once
         points = len(FRACTIONS) + len(KEPT) - 2
-        explained = (self._cost + rows * columns) * (count + self.few)
+        forwards = (self._cost + rows * columns) * (count + self.few)
         # dropping tokens, half a pass in the mean, is measured of every random map
-        removals = (num_maps + RANDOM_MAPS - 1) * count * points / 2
-        removals += num_maps * min(self.filled, count) * points
-        return explained + removals, explained * forward_seconds + removals * removal_seconds
+        forwards += (num_maps + RANDOM_MAPS - 1) * count * points / 2
+        forwards += num_maps * min(self.filled, count) * points
+        return forwards, forwards * forward_seconds
 
     @torch.no_grad()
     def measure(self) -> Measurement:

@@ -35,7 +35,10 @@ def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Esti
     """The mean of each map's values with a percentile bootstrap interval; all maps have the same
     resamples of the images."""
     table = np.stack([column.astype(np.float64) for column in values.values()], axis=1)
-    low, high = compute_percentiles(_draw_resamples(len(table), seed) @ table)
+    generator = np.random.default_rng(seed)
+    # of the images in each resample; they sum to one
+    weights = np.stack([draw_weights(len(table), generator) for _ in range(RESAMPLES)]) / len(table)
+    low, high = compute_percentiles(weights @ table)
     rows = zip(table.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True)
     return {name: Estimate(*row) for name, row in zip(values, rows, strict=True)}
 
@@ -50,12 +53,6 @@ def find_best(values: Mapping[str, PerImage], *, seed: int = 0) -> list[str]:
     differences = {name: values[name] - values[ordered[0]] for name in ordered}
     estimates = estimate(differences, seed=seed)
     return [name for name in ordered if estimates[name].high >= 0]
-
-
-def _draw_resamples(count: int, seed: int) -> Float[np.ndarray, "resamples n"]:
-    """Weights of the images in each bootstrap resample, which sum to one."""
-    generator = np.random.default_rng(seed)
-    return np.stack([draw_weights(count, generator) for _ in range(RESAMPLES)]) / count
 
 
 def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

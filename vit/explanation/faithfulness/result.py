@@ -40,8 +40,24 @@ class FaithfulnessResult:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Means with 95 % intervals; see `summarise`."""
-        return summarise(self.measurement)
+        """Means with 95 % intervals by metric and map, the methods that may be the best by each
+        gain, and the one of them that is chosen."""
+        metrics: dict[str, dict[str, Any]] = {}
+        for metric in COLUMNS:
+            values = self.measurement.values[metric]
+            metrics[metric] = {
+                "images": len(values[LEAVE_ONE_OUT]),
+                "methods": {name: asdict(mean) for name, mean in estimate(values).items()},
+            }
+            if metric in GAINS:
+                candidates = {name: gain for name, gain in values.items() if name not in BASELINES}
+                metrics[metric]["best"] = find_best(candidates)
+        return {
+            "metrics": metrics,
+            "best_method": choose_best(metrics),
+            "milliseconds_per_image": self.measurement.milliseconds,
+            "notes": self.measurement.notes,
+        }
 
     @property
     def names(self) -> list[str]:
@@ -102,27 +118,6 @@ class FaithfulnessResult:
         write_atomically(
             output / "faithfulness.png", lambda path: draw_plot(path, self.summary["metrics"])
         )
-
-
-def summarise(measurement: Measurement) -> dict[str, Any]:
-    """Means with 95 % intervals by metric and map, the methods that may be the best by each gain,
-    and the one of them that is chosen: the content of faithfulness.json."""
-    metrics: dict[str, dict[str, Any]] = {}
-    for metric in COLUMNS:
-        values = measurement.values[metric]
-        metrics[metric] = {
-            "images": len(values[LEAVE_ONE_OUT]),
-            "methods": {name: asdict(mean) for name, mean in estimate(values).items()},
-        }
-        if metric in GAINS:
-            candidates = {name: gain for name, gain in values.items() if name not in BASELINES}
-            metrics[metric]["best"] = find_best(candidates)
-    return {
-        "metrics": metrics,
-        "best_method": choose_best(metrics),
-        "milliseconds_per_image": measurement.milliseconds,
-        "notes": measurement.notes,
-    }
 
 
 def choose_best(metrics: Mapping[str, Any]) -> str:

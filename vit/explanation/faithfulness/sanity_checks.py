@@ -15,7 +15,8 @@ supported."""
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -56,10 +57,6 @@ class SanityCheck:
     alternatives: int
     # leave-one-out or removal-gradient
     evidence: str
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -118,17 +115,16 @@ def check_maps(
     leaves_all_out = _leaves_all_out(forward)
     # by column of the targets (-1: the predicted class) and whether the removal gradient is barred
     evidence: dict[tuple[int, bool], Evidence] = {}
-    checks: list[list[MapChecks]] = []
-    for method_maps in maps:
+    checks: list[list[MapChecks]] = [[] for _ in maps]
+    for method_maps, method_checks in zip(maps, checks, strict=True):
         is_specific = method_maps.method.class_specific
         is_circular = method_maps.method.of_removal and not leaves_all_out
-        checks.append([])
         for column, values in enumerate(method_maps.values.unbind(dim=1)):
             key = (column if is_specific or predicted_first else -1, is_circular)
             if key not in evidence:
                 classes = targets[:, column] if is_specific else predicted
                 evidence[key] = occlusion_reference(forward, classes, circular=is_circular)
-            checks[-1].append(check_map(values, evidence[key]))
+            method_checks.append(check_map(values, evidence[key]))
     return checks
 
 
@@ -169,20 +165,18 @@ def occlusion_reference(
         circular: the removal gradient would be compared with itself, so that it is no evidence.
     """
     num_patches = forward.grid[0] * forward.grid[1]
-    if not circular and not _leaves_all_out(forward):
-        device_type = forward.images.device.type
-        with torch.enable_grad(), torch.autocast(device_type, enabled=False):
-            probability = forward.logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
-            try:
-                gradient = compute_removal_gradient(forward, probability).detach()
-            # a pooling whose gates are unknown
-            except ValueError:
-                return occlusion_reference(forward, classes, circular=True)
-        drops = gradient[:, forward.num_prefix_tokens :]
-        return Evidence("removal-gradient", drops, torch.arange(num_patches))
-
     patches = torch.arange(num_patches)
-    if not _leaves_all_out(forward):
+    leaves_all_out = _leaves_all_out(forward)
+    if not leaves_all_out and not circular:
+        # a pooling whose gates are unknown has no removal gradient
+        no_gradient = suppress(ValueError)
+        float32 = torch.autocast(forward.images.device.type, enabled=False)
+        with no_gradient, torch.enable_grad(), float32:
+            probability = forward.logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
+            gradient = compute_removal_gradient(forward, probability).detach()
+            return Evidence("removal-gradient", gradient[:, forward.num_prefix_tokens :], patches)
+
+    if not leaves_all_out:
         # the same ones in every image, so that a check doesn't depend on the batch
         generator = torch.Generator().manual_seed(0)
         patches = torch.randperm(num_patches, generator=generator)[:LEAVE_OUT_SOME].sort().values
