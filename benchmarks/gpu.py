@@ -123,7 +123,7 @@ def _build_steps(options: argparse.Namespace, images: Path) -> Part:
 def _list_overrides(options: argparse.Namespace, images: Path) -> list[str]:
     """Of cifar10/speedrun, to be trained on these images."""
     overrides = ["data.name=folder", f"data.root={images}", f"train.device={options.device}"]
-    overrides += ["train.evaluate_every_epochs=5", "train.attention_maps=0"]
+    overrides += ["train.evaluate_every_epochs=5"]
     if options.small:
         overrides += ["model.depth=1", "model.embed_dim=32", "model.num_heads=1"]
         overrides += ["model.stem=patch", "train.epochs=2", "train.batch_size=20"]

@@ -29,7 +29,7 @@ from vit.data.open import open_dataset
 NAME = "start"
 SETTINGS = [
     "data.pipeline=workers", "data.workers=2", "data.image_size=32", "train.device=cpu", "train.batch_size=128",
-    "train.attention_maps=0", "train.compile=false", "model.embed_dim=64", "model.depth=2", "model.num_heads=2",
+    "train.compile=false", "model.embed_dim=64", "model.depth=2", "model.num_heads=2",
 ]  # fmt: skip
 MEASURED_STEPS = 20  # before memory is measured
 SHARD = 1000  # images

@@ -59,7 +59,7 @@ def measure(data: Path, run: Path, settings: list[str]) -> dict[str, Any]:
         "model.preset=vit_base_patch16_224",
     ]
     command += ["optimizer.name=adamw", "train.ema_decay=0.999", f"train.batch_size={BATCH_SIZE}"]
-    command += ["train.max_steps=2", "train.compile=false", "train.attention_maps=0", *settings]
+    command += ["train.max_steps=2", "train.compile=false", *settings]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen([*command, "--output", str(run)], stdout=said, stderr=said)
         _, status, used = os.wait4(process.pid, 0)

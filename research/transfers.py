@@ -138,7 +138,7 @@ def count_all(config: Path) -> dict[str, Any]:
         photos = write_photos(root)
 
         def train(folder: str, steps: int, overrides: Sequence[str]) -> list[object]:
-            options = ["train.attention_maps=0", "train.ema_decay=0.99", "train.epochs=1"]
+            options = ["train.ema_decay=0.99", "train.epochs=1"]
             options += [f"train.max_steps={steps}", "schedule.warmup_epochs=0", *overrides]
             return ["train", config, *options, "--output", root / f"{folder}-{steps}"]
 

@@ -57,7 +57,6 @@ TINY_RUN = [
     "train.batch_size=64",
     "train.epochs=4",
     "train.device=cpu",
-    "train.attention_maps=0",
     "train.precision=float32",
 ]
 

@@ -161,7 +161,6 @@ OVERRIDES = [
     "train.epochs=1",
     "train.device=cpu",
     "train.precision=float32",
-    "train.attention_maps=0",
 ]
 
 

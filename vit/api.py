@@ -113,8 +113,8 @@ def train(
         >>> run.best_top1
     """
     # timm and more, which other functions don't need
-    from vit.factory.run import UserObjects
     from vit.factory.train_model import train_model
+    from vit.factory.user_objects import UserObjects
 
     options = TrainOptions(
         init=init,

@@ -207,8 +207,6 @@ class TrainConfig(_Section):
     evaluate_every_epochs: int = Field(1, gt=0)
     # beside the one after every evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
-    # validation images whose maps go to TensorBoard
-    attention_maps: int = Field(8, ge=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
     # that processes wait for one that hangs, from the first step on
     timeout_seconds: float = Field(600, gt=0)

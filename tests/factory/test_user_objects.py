@@ -28,7 +28,6 @@ CONFIG: dict[str, Any] = {
         "batch_size": 16,
         "device": "cpu",
         "precision": "float32",
-        "attention_maps": 0,
     },
 }
 NAMES = ("red", "green", "blue")
@@ -181,7 +180,7 @@ def batches(
         config, build_dataset(config, user_dataset=arrays), device=torch.device("cpu")
     )
     place: dict[str, Any] = {"device": torch.device("cpu"), "process": Process()}
-    loader = build_train_loader(config, data, **place, transform=transform)
+    loader = build_train_loader(data, **place, transform=transform)
     return torch.cat([batch.images for batch in loader.epoch(epoch, **options)])
 
 

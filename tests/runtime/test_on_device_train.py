@@ -31,7 +31,7 @@ TINY = [
         "model.depth=2",
         "model.num_heads=2",
     ),
-    *("train.batch_size=32", "train.epochs=1", "train.max_steps=4", "train.attention_maps=0"),
+    *("train.batch_size=32", "train.epochs=1", "train.max_steps=4"),
 ]
 # without instructions for bfloat16, gradients of a convolution in it are rounded otherwise on the
 # pretended device
@@ -275,6 +275,6 @@ def test_a_step_that_is_not_finite_is_named(npu: Counter, photos: Path, tmp_path
         tmp_path / "run", RECIPES["resident, adamw, gradients recomputed, swiglu"], photos, "npu"
     )
     with torch.no_grad():
-        run.model.head.weight[0, 0] = float("nan")  # type: ignore[union-attr, operator]
+        run.trainer.train_step.module.head.weight[0, 0] = float("nan")  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match=r"step 1: .*first seen in head; images .*, … \(32\)"):
         run.trainer.train()

@@ -29,7 +29,6 @@ TINY = [
     "train.ema_decay=0.9",
     "train.clip_grad=1.0",
     "train.precision=float32",
-    "train.attention_maps=0",
 ]
 
 MakeRun = Callable[..., Run]

@@ -26,7 +26,6 @@ RUN = [
     # eight by 3e-4
     "optimizer.lr=1e-4",
     "train.batch_size=64",
-    "train.attention_maps=0",
     "train.precision=float32",
     "train.compile=false",
     "train.device=cpu",

@@ -18,8 +18,8 @@ from vit.data.images import IMAGENET_MEAN
 from vit.data.open import open_dataset
 from vit.evaluation.images import find_training_hashes
 from vit.factory import data as building
-from vit.factory.run import UserObjects
 from vit.factory.train_model import resolve_config
+from vit.factory.user_objects import UserObjects
 from vit.options import TrainOptions
 from vit.training.observers import Observer
 from vit.training.run_directory import CONFIG_FILE
@@ -172,7 +172,7 @@ def test_a_resumed_run_takes_the_pipeline_that_was_chosen(
     monkeypatch.setattr("vit.data.loader.MAX_MEMORY_FRACTION", 1e-9)
     run = make_run(tmp_path / "run", *choose)
     monkeypatch.undo()
-    assert run.config.data.pipeline == run.data.pipeline == "workers"
+    assert run.config.data.pipeline == "workers"
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(run.config))
     resumed = resolve_config(
@@ -183,4 +183,4 @@ def test_a_resumed_run_takes_the_pipeline_that_was_chosen(
         UserObjects(),
     )
     assert resumed.data.pipeline == "workers"
-    assert make_run(tmp_path / "other", *choose).data.pipeline == "resident"
+    assert make_run(tmp_path / "other", *choose).config.data.pipeline == "resident"

@@ -19,14 +19,14 @@ def poison(run: Run, *, step: int) -> list[Tensor]:
     def spoil(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if run.trainer.progress.step == step - 1 and module.training:
             if not before:
-                before.append(run.model.head.weight.detach().clone())
+                before.append(run.trainer.train_step.module.head.weight.detach().clone())
             return output * float("nan")
         # the search for the first bad module runs when the step has been counted
         return (
             output * float("nan") if before and run.trainer.plan.on_nonfinite == "stop" else output
         )
 
-    run.model.blocks[1].mlp.register_forward_hook(spoil)
+    run.trainer.train_step.module.blocks[1].mlp.register_forward_hook(spoil)
     return before
 
 
@@ -38,7 +38,7 @@ def test_the_run_stops_and_names_step_images_and_module(make_run: MakeRun, tmp_p
     ) as error:
         run.trainer.train()
     assert "(256)" in str(error.value)
-    assert torch.equal(run.model.head.weight, before[0])
+    assert torch.equal(run.trainer.train_step.module.head.weight, before[0])
     again = make_run(tmp_path, "train.checkpoint_every_steps=1")
     assert again.trainer.resume()
     assert again.trainer.progress.step == 7
@@ -49,7 +49,7 @@ def test_the_named_images_are_those_of_the_failing_batch(make_run: MakeRun, tmp_
     poison(run, step=7)
     with pytest.raises(ValueError, match="step 7") as error:
         run.trainer.train()
-    batch = list(run.train_loader.epoch(1))[1]  # five steps an epoch
+    batch = list(run.trainer.train_batches.epoch(1))[1]  # five steps an epoch
     assert f"images {run.data.train.ids[int(batch.sample_ids[0])]}," in str(error.value)
 
 
@@ -60,4 +60,7 @@ def test_such_a_step_can_be_skipped_and_is_counted(make_run: MakeRun, tmp_path: 
     lines = read_metrics(tmp_path)
     assert [metrics["skipped_steps"] for metrics in lines] == [0, 1, 1]
     assert all(0 < metrics["train_loss"] < 10 for metrics in lines)
-    assert all(bool(value.isfinite().all()) for value in run.model.state_dict().values())
+    assert all(
+        bool(value.isfinite().all())
+        for value in run.trainer.train_step.module.state_dict().values()
+    )

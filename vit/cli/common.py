@@ -1,42 +1,8 @@
-"""What the commands share: how text and tables are shown, and a list of files that is read."""
+"""File names as the commands read them."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
-
-from vit.runtime.arguments import replace_control_characters
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-
-def build_console(*, stderr: bool = False) -> "Console":
-    """A console that prints text as it is: names of files and classes may look like markup."""
-    # rich, which `vit --help` does without
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-def build_table(
-    rows: Iterable[Sequence[object]],
-    headings: Sequence[str] = ("", ""),
-    *,
-    title: str | None = None,
-    num_text_columns: int = 1,
-) -> "Table":
-    """A table whose first columns are text, and the others numbers."""
-    from rich.table import Table
-
-    table = Table(title=title, show_header=any(headings), box=None, padding=(0, 2, 0, 0))
-    for number, heading in enumerate(headings):
-        is_text = number < num_text_columns
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(replace_control_characters(str(cell)) for cell in row))
-    return table
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

@@ -4,8 +4,8 @@ behind them."""
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from vit.cli.common import build_console, build_table
 from vit.options import Option
+from vit.runtime.console import build_console, build_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

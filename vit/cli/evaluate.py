@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vit.cli.common import build_console, build_table
 from vit.options import EvaluateOptions
+from vit.runtime.console import build_console, build_table
 
 if TYPE_CHECKING:
     from vit.evaluation.schema import Evaluation

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vit.cli.common import build_console, build_table
 from vit.options import FaithfulnessOptions
+from vit.runtime.console import build_console, build_table
 
 if TYPE_CHECKING:
     from vit.explanation.faithfulness.result import FaithfulnessResult

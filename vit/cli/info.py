@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vit.cli.common import build_console, build_table
+from vit.runtime.console import build_console, build_table
 
 _SHOWN_CLASSES = 10
 

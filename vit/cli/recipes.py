@@ -1,6 +1,6 @@
 """`vit recipes`: the packaged configurations, and what they measured."""
 
-from vit.cli.common import build_console, build_table
+from vit.runtime.console import build_console, build_table
 
 
 def recipes() -> None:

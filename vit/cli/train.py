@@ -1,17 +1,11 @@
 """`vit train`: from a configuration, or images alone, to a model file that needs nothing else."""
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from vit.cli.common import build_console, build_table
 from vit.options import TrainOptions
-
-if TYPE_CHECKING:
-    from vit.factory.run import Run
 
 # EX_TEMPFAIL: stopped by a signal, or without another process; a scheduler may start it again
 REQUEUE = 75
@@ -35,8 +29,8 @@ def train(
         output: directory for the results
     """
     # torch, which `vit --help` does without
-    from vit.factory.run import UserObjects
     from vit.factory.train_model import train_model
+    from vit.factory.user_objects import UserObjects
     from vit.runtime.processes import ProcessLostError
     from vit.training.signals import TrainingInterrupted
 
@@ -45,8 +39,9 @@ def train(
         overrides = [config, *(overrides or [])]
         config = None
     try:
-        show = partial(_show_summary, dry_run=options.dry_run)
-        result = train_model(config, overrides or [], output, options, UserObjects(), on_start=show)
+        result = train_model(
+            config, overrides or [], output, options, UserObjects(), shows_plan=True
+        )
     except (TrainingInterrupted, ProcessLostError) as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
@@ -59,20 +54,3 @@ def train(
         if result.best_top1 is not None:
             message += f", validation top-1 {result.best_top1:.2%}"
         typer.echo(message, err=True)
-
-
-def _show_summary(run: "Run", resumed: bool, *, dry_run: bool) -> None:
-    from vit.factory.summary import list_unreadable, list_warnings, summarize_run
-
-    console = build_console(stderr=True)
-    facts = summarize_run(run, with_estimate=dry_run)
-    console.print(build_table(facts.items(), num_text_columns=2))
-    for sentence in list_unreadable(run):
-        console.print(sentence, soft_wrap=True)
-    if resumed:
-        trainer = run.trainer
-        step = trainer.progress.step
-        console.print(f"resuming after step {step} of {trainer.plan.total_steps}")
-    else:
-        for sentence in list_warnings(run):
-            console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)

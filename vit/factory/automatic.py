@@ -19,10 +19,11 @@ from vit.data.statistics import measure_shorter_side
 from vit.factory.data import build_dataset
 from vit.factory.model import build_model
 from vit.factory.recipe import find_recipe
-from vit.factory.run import build_plan, build_train_step, estimate_seconds
+from vit.factory.run import build_plan, build_train_step
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.runtime.processes import Process
+from vit.training.execution import estimate_seconds
 
 # section → key → value, not yet validated
 Sections = dict[str, dict[str, Any]]

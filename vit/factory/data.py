@@ -29,12 +29,11 @@ _SAMPLED_IMAGES = 256  # or so many, where images are decoded for it alone
 class TrainingData:
     """The images of a run, and what was decided about them."""
 
-    config: Config
+    config: Config  # with the pipeline that was chosen
     splits: DatasetSplits
     train: ImageDataset
     validation: ImageDataset | None  # both decoded for the pipeline "resident" alone
     preprocess: Preprocess
-    pipeline: Pipeline
     pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
@@ -135,6 +134,9 @@ def build_data(
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"pipeline": pipeline})}
+    )
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config,
@@ -142,7 +144,6 @@ def build_data(
         train=train,
         validation=validation,
         preprocess=preprocess,
-        pipeline=pipeline,
         pipeline_reason=reason,
         class_balance=balance,
         class_balance_reason=balance_reason,
@@ -150,7 +151,6 @@ def build_data(
 
 
 def build_train_loader(
-    config: Config,
     data: TrainingData,
     *,
     device: torch.device,
@@ -160,12 +160,12 @@ def build_train_loader(
     """The loader of augmented training batches.
 
     Args:
-        config: the configuration.
         data: the images.
         device: where the batches are to be.
         process: which part of every batch is loaded.
         transform: of one image, passed from Python; it is tried on one at once.
     """
+    config = data.config
     train = data.train
     if transform is not None:  # refused now rather than in a worker
         if train.pixels is None:

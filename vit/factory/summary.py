@@ -4,9 +4,10 @@ import numpy as np
 import torch
 
 from vit.data.statistics import MAX_RATIO, compute_class_ratio, measure_shorter_side
-from vit.factory.run import Run, estimate_seconds
+from vit.factory.run import Run
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 
 _FEW_STEPS = 200
@@ -17,63 +18,63 @@ _MAX_SCALE = 8
 _SAMPLE = 200
 
 
-def summarize_run(run: Run, *, with_estimate: bool = False) -> dict[str, str]:
-    """The run's images, model, device and length, as text by name.
+def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
+    """Show what a run will do, its unreadable images and its warnings on standard error.
 
     Args:
         run: before it starts.
-        with_estimate: of the minutes, from a few steps, in which all processes take part; then the
-            run is of no use, since they train.
+        choices: what was chosen for its images, with reasons, by name; and the estimate of its
+            duration.
+        resumed: whether it continues; then there are no warnings.
     """
-    plan = run.trainer.plan
-    data = run.data
-    num_steps = len(run.train_loader)
+    console = build_console(stderr=True)
+    rows = summarize_run(run) | choices
+    console.print(build_table(rows.items(), num_text_columns=2))
+    for dataset in (run.data.train, run.data.validation):
+        if dataset is None:
+            continue
+        for name, reason in dataset.unreadable:
+            console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
+    if resumed:
+        step = run.trainer.progress.step
+        console.print(f"resuming after step {step} of {run.trainer.plan.total_steps}")
+    else:
+        for sentence in list_warnings(run):
+            console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
 
-    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    model = f"{num_parameters:,} parameters"
-    if isinstance(run.model, VisionTransformer):
-        # the backward pass costs twice the forward
-        image_flops = 3 * compute_flops(run.model.architecture)
-        epoch_flops = image_flops * num_steps * plan.batch_size
-        model += f", {epoch_flops / 1e12:,.2f} TFLOP an epoch"
+
+def summarize_run(run: Run) -> dict[str, str]:
+    """The run's images, model, device and length, as text by name."""
+    plan = run.trainer.plan
+    train_step = run.trainer.train_step
+    data = run.data
+    num_steps = plan.steps_per_epoch
 
     images = f"{len(data.train):,} training"
     if data.validation is not None:
         images += f", {len(data.validation):,} validation"
-    if unreadable := list_unreadable(run):
-        images += f", {len(unreadable)} unreadable and skipped"
 
-    train_step = run.trainer.train_step
-    device = describe_device(train_step.device)
-    compiled = "compiled" if run.is_compiled else "not compiled"
+    num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
+    model = f"{num_parameters:,} parameters"
+    if isinstance(train_step.module, VisionTransformer):
+        # the backward pass costs twice the forward
+        image_flops = 3 * compute_flops(train_step.module.architecture)
+        epoch_flops = image_flops * num_steps * plan.batch_size
+        model += f", {epoch_flops / 1e12:,.2f} TFLOP an epoch"
+
+    device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
+    compiled = "compiled" if train_step.compile else "not compiled"
     epochs = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
-    facts = {
+    return {
         "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
         "splits": "; ".join(data.splits.describe_splits()),
         "fingerprint": data.train.fingerprint[:16],
-        "pipeline": f"{data.pipeline} ({data.pipeline_reason})",
+        "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": model,
-        "device": f"{device}, {torch.get_num_threads()} threads, {train_step.precision}, {compiled}",
+        "device": f"{device}, {train_step.precision}, {compiled}",
         "run": f"{epochs}, {plan.total_steps:,} steps in all",
-        **run.choices,
     }
-    if with_estimate:
-        seconds = estimate_seconds(
-            train_step, plan, image_size=data.preprocess.image_size, process=run.trainer.process
-        )
-        facts["estimate"] = f"{seconds / 60:.1f} minutes of training steps"
-    return facts
-
-
-def list_unreadable(run: Run) -> list[str]:
-    """One sentence for each image that could not be read."""
-    return [
-        f"skipped {dataset.split} image {name}: {reason}"
-        for dataset in (run.data.train, run.data.validation)
-        if dataset is not None
-        for name, reason in dataset.unreadable
-    ]
 
 
 def list_warnings(run: Run) -> list[str]:

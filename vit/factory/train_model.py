@@ -1,6 +1,6 @@
 """A training run from its configuration to its end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vit.config import (
@@ -12,13 +12,16 @@ from vit.config import (
     validate_config,
 )
 from vit.factory.automatic import choose_config, find_device
-from vit.factory.pictures import load_first_images
+from vit.factory.pictures import save_first_images
 from vit.factory.recipe import ConfigLike, find_recipe, names_images
-from vit.factory.run import Run, UserObjects, build_run, set_pipeline
+from vit.factory.run import build_run
+from vit.factory.summary import print_plan
+from vit.factory.user_objects import UserObjects
 from vit.model.model_file import MODEL_FILE
 from vit.options import TrainOptions
-from vit.runtime.files import write_atomically, write_text
+from vit.runtime.files import write_text
 from vit.runtime.processes import join_processes
+from vit.training.execution import estimate_seconds
 from vit.training.result import TrainingResult
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
@@ -30,7 +33,7 @@ def train_model(
     options: TrainOptions,
     objects: UserObjects,
     *,
-    on_start: Callable[[Run, bool], None] | None = None,
+    shows_plan: bool = False,
 ) -> TrainingResult:
     """Train a model; arguments and errors as of `vit.train`.
 
@@ -40,8 +43,7 @@ def train_model(
         output: the run's directory.
         options: how to start.
         objects: what was passed from Python and replaces parts of the configuration.
-        on_start: called in the main process with the run that is about to start, and whether it was
-            resumed; of a dry run in all processes.
+        shows_plan: print what the run will do before it starts; of a dry run with the minutes.
     """
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
@@ -62,12 +64,12 @@ def train_model(
         ),
     ):
         splits = None
-        choices: Mapping[str, str] = {}
+        choices: dict[str, str] = {}
         if config is None and process.is_main:
             # it measures the speed of training: one process does so for all
             assert isinstance(source, str | Path)
             config, choices, splits = choose_config(source, overrides, options.minutes)
-        config, choices = process.broadcast((config, choices))
+        config = process.broadcast(config)
         assert config is not None
 
         run = build_run(
@@ -77,26 +79,28 @@ def train_model(
             device_name=device_name,
             objects=objects,
             splits=splits,
-            choices=choices,
         )
-        resumed = options.resume and not options.dry_run and run.trainer.resume()
+        trainer = run.trainer
+        resumed = options.resume and not options.dry_run and trainer.resume()
         if process.is_main and not options.dry_run and not resumed:
             write_text(output / CONFIG_FILE, dump_config(run.config))
-        # the estimate of a dry run takes steps, in which all processes take part
-        if on_start is not None and (process.is_main or options.dry_run):
-            on_start(run, resumed)
-        if options.dry_run:
-            # a second to import
-            from torchvision.utils import save_image
 
-            images = load_first_images(run.train_loader, run.data.preprocess)
-            output.mkdir(parents=True, exist_ok=True)
-            write_atomically(
-                output / "dry_run.png", lambda path: save_image(images, path, format="png", nrow=8)
+        if shows_plan and options.dry_run:
+            # its steps train, and all processes take part in them
+            seconds = estimate_seconds(
+                trainer.train_step,
+                trainer.plan,
+                image_size=run.data.preprocess.image_size,
+                process=process,
             )
+            choices["estimate"] = f"{seconds / 60:.1f} minutes of training steps"
+        if shows_plan and process.is_main:
+            print_plan(run, choices, resumed=resumed)
+        if options.dry_run:
+            save_first_images(trainer.train_batches, output / "dry_run.png")
             return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
 
-        progress = run.trainer.train()
+        progress = trainer.train()
 
     best_top1 = None if progress.best.top1 < 0 else progress.best.top1
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, objects.model)
@@ -157,9 +161,10 @@ def resolve_config(
     if not continues:
         return config
 
-    pipeline = load_config(saved).data.pipeline
-    if config.data.pipeline == "auto" and pipeline != "auto":
-        config = set_pipeline(config, pipeline)
+    # what was chosen then holds, whatever memory is free now
+    if config.data.pipeline == "auto":
+        sections.setdefault("data", {})["pipeline"] = load_config(saved).data.pipeline
+        config = validate_config(sections)
     return config
 
 

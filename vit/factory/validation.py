@@ -1,6 +1,6 @@
 """Validation while a model trains: the numbers that `vit evaluate` would report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,35 +10,32 @@ from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.factory.data import TrainingData
 from vit.runtime.device import Precision
-from vit.training.observers import Observer
 from vit.training.plan import Validation
+from vit.training.trainer import Validator
 
 
 @dataclass(eq=False)
-class Validator:
-    """Measures a model on the validation images; to be called in all processes.
+class ImageValidator(Validator):
+    """Measures a model on the validation images.
 
     Args:
         data: with validation images.
         device: of the model.
         precision: of the forward pass.
-        observers: are told of each image that turns out to be unreadable.
-        last_scores: of the last call.
+        last_scores: of the last evaluation.
     """
 
     data: TrainingData
     device: torch.device
     precision: Precision
-    observers: Sequence[Observer]
     last_scores: Scores | None = None
 
-    def __call__(self, model: nn.Module) -> Validation:
+    def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
         dataset = self.data.decoded_validation
-        # in the first call, unless they were decoded before: then the summary of the run names them
+        # in the first call, unless they were decoded before: then the plan of the run names them
         if self.last_scores is None and self.data.validation is not dataset:
             for name, reason in dataset.unreadable:
-                for observer in self.observers:
-                    observer.on_message(f"skipped validation image {name}: {reason}")
+                warn(f"skipped validation image {name}: {reason}")
 
         preprocess = self.data.preprocess
         images = dataset.pixels
@@ -46,7 +43,7 @@ class Validator:
         predictor = Predictor(
             model,
             preprocess,
-            len(self.data.train.class_names),
+            len(dataset.class_names),
             choose_batch_size(self.device),
             self.device,
             self.precision,
@@ -54,10 +51,9 @@ class Validator:
         logits = predictor.predict(
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )
-        scores = score_logits(logits, dataset.labels)
-        self.last_scores = scores
+        self.last_scores = score_logits(logits, dataset.labels)
         return Validation(
-            loss=float(scores.loss.mean()),
-            top1=float(scores.correct.mean()),
-            macro_f1=compute_metrics(scores)["macro_f1"],
+            loss=float(self.last_scores.loss.mean()),
+            top1=float(self.last_scores.correct.mean()),
+            macro_f1=compute_metrics(self.last_scores)["macro_f1"],
         )

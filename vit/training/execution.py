@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.processes import Process
 from vit.runtime.threads import BatchThreads
+from vit.training.plan import TrainingPlan
 from vit.training.train_step import TrainStep
 
 # of a micro-batch's largest activation, for each thread: a core's own cache and its part of the
@@ -73,15 +75,19 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     return pays and any(shutil.which(compiler) for compiler in compilers)
 
 
-def measure_step_seconds(
-    train_step: TrainStep, *, batch_size: int, image_size: tuple[int, int]
+def estimate_seconds(
+    train_step: TrainStep, plan: TrainingPlan, *, image_size: tuple[int, int], process: Process
 ) -> float:
-    """Seconds of a step on blank images. It trains: `train_step` is of no use afterwards.
+    """Seconds that the steps of a run take, from a few of them on blank images. They train:
+    `train_step` is of no use afterwards.
 
     Args:
-        batch_size: images of a step, in this process.
-        image_size: (height, width).
+        train_step: of the run; called in all processes.
+        plan: of the run.
+        image_size: (height, width) of its data.
+        process: this process's place in the run.
     """
+    batch_size = plan.batch_size // process.world_size
     images = torch.zeros(batch_size, 3, *image_size, device=train_step.device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=train_step.device)
     seconds = []
@@ -89,4 +95,8 @@ def measure_step_seconds(
         start = time.perf_counter()
         float(train_step(images, labels).loss)  # reading it waits for the device
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])  # the first one also warms up
+
+    # the first one also warms up
+    step_seconds = min(seconds[1:])
+    # large images and all patches cost more than the small ones that a run may begin with
+    return step_seconds * plan.count_full_steps(image_size)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +65,10 @@ class TrainStep:
     grad_accum_steps: int = 1
     ema_decay: float | None = None
     halt_on_nonfinite: bool = False
-    compile: InitVar[bool] = False
+    compile: bool = False
     threads: BatchThreads | None = None
 
-    def __post_init__(self, compile: bool) -> None:
+    def __post_init__(self) -> None:
         self.module = self.model
         if isinstance(self.model, DistributedDataParallel):
             self.module = self.model.module
@@ -77,7 +77,7 @@ class TrainStep:
             self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
 
         self._forward = self._compute_loss
-        if compile:
+        if self.compile:
             # from the third image size on torch would make sizes symbols, which a CUDA graph
             # cannot have
             self._forward = torch.compile(self._compute_loss, dynamic=False)

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -31,6 +31,25 @@ from vit.training.train_step import StepResult, TrainStep
 T = TypeVar("T")
 
 
+class Validator(Protocol):
+    """Measures a model on the validation images (`vit.factory.validation`)."""
+
+    def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
+        """Called in all processes; `warn` is told of images that turn out to be unreadable."""
+        ...
+
+
+class ModelWriter(Protocol):
+    """Writes the model file of a run (`vit.factory.model_writer`)."""
+
+    def write(self, model: nn.Module) -> None:
+        """Called in all processes, with the best model so far."""
+
+    def has_written(self) -> bool:
+        """Whether the model file is there, intact, and of this run."""
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Runs a plan.
@@ -39,28 +58,23 @@ class Trainer:
         train_step: trains the model by one batch.
         plan: how long, and what happens when.
         train_batches: of this process.
-        evaluate: measures a model on the validation images; called in all processes. None without
-            such images.
+        validator: None without validation images.
         checkpoints: of the run.
-        save_model: writes the model file; called in all processes, with the best model so far.
-        has_model: whether the model file is there, intact, and of this run.
+        model_writer: keeps the best model.
         observers: told what happens; in the main process alone.
         process: this process's place in the run.
         identity: kept in every checkpoint.
-        sample_name: of the training image with a number, for messages.
     """
 
     train_step: TrainStep
     plan: TrainingPlan
     train_batches: TrainLoader
-    evaluate: Callable[[nn.Module], Validation] | None
+    validator: Validator | None
     checkpoints: CheckpointStore
-    save_model: Callable[[nn.Module], None]
-    has_model: Callable[[], bool]
+    model_writer: ModelWriter
     observers: list[Observer]
     process: Process
     identity: RunIdentity
-    sample_name: Callable[[int], str]
 
     def __post_init__(self) -> None:
         self.progress = Progress()
@@ -153,8 +167,8 @@ class Trainer:
         is_due = is_last or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
         validation = None
-        if is_due and self.evaluate is not None:
-            validation = self.evaluate(model)
+        if is_due and self.validator is not None:
+            validation = self.validator.validate(model, warn=self._message)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
@@ -169,7 +183,7 @@ class Trainer:
             "skipped_steps": int(self.train_step.nonfinite_steps),
         }
         if is_due and progress.record_best(validation, select_by=plan.select_by):
-            self.save_model(model)
+            self.model_writer.write(model)
         self._notify(lambda observer: observer.on_epoch(metrics, model))
         if progress.is_done(plan) and not is_last:
             self._message(
@@ -226,7 +240,7 @@ class Trainer:
         self._restore(checkpoint)
 
         best_step = self.progress.best_step
-        if best_step == 0 or self._from_main(self.has_model):
+        if best_step == 0 or self._from_main(self.model_writer.has_written):
             return True
 
         best_checkpoint = self._from_main(lambda: self.checkpoints.load(best_step))
@@ -236,7 +250,7 @@ class Trainer:
                 f" {best_step}; train again with --overwrite"
             )
         self._restore(best_checkpoint)
-        self.save_model(self.train_step.averaged_model.eval())
+        self.model_writer.write(self.train_step.averaged_model.eval())
         self._restore(checkpoint)
         self._message(
             f"the model file was missing or damaged; it is written again from step {best_step}"
@@ -310,7 +324,8 @@ class Trainer:
         with autocast(self.train_step.device, self.train_step.precision):
             module = find_nonfinite(self.train_step.module, batch.images, batch.targets)
 
-        names = ", ".join(self.sample_name(int(number)) for number in batch.sample_ids[:8])
+        image_names = self.train_batches.dataset.ids
+        names = ", ".join(str(image_names[int(number)]) for number in batch.sample_ids[:8])
         if len(batch.sample_ids) > 8:
             names += f", … ({len(batch.sample_ids)})"
         return (
@@ -335,7 +350,7 @@ class Trainer:
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self.progress.best_step:  # else the result would have no model
-            self.save_model(self.train_step.averaged_model.eval())
+            self.model_writer.write(self.train_step.averaged_model.eval())
         self._message(text)
         return True
 
