@@ -111,7 +111,7 @@ RECORDS = {
 def test_a_function_has_the_options_and_defaults_of_its_record(name: str) -> None:
     parameters = inspect.signature(getattr(vit, name)).parameters
     for item in dataclasses.fields(RECORDS[name]):
-        if item.name == "map_options":  # shorter for users: options
+        if item.name == "map_options":  # None in the function: a new record
             continue
         default = parameters[item.name].default
         assert item.default in (default, (default,)), item.name

@@ -4,8 +4,7 @@ Each function makes an options record (`vit.options`) of its arguments. The comm
 `run_` functions with a record made of their options.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ from vit.explanation.writer import MapWriter
 from vit.factory.recipe import ConfigLike
 from vit.options import (
     TTA,
-    DataOptions,
     EvaluateOptions,
     ExplainOptions,
-    FaithfulnessOptions,
     MapOptions,
     PredictOptions,
     TrainOptions,
@@ -192,23 +189,19 @@ def evaluate(
         device=device,
         precision=precision,
     )
-    return run_evaluation(model, options)
-
-
-def run_evaluation(model: ModelLike, options: EvaluateOptions) -> EvaluationResult:
-    """`evaluate`; in a process group all processes share the images."""
-    check_choice(options.tta, TTA, name="tta")
+    check_choice(tta, TTA, name="tta")
     # the temperature is fitted on the validation images: they can't be measured on as well
     has_no_file = str(model).startswith("timm:")
-    if options.calibrate and (has_no_file or options.split in ("validation", "all")):
+    if calibrate and (has_no_file or split in ("validation", "all")):
         raise ValueError(
             "--calibrate needs a model file to keep the temperature in, and --split test"
         )
-    with join_processes(options.device) as (process, device_name):
+    # in a process group all processes share the images
+    with join_processes(device) as (process, device_name):
         bundle = _load(model, device_name)
-        dataset = _open_data(options, bundle)
+        dataset = _open_data(bundle, data, root)
         # decoded before anything is computed, so that what can't be read is said first
-        splits = [options.split, "validation"] if options.calibrate else [options.split]
+        splits = [split, "validation"] if calibrate else [split]
         images = [
             load_images(
                 dataset,
@@ -270,13 +263,14 @@ def iterate_predictions(
     )
 
 
+@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
 def explain(
     model: ModelLike,
     images: ImageInputs | None = None,
     *,
     methods: str | Sequence[str] = ("rollout",),
     target: int | str = "auto",
-    options: MapOptions | None = None,
+    map_options: MapOptions | None = None,
     scale: str = "image",
     sanity_checks: bool | None = None,
     count: int = 16,
@@ -300,7 +294,7 @@ def explain(
             `vit.measure_faithfulness` found.
         target: the class to explain: its name or index, "auto" for the predicted one, "all", or
             "top3".
-        options: of the methods. None: their defaults.
+        map_options: of the methods. None: their defaults.
         scale: of the overlays' colours: "image", "batch", or "fixed".
         sanity_checks: check every map. None: of up to 64 images.
         count: images, where `images` is None.
@@ -327,8 +321,21 @@ def explain(
         >>> result = vit.explain("runs/digits", "photo.png", methods=("rollout", "gae"))
         >>> result.maps["rollout"].shape  # [1, rows, columns]
     """
-    explain_options = ExplainOptions(
-        methods=as_tuple(methods),
+    if max_side < 0:
+        raise ValueError(f"max_side {max_side} is negative; 0 is no limit")
+    bundle = _load(model, device, random_weights=random_weights)
+    trained_on = bundle.config.get("data", {})
+    # listed once: a folder of many images takes a while
+    inputs = None
+    num_images = count
+    if images is not None:
+        inputs = list(list_images(images))
+        num_images = len(inputs)
+
+    if sanity_checks is None:
+        sanity_checks = num_images <= _MAX_CHECKED_IMAGES
+    options = ExplainOptions(
+        methods=replace_best(as_tuple(methods), bundle),
         target=target,
         formats=as_tuple(formats),
         sanity_checks=sanity_checks,
@@ -337,52 +344,23 @@ def explain(
         device=device,
         resume=resume,
         overwrite=overwrite,
-        map_options=options or MapOptions(),
+        map_options=map_options or MapOptions(),
         scale=scale,
         max_side=max_side,
         precision=precision,
         random_weights=random_weights,
     )
-    return run_explanation(model, images, output, explain_options)
-
-
-@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
-def run_explanation(
-    model: ModelLike,
-    images: ImageInputs | None,
-    output: str | Path | None,
-    options: ExplainOptions,
-) -> Explanations:
-    """`explain`."""
-    bundle = _load(model, options.device, random_weights=options.random_weights)
-    trained_on = bundle.config.get("data", {})
-    # listed once: a folder of many images takes a while
-    inputs = None
-    num_images = options.count
-    if images is not None:
-        inputs = list(list_images(images))
-        num_images = len(inputs)
-
-    sanity_checks = options.sanity_checks
-    if sanity_checks is None:
-        sanity_checks = num_images <= _MAX_CHECKED_IMAGES
     # whatever is wrong with the options is said before an earlier result is replaced
-    methods = replace_best(options.methods, bundle)
-    explainer = Explainer(bundle, replace(options, methods=methods, sanity_checks=sanity_checks))
+    explainer = Explainer(bundle, options)
     if output is None:
-        items = find_items(inputs, trained_on=trained_on, count=options.count)
+        items = find_items(inputs, trained_on=trained_on, count=count)
         return explainer.explain(items)
 
-    map_writer = MapWriter(output, bundle, explainer.options)
+    map_writer = MapWriter(output, bundle, options)
     # of an interrupted export, what is written is left out
-    items = find_items(
-        inputs,
-        trained_on=trained_on,
-        count=options.count,
-        written=map_writer.names,
-    )
-    if not options.resume:
-        prepare_output(Path(output), overwrite=options.overwrite)
+    items = find_items(inputs, trained_on=trained_on, count=count, written=map_writer.names)
+    if not resume:
+        prepare_output(Path(output), overwrite=overwrite)
     return write_explanations(explainer, items, map_writer)
 
 
@@ -446,43 +424,21 @@ def measure_faithfulness(
         >>> result = vit.measure_faithfulness("runs/digits", methods=("rollout", "gae"), count=64)
         >>> print(result.table)
     """
-    options = FaithfulnessOptions(
-        data=data,
-        root=root,
-        split=split,
-        methods=as_tuple(methods),
-        count=count,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        random_weights=random_weights,
-    )
-    return run_faithfulness(model, options)
-
-
-def run_faithfulness(
-    model: ModelLike,
-    options: FaithfulnessOptions,
-    on_start: Callable[[float], object] | None = None,
-) -> FaithfulnessResult:
-    """`measure_faithfulness`; `on_start` is called with an estimate of the seconds it takes."""
-    methods = list(METHODS) if options.methods == ("all",) else list(options.methods)
+    names = list(METHODS) if as_tuple(methods) == ("all",) else list(as_tuple(methods))
     # a wrong name is said before the model is loaded
-    find_methods(methods)
-    bundle = _load(model, options.device, random_weights=options.random_weights)
-    source = _open_data(options, bundle).split(options.split)
-    batch_size = options.batch_size or choose_explain_batch_size(bundle.preprocess.image_size)
+    find_methods(names)
+    bundle = _load(model, device, random_weights=random_weights)
+    source = _open_data(bundle, data, root).split(split)
+    batch_size = batch_size or choose_explain_batch_size(bundle.preprocess.image_size)
     # of wrong predictions there is no right evidence
     images, classes, ids = select_correct_images(
-        bundle, source, count=options.count, batch_size=batch_size, seed=options.seed
+        bundle, source, count=count, batch_size=batch_size, seed=seed
     )
     benchmark = Benchmark(
-        bundle, images, classes, methods, batch_size=batch_size, filled=64, seed=options.seed
+        bundle, images, classes, names, batch_size=batch_size, filled=64, seed=seed
     )
 
-    work, seconds = benchmark.plan
-    if on_start is not None:
-        on_start(seconds)
+    work, _ = benchmark.plan
     with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()
 
@@ -494,14 +450,14 @@ def run_faithfulness(
         "data": source.name,
         "split": source.split,
         "num_images": len(ids),
-        "seed": options.seed,
+        "seed": seed,
         "device": describe_device(next(bundle.model.parameters()).device),
         "precision": benchmark.precision,
         "versions": collect_versions(),
     }
     result = FaithfulnessResult(measurement, conditions, ids)
     # the best of some methods, or of an untrained model, is no choice for `vit explain`
-    if set(methods) == set(METHODS) and not options.random_weights:
+    if set(names) == set(METHODS) and not random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result
 
@@ -517,6 +473,5 @@ def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bun
     return load_model(model, device=torch_device, random_weights=random_weights)
 
 
-def _open_data(options: DataOptions, bundle: Bundle) -> DatasetSplits:
-    trained_on = bundle.config.get("data", {})
-    return open_for_model(options.data, root=options.root, trained_on=trained_on)
+def _open_data(bundle: Bundle, data: str | Path | None, root: str | Path | None) -> DatasetSplits:
+    return open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))

@@ -152,7 +152,7 @@ class ExplainOptions:
     overwrite: bool = False
     map_options: MapOptions = field(default_factory=MapOptions)
     scale: Annotated[str, Option(is_rare=True)] = "image"
-    max_side: Annotated[int, Option(min=0, is_rare=True)] = 512
+    max_side: Annotated[int, Option(is_rare=True)] = 512
     precision: Annotated[str, Option(is_rare=True)] = "float32"
     random_weights: Annotated[bool, Option(is_rare=True)] = False
 
@@ -179,26 +179,19 @@ class FaithfulnessOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(DataOptions):
     """In which form `vit export` writes a model.
 
     Args:
         to: the form to write
         precision: of onnx's weights; int8 is evaluated
         attention: of onnx: rollout maps as a second output
-        data: a data set, folder or shards; default: what the model was trained on
-        root: where that data set is
-        split: train, validation, test or all; default: test, or all if it has none
         overwrite: replace an earlier result
     """
 
     to: Literal["onnx", "timm", "huggingface"] = "onnx"
     precision: Literal["float32", "int8"] = "float32"
     attention: bool = False
-    # last, since they are for int8 alone
-    data: str | Path | None = None
-    root: str | Path | None = None
-    split: str | None = None
     overwrite: bool = False
 
 

@@ -120,7 +120,7 @@ def test_resume_explains_only_what_is_missing(
         (["--option", "start_layer=7"], "start_layer 7 is outside 0 to 1"),
         (["--option", "head=first"], "head 'first': input should be .*'mean'"),
         (["--option", "residual=half"], "residual 'half': input should be a valid number"),
-        (["--option", "max_side=-1"], "max_side '-1': input should be greater than or equal to 0"),
+        (["--option", "max_side=-1"], "max_side -1 is negative"),
         (["--option", "passes=2"], "--option 'passes=2' is not NAME=VALUE with one of head_fusion"),
         (["--option", "residual"], "--option 'residual' is not NAME=VALUE"),
         (["--option", "methods=gae"], "--option 'methods=gae' is not NAME=VALUE"),

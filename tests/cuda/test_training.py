@@ -29,7 +29,6 @@ TINY = [
     "train.epochs=2",
     "train.ema_decay=0.9",
     "train.clip_grad=1.0",
-    "train.attention_maps=0",
 ]
 OPTIMIZERS = ["muon", "adamw", "sgd"]
 

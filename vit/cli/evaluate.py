@@ -28,7 +28,7 @@ def evaluate(
 
     # before minutes of work
     check_output(output, overwrite=overwrite)
-    result = api.run_evaluation(model, options)
+    result = api.evaluate(model, **vars(options))
     if result.is_main:
         result.save(output, overwrite=overwrite)
         _show(result.evaluation, output)

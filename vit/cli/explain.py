@@ -35,7 +35,7 @@ def explain(
     paths = None
     if images:
         paths = sorted({str(path) for path in list_images(list_names(images))})
-    result = api.run_explanation(model, paths, output, options)
+    result = api.explain(model, paths, output=output, **vars(options))
 
     _show(output, has_gallery="html" in options.formats)
     best = describe_best_method(result.bundle)

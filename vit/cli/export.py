@@ -19,15 +19,7 @@ def export(model: str, *, output: Path, options: ExportOptions) -> None:
         output: directory for the results
     """
     # torch, which `vit --help` does without
-    from vit.factory.export_model import run_export
+    from vit.factory.export_model import export_model
 
-    path = run_export(model, output, options)
-    program = path.with_name("predict.py")
-    messages = {
-        "onnx": f"{path} takes RGB pixels of any size; python {program} PHOTO predicts",
-        "timm": f'timm.create_model("local-dir:{path}", pretrained=True) opens it; '
-        "README.md says more",
-        "huggingface": f"{path} opens in transformers, with trust_remote_code=True; "
-        "README.md says how",
-    }
-    typer.echo(messages[options.to])
+    path = export_model(model, output=output, **vars(options))
+    typer.echo(f"{path} is written; {output / 'README.md'} says how to open it")

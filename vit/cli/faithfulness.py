@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from vit.options import FaithfulnessOptions
 from vit.runtime.console import build_console, build_table
 
@@ -33,16 +31,9 @@ def faithfulness(
 
     # before minutes of work
     check_output(output, overwrite=overwrite)
-    result = api.run_faithfulness(model, options, on_start=_announce)
+    result = api.measure_faithfulness(model, **vars(options))
     result.save(output, overwrite=overwrite)
     _show(result, output)
-
-
-def _announce(seconds: float) -> None:
-    duration = f"{seconds / 60:.0f} minutes"
-    if seconds < 120:
-        duration = f"{max(seconds, 1):.0f} s"
-    typer.echo(f"measuring takes about {duration}", err=True)
 
 
 def _show(result: "FaithfulnessResult", output: Path) -> None:

@@ -7,7 +7,7 @@ each is its text under `Args:`, in the docstring of the function or of the recor
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -25,41 +25,35 @@ class _Parameter(NamedTuple):
     option: Option
     default: Any
     help: str
-    is_argument: bool = False
 
 
 def build_command(function: Callable[..., None]) -> Callable[..., None]:
     """A function as Typer takes it, which reads its signature: the fields of its parameter
     `options`, a record, are parameters of their own."""
     hints = get_type_hints(function, include_extras=True)
-    record: Any = hints.get("options")
+    help_texts = _read_help(function)
+    record = hints.get("options")
     record_fields = _list_fields(record) if record else []
     own_parameters = inspect.signature(function).parameters
-    help_texts = _read_help(function)
 
-    parameters = []
+    built = []
     for name, parameter in own_parameters.items():
         if name == "options":
-            parameters += [item for item in record_fields if not item.option.is_rare]
-            # the others share an option
-            if rare := [
-                f"{item.name} ({item.help})" for item in record_fields if item.option.is_rare
-            ]:
-                text = f"rarely needed; may be repeated: {'; '.join(rare)}"
-                parameters.append(_Parameter(_RARE, list[str] | None, Option(), None, text))
+            built += _build_options(record_fields)
+            continue
+        kind, option = _split_hint(hints[name])
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            own = _Parameter(name, kind, option, parameter.default, help_texts[name])
+            built.append(_build_option(own))
         else:
-            is_argument = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            kind, option = _split_hint(hints[name])
-            parameters.append(
-                _Parameter(name, kind, option, parameter.default, help_texts[name], is_argument)
-            )
-    built = [_build_parameter(parameter) for parameter in parameters]
+            info = typer.Argument(help=help_texts[name])
+            built.append(parameter.replace(annotation=Annotated[kind, info]))
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
         arguments = {name: values.pop(name) for name in own_parameters if name != "options"}
         if record:
-            arguments["options"] = _fill(record, _read_values(values, record_fields))
+            arguments["options"] = _read_record(record, record_fields, values)
         function(**arguments)
 
     command.__doc__ = (function.__doc__ or "").partition("Args:\n")[0]
@@ -101,68 +95,61 @@ def _list_fields(record: type[Any]) -> list[_Parameter]:
     return listed
 
 
-def _build_parameter(parameter: _Parameter) -> inspect.Parameter:
-    """A parameter as Typer takes it: a tuple of names is one text with commas in it."""
-    name, kind, option, default, help_text, is_argument = parameter
-    if is_argument:
-        info = typer.Argument(help=help_text)
-    else:
-        flags = [option.flag or f"--{name.replace('_', '-')}"]
-        if name == "output":
-            flags.append("-o")
-        info = typer.Option(*flags, help=help_text, min=option.min, max=option.max)
-        if name == _RARE:
-            info.metavar = "NAME=VALUE"
-        if get_origin(kind) is tuple:
-            default = ",".join(default) or None
-        # Typer knows no tuples of any length, and no unions but with None
-        if str in get_args(kind):
-            kind = str | None
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, info],
-    )
+def _build_options(record_fields: list[_Parameter]) -> list[inspect.Parameter]:
+    """The options of a record: one for each field, and one that its rare fields share."""
+    options = [_build_option(item) for item in record_fields if not item.option.is_rare]
+    rare = [f"{item.name} ({item.help})" for item in record_fields if item.option.is_rare]
+    if rare:
+        text = f"rarely needed; may be repeated: {'; '.join(rare)}"
+        shared = _Parameter(_RARE, list[str] | None, Option(), None, text)
+        options.append(_build_option(shared, metavar="NAME=VALUE"))
+    return options
 
 
-def _read_values(values: dict[str, Any], record_fields: list[_Parameter]) -> dict[str, Any]:
-    """What Typer read for the fields of a record, as their types. Raises ValueError for an unknown
-    --option, or a value of another type."""
-    rare_texts = values.pop(_RARE, None) or []
-    rare = {item.name: item for item in record_fields if item.option.is_rare}
+def _build_option(parameter: _Parameter, metavar: str | None = None) -> inspect.Parameter:
+    """An option as Typer takes it: a tuple of names is one text with commas in it."""
+    name, kind, option, default, help_text = parameter
+    flags = [option.flag or f"--{name.replace('_', '-')}"]
+    if name == "output":
+        flags.append("-o")
+    if get_origin(kind) is tuple:
+        default = ",".join(default) or None
+    # Typer knows no tuples of any length, and no unions but with None
+    if str in get_args(kind):
+        kind = str | None
+    info = typer.Option(*flags, help=help_text, min=option.min, max=option.max, metavar=metavar)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, info])
+
+
+def _read_record(record: type[Any], record_fields: list[_Parameter], values: dict[str, Any]) -> Any:
+    """The record of what Typer read. Raises ValueError for an unknown --option, or a value of
+    another type."""
+    # pydantic takes longer to import than `vit --help` may take
+    from pydantic import TypeAdapter, ValidationError
+
     for item in record_fields:
         if get_origin(item.kind) is tuple:
             names = values[item.name] or ""
             values[item.name] = tuple(name.strip() for name in names.split(",") if name)
-    for text in rare_texts:
+
+    rare = {item.name: item for item in record_fields if item.option.is_rare}
+    for text in values.pop(_RARE, None) or []:
         name, equals, value = text.partition("=")
         if not equals or name not in rare:
             raise ValueError(
                 f"--option {shorten(text)!r} is not NAME=VALUE with one of {', '.join(rare)}"
             )
-        values[name] = _parse(rare[name], value)
-    return values
+        values[name] = value
 
-
-def _parse(parameter: _Parameter, text: str) -> Any:
-    # pydantic takes longer to import than `vit --help` may take
-    from pydantic import Field, TypeAdapter, ValidationError
-
-    kind: Any = Annotated[parameter.kind, Field(ge=parameter.option.min)]
+    # a record within it takes those values that are its fields
+    for field in fields(record):
+        if field.name not in values and field.name not in rare:
+            values[field.name] = values.copy()
     try:
-        return TypeAdapter(kind).validate_python(text)
+        return TypeAdapter(record).validate_python(values)
     except ValidationError as error:
-        reasons = " or ".join(item["msg"].lower() for item in error.errors())
-        raise ValueError(f"{parameter.name} {shorten(text)!r}: {reasons}") from None
-
-
-def _fill(record: type[Any], values: Mapping[str, Any]) -> Any:
-    """The record, and those that are its fields, with the values that are theirs."""
-    arguments = {}
-    for name, kind in get_type_hints(record).items():
-        if is_dataclass(kind):
-            arguments[name] = _fill(kind, values)  # type: ignore[arg-type]  # it is a class
-        elif name in values:
-            arguments[name] = values[name]
-    return record(**arguments)
+        # Typer has checked all others
+        name = next(part for part in error.errors()[0]["loc"] if part in rare)
+        problems = [item["msg"].lower() for item in error.errors() if name in item["loc"]]
+        raise ValueError(f"{name} {shorten(values[name])!r}: {' or '.join(problems)}") from None

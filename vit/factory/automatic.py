@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vit.config import Config, flatten_config, load_config, read_sections
+from vit.config import Config, load_config, read_sections
 from vit.data.open import DatasetSplits, find_kind
 from vit.data.statistics import measure_shorter_side
 from vit.factory.data import build_dataset
@@ -38,6 +38,17 @@ _SAMPLE = 64
 # seed). Cutmix, weight decay of 0.1 and 80 epochs gave 84.7 and 82.4 % on 1,525 and 1,601 other
 # images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
 _ENOUGH_PHOTOS = 3000
+
+# what the user is told of a choice: its name → the keys
+_SHOWN_KEYS = {
+    "image size": ("data.image_size", "model.patch_size"),
+    "architecture": ("model.init", "model.preset", "model.embed_dim", "model.depth"),
+    "length": ("train.epochs",),
+    "batch": ("train.batch_size",),
+    "augmentation": ("augment.resized_crop_scale", "augment.flip", "augment.cutmix"),
+    "regularisation": ("optimizer.weight_decay", "model.drop_path_rate"),
+    "learning rate": ("optimizer.name", "optimizer.lr", "optimizer.layer_decay"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,8 +132,7 @@ def choose_config(
     _set_length(sections, task, epochs)
 
     config = load_config(sections, overrides)
-    speed = f"{images_per_second:,.0f} images/s"
-    choices = _explain_choices(config, task, candidate, epochs=epochs, speed=speed)
+    choices = _explain_choices(config, task, candidate, epochs=epochs, rate=images_per_second)
     return config, choices, splits
 
 
@@ -287,57 +297,46 @@ def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
 
 
 def _explain_choices(
-    config: Config,
-    task: _Task,
-    candidate: _Candidate,
-    *,
-    epochs: float,
-    speed: str,
+    config: Config, task: _Task, candidate: _Candidate, *, epochs: float, rate: float
 ) -> dict[str, str]:
-    """By name, the values that were chosen, and why."""
+    """By name, the values that were chosen, and why.
+
+    Args:
+        config: what was chosen.
+        task: what for.
+        candidate: the recipe that it is made of.
+        epochs: that the minutes hold.
+        rate: images that are trained on in a second.
+    """
     recipe = f"as in the recipe {candidate.recipe}"
-    regularisation = recipe
-    if config.model.drop_path_rate > 0 or _is_small(candidate, task):
-        regularisation = f"more than in the recipe for so few as {task.num_images:,} images"
-    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}, {speed}"
+    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
+    length += f", {rate:,.0f} images/s"
     if config.train.epochs < int(epochs):
         length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
 
-    # name → the keys, and the reason for their values
-    crop_keys = ["augment.resized_crop_scale", "augment.crop_padding", "augment.flip"]
-    augment_keys = [*crop_keys, "augment.mixup", "augment.cutmix"]
-    decay_keys = ["train.label_smoothing", "optimizer.weight_decay", "model.drop_path_rate"]
-    rate_keys = ["optimizer.name", "optimizer.lr", "optimizer.muon_lr", "schedule.name"]
-    model_keys = ["model.stem", "model.embed_dim", "model.depth"]
-    rows = {
-        "image size": (["data.image_size", "model.patch_size"], candidate.size_reason),
-        "architecture": (model_keys, recipe),
-        "length": (["train.epochs"], length),
-        "batch": (["train.batch_size"], f"near √(2 × {task.num_images:,} images)"),
-        "augmentation": (
-            augment_keys,
-            f"{recipe}; set augment.flip=none where left and right matter, as in letters",
-        ),
-        "regularisation": (decay_keys, regularisation),
-        "learning rate": (rate_keys, recipe),
-    }
-    if config.model.init:
-        rows["image size"] = (["data.image_size"], candidate.size_reason)
-        rows["architecture"] = (["model.init", "model.freeze"], "its weights are the start")
-        rows["batch"] = (["train.batch_size"], recipe)
-        rate_keys = ["optimizer.lr", "optimizer.layer_decay"]
-        rows["learning rate"] = (rate_keys, f"{recipe}: lower for lower layers")
-    elif config.model.preset:
-        rows["architecture"] = (["model.preset"], recipe)
-
-    # a row says "given" only where the user set all of its keys
-    user_keys = {f"{section}.{key}" for section, keys in task.user.items() for key in keys}
-    values = flatten_config(config)
-    choices = {}
-    for name, (keys, reason) in rows.items():
-        shown = ", ".join(
-            f"{key.partition('.')[2]}={values[key]}" for key in keys if values[key] is not None
+    reasons = dict.fromkeys(_SHOWN_KEYS, recipe)
+    reasons["image size"] = candidate.size_reason
+    reasons["length"] = length
+    reasons["augmentation"] += "; set augment.flip=none where left and right matter, as in letters"
+    if task.pretrained_size is not None:
+        reasons["architecture"] = "its weights are the start"
+    else:
+        reasons["batch"] = f"near √(2 × {task.num_images:,} images)"
+    if config.model.drop_path_rate > 0 or _is_small(candidate, task):
+        reasons["regularisation"] = (
+            f"more than in the recipe for so few as {task.num_images:,} images"
         )
-        source = "given" if user_keys.issuperset(keys) else reason
-        choices[name] = f"{shown} ({source})"
+
+    # defaults are not shown; a row says "given" only where the user set all that it shows
+    values = config.model_dump(exclude_unset=True)
+    choices = {}
+    for name, keys in _SHOWN_KEYS.items():
+        shown = {}
+        is_given = True
+        for section, key in (text.split(".") for text in keys):
+            if values[section].get(key) is not None:
+                shown[key] = values[section][key]
+                is_given &= key in task.user[section]
+        text = ", ".join(f"{key}={value}" for key, value in shown.items())
+        choices[name] = f"{text} ({'given' if is_given else reasons[name]})"
     return choices

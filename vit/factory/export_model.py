@@ -20,7 +20,7 @@ from vit.export.formats import Form, export_bundle
 from vit.export.onnx_file import WeightPrecision
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions, ExportOptions
+from vit.options import ExplainOptions
 
 
 def export_model(
@@ -60,24 +60,9 @@ def export_model(
         >>> path = vit.export_model("runs/digits", output="runs/digits-onnx")
         >>> path.name  # model.onnx
     """
-    options = ExportOptions(
-        to=to,
-        precision=precision,
-        attention=attention,
-        data=data,
-        root=root,
-        split=split,
-        overwrite=overwrite,
-    )
-    return run_export(model, Path(output), options)
-
-
-def run_export(
-    model: str | Path | Bundle | nn.Module, directory: Path, options: ExportOptions
-) -> Path:
-    """`export_model`."""
-    if options.to != "onnx" and (options.precision != "float32" or options.attention):
-        raise ValueError(f"--precision and --attention are options of onnx, not of {options.to}")
+    if to != "onnx" and (precision != "float32" or attention):
+        raise ValueError(f"--precision and --attention are options of onnx, not of {to}")
+    directory = Path(output)
     bundle = load_model(model)
     net = bundle.model
     if not isinstance(net, VisionTransformer):
@@ -87,10 +72,10 @@ def run_export(
     # int8 changes the answers: its accuracy is measured beside that of float32
     trained_on = bundle.config.get("data", {})
     images = None
-    if options.precision == "int8":
+    if precision == "int8":
         decoded = load_images(
-            open_for_model(options.data, root=options.root, trained_on=trained_on),
-            options.split,
+            open_for_model(data, root=root, trained_on=trained_on),
+            split,
             preprocess=bundle.preprocess,
             class_names=bundle.class_names,
             progress=True,
@@ -98,12 +83,12 @@ def run_export(
         images = replace(decoded.dataset, labels=decoded.labels)
     path = export_bundle(
         bundle,
-        options.to,
+        to,
         directory,
-        precision=options.precision,
-        with_maps=LogitsAndRollout(net) if options.attention else None,
+        precision=precision,
+        with_maps=LogitsAndRollout(net) if attention else None,
         images=images,
-        overwrite=options.overwrite,
+        overwrite=overwrite,
     )
 
     # the card shows a test image and its rollout, where the data is here
@@ -119,7 +104,7 @@ def run_export(
     write_card(
         directory,
         bundle,
-        options.to,
+        to,
         evaluation=evaluation.model_dump(mode="json") if evaluation else None,
         warnings=evaluation.list_warnings() if evaluation else (),
     )
