@@ -36,6 +36,7 @@ from vit.options import (
     PredictOptions,
     TrainOptions,
     as_tuple,
+    pick,
 )
 from vit.pages.explanation_files import write_explanations
 from vit.pages.report import render_pages
@@ -113,21 +114,10 @@ def train(
     from vit.factory.train_model import train_model
     from vit.factory.user_objects import UserObjects
 
-    options = TrainOptions(
-        init=init,
-        minutes=minutes,
-        resume=resume,
-        overwrite=overwrite,
-        dry_run=dry_run,
-    )
+    arguments = locals()
+    options = pick(TrainOptions, arguments)
     # what no configuration file can hold
-    objects = UserObjects(
-        transform=transform,
-        dataset=dataset,
-        class_names=class_names,
-        model=model,
-        callbacks=callbacks,
-    )
+    objects = pick(UserObjects, arguments)
     return train_model(config, overrides, Path(output), options, objects)
 
 
@@ -177,18 +167,7 @@ def evaluate(
         >>> result = vit.evaluate("runs/digits", tta="hflip")
         >>> result.evaluation.top1, result.evaluation.intervals["top1"]
     """
-    options = EvaluateOptions(
-        data=data,
-        root=root,
-        split=split,
-        calibrate=calibrate,
-        corruptions=corruptions,
-        tta=tta,
-        num_examples=num_examples,
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
-    )
+    options = pick(EvaluateOptions, locals())
     check_choice(tta, TTA, name="tta")
     # the temperature is fitted on the validation images: they can't be measured on as well
     has_no_file = str(model).startswith("timm:")
@@ -245,7 +224,7 @@ def predict(
         >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
         >>> result.predictions[0].classes  # [(index, name, probability), …]
     """
-    options = PredictOptions(top_k=top_k, batch_size=batch_size, device=device, precision=precision)
+    options = pick(PredictOptions, locals())
     return PredictionResult(list(iterate_predictions(model, images, options)))
 
 
@@ -334,22 +313,10 @@ def explain(
 
     if sanity_checks is None:
         sanity_checks = num_images <= _MAX_CHECKED_IMAGES
-    options = ExplainOptions(
-        methods=replace_best(as_tuple(methods), bundle),
-        target=target,
-        formats=as_tuple(formats),
-        sanity_checks=sanity_checks,
-        count=count,
-        batch_size=batch_size,
-        device=device,
-        resume=resume,
-        overwrite=overwrite,
-        map_options=map_options or MapOptions(),
-        scale=scale,
-        max_side=max_side,
-        precision=precision,
-        random_weights=random_weights,
-    )
+    methods = replace_best(as_tuple(methods), bundle)
+    formats = as_tuple(formats)
+    map_options = map_options or MapOptions()
+    options = pick(ExplainOptions, locals())
     # whatever is wrong with the options is said before an earlier result is replaced
     explainer = Explainer(bundle, options)
     if output is None:

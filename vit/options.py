@@ -5,10 +5,12 @@ help is its text under `Args:`. The functions of `vit.api` make a record from th
 what they call takes it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+Record = TypeVar("Record")
 
 # how a model's answers are averaged
 TTA = ("none", "hflip")
@@ -200,3 +202,13 @@ def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(values, str):
         return (values,)
     return tuple(values)
+
+
+def pick(record: type[Record], arguments: Mapping[str, Any]) -> Record:
+    """A record of those `arguments` that are its fields.
+
+    Args:
+        record: of this module, for example.
+        arguments: of a function that has all fields among its parameters: its `locals()`.
+    """
+    return record(**{field.name: arguments[field.name] for field in fields(record)})  # type: ignore[arg-type]  # a dataclass

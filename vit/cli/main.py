@@ -179,12 +179,11 @@ def _save_report(error: Exception) -> str:
     import traceback
 
     command = shorten(shlex.join(sys.argv), 2000)
-    lines = [f"vit {vit.__version__}, Python {sys.version}", command]
-    lines += traceback.format_exception(error)
     try:
         descriptor, path = tempfile.mkstemp(prefix="vit-report-", suffix=".txt")
         with open(descriptor, "w") as file:
-            file.write("\n".join(lines))
+            file.write(f"vit {vit.__version__}, Python {sys.version}\n{command}\n")
+            traceback.print_exception(error, file=file)
     except OSError:
         return "its report could not be written; VIT_DEBUG=1 shows it"
     return f"please report it with {path}"

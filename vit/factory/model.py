@@ -1,7 +1,5 @@
 """Configuration → the model of a run: its weights random, loaded, or passed from Python."""
 
-import difflib
-
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +8,7 @@ from vit.data.images import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import as_pair, resolve_image_sizes
+from vit.runtime.arguments import as_pair, check_choice, resolve_image_sizes
 
 
 def build_model(
@@ -69,9 +67,7 @@ def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTran
         exclude={"init", "preset", "freeze"}, exclude_unset=preset is not None
     )
     if preset is not None:
-        if preset not in PRESETS:
-            near = difflib.get_close_matches(preset, PRESETS, cutoff=0.3) or sorted(PRESETS)[:3]
-            raise ValueError(f"unknown model.preset {preset!r}; nearest: {', '.join(near)}")
+        check_choice(preset, PRESETS, name="model.preset")
         arguments = PRESETS[preset] | arguments
         _check_image_sizes(config, as_pair(arguments["patch_size"], name="model.patch_size"))
     arguments["img_size"] = config.data.size

@@ -5,8 +5,6 @@ import torch
 
 from vit.data.statistics import MAX_RATIO, compute_class_ratio, measure_shorter_side
 from vit.factory.run import Run
-from vit.model.presets import compute_flops
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 
@@ -55,13 +53,6 @@ def summarize_run(run: Run) -> dict[str, str]:
         images += f", {len(data.validation):,} validation"
 
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
-    model = f"{num_parameters:,} parameters"
-    if isinstance(train_step.module, VisionTransformer):
-        # the backward pass costs twice the forward
-        image_flops = 3 * compute_flops(train_step.module.architecture)
-        epoch_flops = image_flops * num_steps * plan.batch_size
-        model += f", {epoch_flops / 1e12:,.2f} TFLOP an epoch"
-
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"
     epochs = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
@@ -71,7 +62,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
-        "model": model,
+        "model": f"{num_parameters:,} parameters",
         "device": f"{device}, {train_step.precision}, {compiled}",
         "run": f"{epochs}, {plan.total_steps:,} steps in all",
     }

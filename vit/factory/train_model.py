@@ -149,13 +149,12 @@ def resolve_config(
         raise ValueError(f"which configuration? {usage}")
 
     if source is None or has_images:
-        sections = read_sections(saved, overrides)
+        source = saved
     elif isinstance(source, Config):
-        sections = read_sections(plain_values(source), overrides)
-    elif isinstance(source, Mapping):
-        sections = read_sections(source, overrides)
-    else:
-        sections = read_sections(find_recipe(source), overrides)
+        source = plain_values(source)
+    elif not isinstance(source, Mapping):
+        source = find_recipe(source)
+    sections = read_sections(source, overrides)
     objects.mark_sections(sections)
     config = validate_config(sections)
     if not continues:
