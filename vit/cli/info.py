@@ -1,10 +1,7 @@
 """`vit info`: what this machine will use, or what a model file holds."""
 
-from pathlib import Path
-
+from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console, build_table
-
-_SHOWN_CLASSES = 10
 
 
 def info(model: str | None = None) -> None:
@@ -39,14 +36,11 @@ def _describe_model(source: str) -> dict[str, object]:
     from vit.bundle import load_bundle
 
     bundle = load_bundle(source)
-    classes = ", ".join(bundle.class_names[:_SHOWN_CLASSES])
-    if len(bundle.class_names) > _SHOWN_CLASSES:
-        classes += f", … ({len(bundle.class_names)})"
     num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
     shown: dict[str, object] = {
-        "model": str(Path(source)),
+        "model": source,
         "parameters": f"{num_parameters:,}",
-        "classes": classes,
+        "classes": shorten(", ".join(bundle.class_names)),
     }
     for section in ("architecture", "module", "preprocess", "data", "versions"):
         for key, value in bundle.metadata.get(section, {}).items():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vit.config import Config, load_config, read_sections
+from vit.config import Config, flatten_config, load_config, read_sections
 from vit.data.open import DatasetSplits, find_kind
 from vit.data.statistics import measure_shorter_side
 from vit.factory.data import build_dataset
@@ -39,15 +39,12 @@ _SAMPLE = 64
 # images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
 _ENOUGH_PHOTOS = 3000
 
-# what the user is told of a choice: its name → the keys
-_SHOWN_KEYS = {
+# what is chosen for the images, whatever the recipe: its name → the keys
+_CHOSEN_KEYS = {
     "image size": ("data.image_size", "model.patch_size"),
-    "architecture": ("model.init", "model.preset", "model.embed_dim", "model.depth"),
     "length": ("train.epochs",),
     "batch": ("train.batch_size",),
-    "augmentation": ("augment.resized_crop_scale", "augment.flip", "augment.cutmix"),
-    "regularisation": ("optimizer.weight_decay", "model.drop_path_rate"),
-    "learning rate": ("optimizer.name", "optimizer.lr", "optimizer.layer_decay"),
+    "regularisation": ("augment.cutmix", "optimizer.weight_decay", "model.drop_path_rate"),
 }
 
 
@@ -308,35 +305,29 @@ def _explain_choices(
         epochs: that the minutes hold.
         rate: images that are trained on in a second.
     """
-    recipe = f"as in the recipe {candidate.recipe}"
     length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
     length += f", {rate:,.0f} images/s"
     if config.train.epochs < int(epochs):
         length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
-
-    reasons = dict.fromkeys(_SHOWN_KEYS, recipe)
+    reasons = dict.fromkeys(_CHOSEN_KEYS, "as in the recipe")
     reasons["image size"] = candidate.size_reason
     reasons["length"] = length
-    reasons["augmentation"] += "; set augment.flip=none where left and right matter, as in letters"
-    if task.pretrained_size is not None:
-        reasons["architecture"] = "its weights are the start"
-    else:
+    if task.pretrained_size is None:
         reasons["batch"] = f"near √(2 × {task.num_images:,} images)"
     if config.model.drop_path_rate > 0 or _is_small(candidate, task):
         reasons["regularisation"] = (
             f"more than in the recipe for so few as {task.num_images:,} images"
         )
 
-    # defaults are not shown; a row says "given" only where the user set all that it shows
-    values = config.model_dump(exclude_unset=True)
-    choices = {}
-    for name, keys in _SHOWN_KEYS.items():
-        shown = {}
-        is_given = True
-        for section, key in (text.split(".") for text in keys):
-            if values[section].get(key) is not None:
-                shown[key] = values[section][key]
-                is_given &= key in task.user[section]
-        text = ", ".join(f"{key}={value}" for key, value in shown.items())
+    choices = {
+        "recipe": f"{candidate.recipe}; set augment.flip=none where left and right matter, "
+        "as in letters"
+    }
+    values = flatten_config(config)
+    user_keys = {f"{section}.{key}" for section, keys in task.user.items() for key in keys}
+    for name, keys in _CHOSEN_KEYS.items():
+        text = ", ".join(f"{key.partition('.')[2]}={values[key]}" for key in keys)
+        # only where the user set all of them
+        is_given = user_keys.issuperset(keys)
         choices[name] = f"{text} ({'given' if is_given else reasons[name]})"
     return choices
