@@ -231,14 +231,15 @@ def _fit_patches(data: dict[str, Any], model: dict[str, Any], side: int, user: S
     ideal_patch = max(model["patch_size"] * scale, 2)
     patch_size = user["model"].get("patch_size")
     if not patch_size:
-        # the power of two that is nearest; of a size that is fixed one that divides both sides, or
-        # else the nearest divisor
         sizes = list(range(1, min(height, width) + 1))
+        # of a size that is fixed one that divides both sides
         if user_size is not None:
-            divisor = math.gcd(height, width)
-            sizes = [size for size in sizes if divisor % size == 0]
-        powers = [size for size in sizes if _is_power_of_two(size)]
-        patch_size = min(powers or sizes, key=lambda size: abs(math.log(size / ideal_patch)))
+            sizes = [size for size in sizes if math.gcd(height, width) % size == 0]
+        # the nearest power of two, or else the nearest
+        patch_size = min(
+            sizes,
+            key=lambda size: (not _is_power_of_two(size), abs(math.log(size / ideal_patch))),
+        )
 
     patch_height, patch_width = as_pair(patch_size, name="model.patch_size")
     rows = max(round(height / patch_height), 1)
