@@ -128,7 +128,7 @@ def build_variants(
 
     def from_queries() -> None:
         for forward in forwards:
-            compute_rollout(forward, MapOptions())
+            compute_rollout(forward, forward.logits, MapOptions())
 
     return {
         "forward pass": (each(ours), batch),

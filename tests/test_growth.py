@@ -33,6 +33,7 @@ from vit.evaluation.metrics import (
     score_logits,
 )
 from vit.explanation import writer
+from vit.explanation.capture import layers
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.methods import removal
@@ -364,10 +365,10 @@ def test_removal_gradient_holds_a_few_query_rows_at_a_time(monkeypatch: pytest.M
 
     whole = explain(64)
     monkeypatch.setattr(removal, "_differentiate_gates", watch)
-    monkeypatch.setattr(removal, "CHUNK_ELEMENTS", 3 * 65 * 7)
+    monkeypatch.setattr(layers, "CHUNK_ELEMENTS", 3 * 65 * 7)
     torch.testing.assert_close(explain(64), whole, rtol=1e-5, atol=1e-7)
     assert (
-        max(sizes) == 2 * 3 * 65 * 7
-    )  # of both images seven rows: all rows of 65 tokens would be nine times that
+        max(sizes) == 3 * 65 * 7
+    )  # seven rows of an image: all rows of 65 tokens would be nine times that
     explain(128)  # four times the tokens
     assert max(sizes) <= 2 * 3 * 65 * 7

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vit.explanation.capture import layers
 from vit.explanation.capture.forward import (
     capture_attention,
     compute_entropy,
@@ -41,7 +42,7 @@ def test_mean_pooling_with_prefix_tokens_reads_them_too(from_timm: Build) -> Non
     assert torch.allclose(pool_weights, torch.full((2, 27), 1 / 27))
 
 
-@pytest.mark.parametrize("pool", ["avg", "avgmax", "max", "map"])
+@pytest.mark.parametrize("pool", ["avg", "max", "map"])
 def test_weights_of_timms_poolings_reproduce_its_pooled_feature(
     from_timm: Build, pool: str
 ) -> None:
@@ -62,8 +63,7 @@ def test_weights_of_timms_poolings_reproduce_its_pooled_feature(
             expected = weights.mean(dim=(1, 2))
         else:
             winners = torch.nn.functional.one_hot(tokens.argmax(dim=1), 24).float().mean(dim=1)
-            share = {"avg": 0.0, "max": 1.0, "avgmax": 0.5}[pool]
-            expected = share * winners + (1 - share) / 24
+            expected = {"avg": torch.full_like(winners, 1 / 24), "max": winners}[pool]
     assert (pool_weights - expected).abs().max() < 1e-6
 
 
@@ -111,13 +111,14 @@ def test_every_method_explains_every_family(build: Build, method: str, family: s
 )
 @pytest.mark.parametrize("gradients", [False, True])
 def test_queries_and_keys_computed_again_give_the_same_attention(
-    build: Build, family: str, gradients: bool
+    build: Build, family: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, images = build(family)
     with torch.set_grad_enabled(gradients):
         with capture_attention(model, gradients=gradients) as kept:
             model(images)
-        with capture_attention(model, gradients=gradients, query_key_limit=0) as recomputed:
+        monkeypatch.setattr(layers, "_MAX_TOKEN_BYTES", 0)
+        with capture_attention(model, gradients=gradients) as recomputed:
             model(images)
     assert all(layer.query is None for layer in recomputed.layers)
     for expected, found in zip(kept.attentions, recomputed.attentions, strict=True):
@@ -156,7 +157,7 @@ def test_raw_is_the_class_tokens_attention_and_sums_to_one_with_the_prefix(
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("raw", MapOptions(layer=3), "layer 3 is outside 0 to 2"),
+        ("raw", MapOptions(layer=3), "layer 3 is outside -3 to 2"),
         ("raw", MapOptions(head=3), "head 3 is outside 0 to 2"),
         ("gae", MapOptions(start_layer=3), "start_layer 3 is outside 0 to 2"),
         ("rolout", MapOptions(), "unknown method 'rolout'; known: rollout"),

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vit.explanation.capture import layers
 from vit.explanation.capture.forward import run_forward
+from vit.explanation.methods import rollout
 from vit.explanation.methods.rollout import (
     attention_rollout,
+    attention_rollout_in_chunks,
     compute_rollout,
     discard_lowest,
     mixing_matrix,
@@ -143,7 +146,9 @@ def test_no_attention_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2000, 2**18])
-def test_row_form_equals_the_row_of_the_full_product(ours: Build, chunk_elements: int) -> None:
+def test_row_form_equals_the_row_of_the_full_product(
+    ours: Build, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, images = ours()
     pool_weights = torch.rand(2, 25).softmax(dim=-1)
     forward = replace(run_forward(model, images), pool_weights=pool_weights)
@@ -152,5 +157,11 @@ def test_row_form_equals_the_row_of_the_full_product(ours: Build, chunk_elements
         pool_weights[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1)
     )[:, 0]
     options = MapOptions(residual=0.3, start_layer=1)
-    row = compute_rollout(forward, options, chunk_elements=chunk_elements)
+    for module in (layers, rollout):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    row = compute_rollout(forward, forward.logits, options)
     assert (row - full).abs().max() < 1e-6
+    in_chunks = attention_rollout_in_chunks(
+        record.layers[1:], pool_weights=pool_weights, residual=0.3
+    )
+    assert (in_chunks - full).abs().max() < 1e-6

@@ -28,12 +28,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vit.explanation.capture.layers import AttentionLayer, find_attention_layers
+from vit.explanation.capture.layers import Attention, AttentionLayer, find_attention_layers
 from vit.explanation.capture.pooling import (
+    Tokens,
+    TokenWeights,
     capture_attention_pooling,
     capture_last_tokens,
     compute_pool_weights,
     has_known_pooling,
+    measure_pool_weights,
 )
 from vit.explanation.capture.tokens import (
     Grid as Grid,
@@ -43,13 +46,10 @@ from vit.explanation.capture.tokens import (
     count_prefix_tokens,
     replace_blocks,
 )
-from vit.model.logits import compute_logits
+from vit.model.logits import at_least_float32, compute_logits
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them
 PatchMaps = Float[Tensor, "B rows columns"]
-# bytes of queries and keys of all layers; above it the tokens they are made of are kept, half as
-# many
-QUERY_KEY_LIMIT = 2**28
 
 
 class AttentionRecord:
@@ -63,13 +63,11 @@ class AttentionRecord:
         """The layers. Raises RuntimeError where the last forward pass did not go through all of
         them."""
         bypassed = [layer.name for layer in self._layers if not layer.captured]
-        if len(bypassed) == len(self._layers):
-            raise RuntimeError(
-                "no attention was captured: run the model inside capture_attention first"
-            )
         if bypassed:
-            count = f"{len(bypassed)} of {len(self._layers)} attention layers were not captured"
-            raise RuntimeError(f"{count}: the forward pass bypassed {', '.join(bypassed)}")
+            raise RuntimeError(
+                f"{len(bypassed)} of {len(self._layers)} attention layers were not captured: no "
+                f"forward pass inside capture_attention went through {', '.join(bypassed)}"
+            )
         return self._layers
 
     @property
@@ -78,11 +76,11 @@ class AttentionRecord:
         return [layer.block for layer in self._layers]
 
     @property
-    def attentions(self) -> list[Float[Tensor, "B H Nq N"]]:
+    def attentions(self) -> list[Attention]:
         """Each layer's weights after the softmax."""
         return [layer.attention() for layer in self.layers]
 
-    def gradients(self, score: Tensor) -> list[Float[Tensor, "B H Nq N"]]:
+    def gradients(self, score: Tensor) -> list[Attention]:
         """∂score/∂attention of each layer, by one backward pass. The graph is kept for others.
 
         Args:
@@ -101,11 +99,10 @@ class AttentionRecord:
         """Each layer with ∂score/∂O, which `AttentionLayer.attention_gradient` takes."""
         layers = self.layers
         heads = [layer.heads for layer in layers if layer.heads is not None]
-        has_graph = score.requires_grad and all(tensor.requires_grad for tensor in heads)
-        if not heads or not has_graph:
+        if not all(tensor.requires_grad for tensor in (score, *heads)) or not heads:
             raise RuntimeError(
-                "nothing to differentiate: use capture_attention(model, gradients=True) with gradients enabled, "
-                "on parameters or images that require them"
+                "nothing to differentiate: use capture_attention(model, gradients=True) with "
+                "gradients enabled, on parameters or images that require them"
             )
         gradients = torch.autograd.grad(score.sum(), heads, retain_graph=True)
         return list(zip(layers, gradients, strict=True))
@@ -116,7 +113,6 @@ def capture_attention(
     model: nn.Module,
     *,
     gradients: bool = False,
-    query_key_limit: int = QUERY_KEY_LIMIT,
     block_tokens: bool = False,
     verify: bool = True,
 ) -> Iterator[AttentionRecord]:
@@ -126,8 +122,6 @@ def capture_attention(
     Args:
         model: of timm, torchvision, Hugging Face or this project, unmodified.
         gradients: keep the autograd graph for `record.gradients`.
-        query_key_limit: bytes of queries and keys of all layers; where they would take more, they
-            are computed again when asked for: half the memory, more time.
         block_tokens: keep the tokens that leave each block.
         verify: check each layer's first image, see above.
 
@@ -157,10 +151,7 @@ def capture_attention(
         handles.append(layers[0].module.register_forward_pre_hook(forget))
         for layer in layers:
             handles += layer.attach(
-                gradients=gradients,
-                token_limit=query_key_limit // (2 * len(layers)),
-                block_tokens=block_tokens,
-                verify=verify,
+                gradients=gradients, block_tokens=gradients or block_tokens, verify=verify
             )
         yield AttentionRecord(layers)
     finally:
@@ -179,11 +170,11 @@ class Forward:
     logits: Float[Tensor, "B C"]
     record: AttentionRecord
     # how much each output token counts in the pooled feature; rows sum to one
-    pool_weights: Float[Tensor, "B N"]
+    pool_weights: TokenWeights
     num_prefix_tokens: int
     grid: Grid
     # what is pooled: after the last norm, in the graph with gradients
-    tokens: Float[Tensor, "B N D"]
+    tokens: Tokens
     # what an attention pooling computed, see `capture_attention_pooling`
     pooling: dict[str, Tensor]
     # of a pass within LibraGradients: the same with the model's own gradients, where it was run
@@ -221,9 +212,8 @@ def run_forward(
         ValueError: for a model whose attention or pooling is not understood.
     """
     if next(model.parameters()).is_inference():
-        name = type(model).__name__
         raise ValueError(
-            f"{name}'s weights were made within torch.inference_mode; load it outside, to differentiate"
+            f"{type(model).__name__} was made within torch.inference_mode; load it outside"
         )
     # a leaf of its own, so that the caller's tensor gets no gradient
     if gradients:
@@ -253,13 +243,13 @@ def run_forward(
                 model, tokens, pooling, num_prefix_tokens=num_prefix
             )
         else:
-            pool_weights, tokens = last_tokens.measure_pool_weights(logits)
+            pool_weights, tokens = measure_pool_weights(last_tokens, logits)
             if not gradients:  # the graph of the measurement alone
                 logits = logits.detach()
                 tokens = tokens.detach()
 
     # where the tokens lie was guessed from their number: changed patches show it
-    if not is_known:
+    if verify and not is_known:
         with _evaluation_mode(model):
             check_places(model, images[:1], num_prefix=num_prefix, grid=grid)
     return Forward(
@@ -283,8 +273,8 @@ def _find_places(model: nn.Module, images: Images, record: AttentionRecord) -> t
     batch, num_tokens = shapes.pop()
     if shapes or batch != len(images):
         raise ValueError(
-            f"{type(model).__name__} attends within windows, in branches or between fewer and fewer patches, so no "
-            "attention between all of its input patches exists to be explained"
+            f"{type(model).__name__} attends within windows, in branches or between fewer and "
+            "fewer patches, so no attention between all of its input patches exists"
         )
 
     num_prefix = count_prefix_tokens(model)
@@ -316,6 +306,13 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
         for parameter, requires_grad in flags:
             parameter.requires_grad_(requires_grad)
+
+
+def differentiate(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:
+    """∂score/∂tensor, at least float32. Images don't mix, so the gradient of the sum holds each
+    image's own. The graph is kept for others."""
+    (gradient,) = torch.autograd.grad(score.sum(), tensor, retain_graph=True)
+    return at_least_float32(gradient)
 
 
 def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tensor, "K C"]:

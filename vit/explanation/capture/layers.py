@@ -6,7 +6,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -18,15 +18,22 @@ from torch.utils.hooks import RemovableHandle
 
 from vit.model.logits import at_least_float32
 
-EVERY_IMAGE = slice(None)
+# rows are queries, columns keys
+Attention = Float[Tensor, "B H Nq N"]
+
 SUPPORTED = (
-    "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's VisionTransformer and Hugging Face's "
-    "ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
+    "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
+    "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
 )
+# their attention has known names, but lies within windows
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
 )
-_MASKS = ("attention_mask", "attn_mask", "shared_rel_pos_bias")  # options of an attention module
+# attention weights held at once, 8 MiB: about the cache, and enough work a call
+CHUNK_ELEMENTS = 2**21
+# of the tokens that enter a layer: where they are larger, its queries and keys, twice as large, are
+# not kept but projected again
+_MAX_TOKEN_BYTES = 10 * 2**20
 _VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would form the N×N matrix
 
 
@@ -67,9 +74,9 @@ class AttentionLayer:
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
         """Is `module`, a child of `block`, of this family?"""
         # branches in parallel (timm's ParallelThingsBlock): their attentions don't multiply
-        if isinstance(block, nn.Sequential):
-            return False
-        return all(hasattr(module, name) for name in (*cls.projections, *cls.others))
+        is_branch = isinstance(block, nn.Sequential)
+        names = (*cls.projections, *cls.others)
+        return not is_branch and all(hasattr(module, name) for name in names)
 
     @property
     def scale(self) -> float:
@@ -98,37 +105,47 @@ class AttentionLayer:
         """Queries or keys with their positions, of families that give them here."""
         return tensor
 
-    def bias(self) -> Float[Tensor, "#B #H #Nq N"] | None:
-        """What is added to the scores before the softmax: a mask or a position bias."""
-        # of the names that libraries have for it
-        masks = [self.options[name] for name in _MASKS if self.options.get(name) is not None]
-        if not masks:
-            return None
-        mask: Tensor = masks[0].detach()
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        if mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+    def bias(self) -> Float[Tensor, "*#H #Nq N"] | None:
+        """What is added to the scores of all images before the softmax."""
+        return None
 
-    def scores(
-        self, query: Tensor, key: Tensor, images: slice, rows: slice = slice(None)
-    ) -> Float[Tensor, "B H _ N"]:
-        """What attention is the softmax of, for some rows, from what `query_and_key` gives for
-        `images`."""
+    def scores(self, query: Tensor, key: Tensor, rows: slice = slice(None)) -> Attention:
+        """What attention is the softmax of, for some rows, from what `query_and_key` gives."""
         scores = query[:, :, rows] @ key.transpose(-2, -1)
         bias = self.bias()
-        if bias is None:
-            return scores
-        # a bias may be the same for all images, or for all queries
-        if len(bias) > 1:
-            bias = bias[images]
-        if bias.shape[2] > 1:
-            bias = bias[:, :, rows]
-        return scores + bias.to(scores.dtype)
+        return scores if bias is None else scores + bias[..., rows, :].to(scores.dtype)
 
-    def attention(self, images: slice = EVERY_IMAGE) -> Float[Tensor, "B H Nq N"]:
+    @torch.no_grad()
+    def attention(self, images: slice = slice(None)) -> Attention:
         """The weights after the softmax: rows are queries and sum to one."""
-        return self.scores(*self.query_and_key(images), images).softmax(dim=-1)
+        scores = self.scores(*self.query_and_key(images))
+        # in place: fresh memory would cost as much again
+        return torch.softmax(scores, dim=-1, out=scores)
+
+    def attend(
+        self, pool_weights: Float[Tensor, "B N"], images: slice = slice(None)
+    ) -> Float[Tensor, "b H N"]:
+        """What the pooled feature attends to in each head, uᵀA."""
+        weights = at_least_float32(pool_weights[images])[:, None, None]  # [b, 1, 1, N]
+        return (weights @ self.attention(images))[:, :, 0]
+
+    @torch.no_grad()
+    def attention_rows(self, images: slice) -> Iterator[tuple[slice, Attention]]:
+        """`attention` a few queries at a time, with their places: of 4,096 tokens and 12 heads the
+        whole takes 0.8 GB for each image."""
+        query, key = self.query_and_key(images)
+        step = max(CHUNK_ELEMENTS // (self.num_heads * self.num_tokens), 1)
+        for start in range(0, query.shape[2], step):
+            rows = slice(start, start + step)
+            scores = self.scores(query, key, rows)
+            yield rows, torch.softmax(scores, dim=-1, out=scores)
+
+    def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
+        """`compute` of a few images of the batch at a time, whose attention matrices of this layer
+        have about `CHUNK_ELEMENTS` numbers together."""
+        size = max(CHUNK_ELEMENTS // (self.num_heads * self.num_tokens**2), 1)
+        starts = range(0, self.batch, size)
+        return torch.cat([compute(slice(start, start + size)) for start in starts])
 
     def gradient_and_value(
         self, heads_gradient: Float[Tensor, "B Nq E"], images: slice
@@ -139,34 +156,22 @@ class AttentionLayer:
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         return at_least_float32(self._split(heads_gradient[images])), at_least_float32(value)
 
-    def attention_gradient(
-        self, heads_gradient: Tensor, images: slice = EVERY_IMAGE
-    ) -> Float[Tensor, "b H Nq N"]:
+    def attention_gradient(self, heads_gradient: Tensor, images: slice = slice(None)) -> Attention:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         gradient, value = self.gradient_and_value(heads_gradient, images)
         return gradient @ value.transpose(-2, -1)
 
-    def attach(
-        self, *, gradients: bool, token_limit: int, block_tokens: bool = False, verify: bool = True
-    ) -> list[RemovableHandle]:
-        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph.
-        Tokens of more than `token_limit` bytes are kept instead of queries and keys, half the
-        memory; those are then projected again."""
+    def attach(self, *, gradients: bool, block_tokens: bool, verify: bool) -> list[RemovableHandle]:
+        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
         self._gradients = gradients
         self._verified = not verify
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            if not args:
-                tokens = options["hidden_states"]
-            elif len(args) == 3:  # query, key and value: the last is what is attended to
-                tokens = args[2]
-            else:
-                tokens = args[0]
+            inputs = args or (options["hidden_states"],)
+            # of query, key and value the last is what is attended to
+            tokens = inputs[2] if len(inputs) == 3 else inputs[0]
             if tokens.ndim != 3:
-                kind = type(module).__name__
-                raise ValueError(
-                    f"{self.name} ({kind}) attends within windows, not between all patches"
-                )
+                raise ValueError(f"{self.name} attends within windows, not between all patches")
             self.captured = False
             self.tokens = tokens
             self.options = options
@@ -176,17 +181,15 @@ class AttentionLayer:
         def on_projection(
             attribute: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
         ) -> None:
-            if self.tokens is None or self.tokens.nbytes > token_limit:
+            if self.tokens is None or self.tokens.nbytes > _MAX_TOKEN_BYTES:
                 return
             output = output.detach()
             # a copy where the output is a view, which would keep the whole qkv output alive
             projected = output.contiguous() if output.ndim == 4 else self._split(output)
             setattr(self, attribute, projected)
 
-        def on_block(
-            module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
-        ) -> None:
-            self.block_input = args[0] if args else options["hidden_states"]
+        def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self.block_input = args[0]
             self.block_tokens = first_output(result)
 
         handles = [
@@ -196,8 +199,8 @@ class AttentionLayer:
         for attribute, name in zip(("query", "key"), self.projections, strict=False):
             projection = getattr(self.module, name)
             handles.append(projection.register_forward_hook(partial(on_projection, attribute)))
-        if gradients or block_tokens:
-            handles.append(self.block.register_forward_hook(on_block, with_kwargs=True))
+        if block_tokens:
+            handles.append(self.block.register_forward_hook(on_block))
         return handles
 
     def _attach_heads(self) -> RemovableHandle:
@@ -241,7 +244,7 @@ class AttentionLayer:
         tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
         try:
             query, key = self.query_and_key(first_image)
-            scores = self.scores(query, key, first_image, slice(_VERIFIED_QUERIES))
+            scores = self.scores(query, key, slice(_VERIFIED_QUERIES))
             value = self._split(self._project(self.tokens[first_image], 2))
             expected = scores.softmax(dim=-1) @ at_least_float32(value)
             expected = self._project_heads(expected.transpose(1, 2).flatten(2))
@@ -250,8 +253,8 @@ class AttentionLayer:
             error = torch.tensor(math.inf)
         if error > tolerance * actual.abs().max():
             raise ValueError(
-                f"{self.name} ({type(self.module).__name__}) computes something else than softmax(q kᵀ)·v, perhaps "
-                f"with a mask or a position bias, so its attention cannot be recomputed; known: {SUPPORTED}"
+                f"{self.name} computes something else than softmax(q kᵀ)·v, perhaps with a mask "
+                "or a position bias, so its attention is unknown"
             )
         self._verified = True
 
@@ -269,9 +272,7 @@ class RotaryLayer(AttentionLayer):
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
-        return type(module).__name__ in ("EvaAttention", "AttentionRope") and hasattr(
-            module, "q_norm"
-        )
+        return type(module).__name__ in ("EvaAttention", "AttentionRope")
 
     def _rotate(self, tensor: Tensor) -> Tensor:
         rope = self.options.get("rope")
@@ -288,13 +289,13 @@ class BeitLayer(AttentionLayer):
     projections = ()
     others = ("num_heads", "scale", "qkv", "proj", "relative_position_bias_table")
 
-    def bias(self) -> Float[Tensor, "#B #H #Nq N"] | None:
-        shared = super().bias()  # by all layers
+    def bias(self) -> Tensor | None:
+        shared: Tensor | None = self.options.get("shared_rel_pos_bias")  # by all layers
         if self.module.window_size is None:
             return shared
         # [queries, keys] of places in the table, each a bias for every head
-        table: Tensor = self.module.relative_position_bias_table.detach()
-        bias = table[self.module.relative_position_index].permute(2, 0, 1)[None]  # [1, H, N, N]
+        table: Tensor = self.module.relative_position_bias_table
+        bias = table[self.module.relative_position_index].permute(2, 0, 1)  # [H, N, N]
         return bias if shared is None else bias + shared
 
 
@@ -304,6 +305,9 @@ class HuggingFaceLayer(AttentionLayer):
 
     projections = ("q_proj", "k_proj")
     others = ("v_proj", "config")
+
+    def bias(self) -> Tensor | None:
+        return self.options.get("attention_mask")
 
     def _rotate(self, tensor: Tensor) -> Tensor:
         rotation = self.options.get("position_embeddings")
@@ -358,8 +362,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     family = type(model).__name__
     if _HIERARCHICAL.search(family.lower()):
         raise ValueError(
-            f"{family} is hierarchical: it attends within windows or merges patches between stages, so no attention "
-            f"between all of its input patches exists to be explained; known: {SUPPORTED}"
+            f"{family} is hierarchical: it attends within windows or merges patches between stages, "
+            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}"
         )
     layers: list[AttentionLayer] = []
     for block_name, block in model.named_modules():

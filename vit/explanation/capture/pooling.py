@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from vit.explanation.capture.layers import first_output
 from vit.model.logits import at_least_float32
 
+Tokens = Float[Tensor, "B N D"]
+TokenWeights = Float[Tensor, "B N"]
 # of this project and timm, whose `global_pool` says which tokens are pooled
 _KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Beit")
 
@@ -35,11 +37,11 @@ def has_known_pooling(model: nn.Module) -> bool:
 @torch.no_grad()
 def compute_pool_weights(
     model: Any,
-    tokens: Float[Tensor, "B N D"],
+    tokens: Tokens,
     pooling: dict[str, Tensor],
     *,
     num_prefix_tokens: int,
-) -> Float[Tensor, "B N"]:
+) -> TokenWeights:
     """The pool weights of a model that `has_known_pooling`.
 
     Args:
@@ -58,28 +60,28 @@ def compute_pool_weights(
     weights = torch.zeros(
         tokens.shape[:2], dtype=at_least_float32(tokens).dtype, device=tokens.device
     )
-    first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix_tokens
-    uniform = 1 / (num_tokens - first)
+    first = find_first_pooled(model, num_prefix_tokens)
     match model.global_pool:
         case "token":
             is_distilled = getattr(model, "head_dist", None) is not None
-            num_read = 1 + is_distilled
-            weights[:, :num_read] = 1 / num_read
+            weights[:, : 1 + is_distilled] = 1 / (1 + is_distilled)
         case "avg":
-            weights[:, first:] = uniform
-        case "max" | "avgmax":
-            # a maximum: each channel takes its maximum from one token, [B, D, N]
+            weights[:, first:] = 1 / (num_tokens - first)
+        case "max":
+            # each channel takes its maximum from one token, [B, D, N]
             winners = F.one_hot(tokens[:, first:].argmax(dim=1), num_tokens - first).float()
-            share = winners.mean(dim=1)
-            if model.global_pool == "avgmax":
-                share = 0.5 / (num_tokens - first) + 0.5 * share
-            weights[:, first:] = share
-        case "map" if pooling:
+            weights[:, first:] = winners.mean(dim=1)
+        case "map":
             attention = compute_latent_attention(pooling["q_norm"], pooling["k_norm"])
             weights[:, num_tokens - attention.shape[-1] :] = attention.mean(dim=(1, 2))
         case unknown:
-            raise ValueError(f"unknown pooling {unknown!r}; known: token, avg, max, avgmax, map")
+            raise ValueError(f"unknown pooling {unknown!r}")
     return weights
+
+
+def find_first_pooled(model: Any, num_prefix_tokens: int) -> int:
+    """The first token of a mean or maximum: of the patches, or of all."""
+    return 0 if getattr(model, "pool_include_prefix", False) else num_prefix_tokens
 
 
 def compute_latent_attention(
@@ -117,49 +119,41 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-class LastTokens:
-    """The tokens [B, N, D] that leave the last block and each module after it, in the graph of the
-    logits."""
+def measure_pool_weights(
+    last_tokens: list[Tokens], logits: Float[Tensor, "B C"]
+) -> tuple[TokenWeights, Tokens]:
+    """How much each token counts, and the tokens that are pooled.
 
-    def __init__(self) -> None:
-        self.tokens: list[Tensor] = []
-        self.features: Tensor | None = None  # what the last linear layer took
+    Args:
+        last_tokens: what `capture_last_tokens` kept, in the graph of the logits.
+        logits: of the same pass.
 
-    def measure_pool_weights(
-        self, logits: Float[Tensor, "B C"]
-    ) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N D"]]:
-        """How much each token counts, and the tokens that are pooled. Raises ValueError where the
-        logits don't depend on the tokens, or where tokens are mixed after the last block."""
-        gradients = self._differentiate(logits)
-        if self.features is not None and not any(map(_has_values, gradients)):
-            # of a classifier that is still all zeros
-            gradients = self._differentiate(self.features)
-        # what is pooled is the last of the tokens on the way to the logits
-        used = [place for place, gradient in enumerate(gradients) if _has_values(gradient)]
-        before_gradient = gradients[0]
-        if not used or before_gradient is None:
-            raise ValueError(
-                "the logits don't depend on the tokens of the last attention layer, so none can be read"
-            )
-        tokens = self.tokens[used[-1]]
-        gradient = gradients[used[-1]]
-        assert gradient is not None
-        if tokens is not self.tokens[0]:
-            self._check_unmixed(tokens, gradient, before_gradient)
+    Raises:
+        ValueError: where the logits don't depend on the tokens, or where tokens are mixed after the
+            last block.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
+    score = (logits * signs.to(logits)).sum()
+    gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
+    before_gradient = gradients[0]
+    if before_gradient is None or not before_gradient.any():
+        raise ValueError(
+            "the logits don't depend on the tokens of the last attention layer, so none can be read"
+        )
 
-        # each channel's shares first: a channel with large gradients must not outvote the others
-        magnitude = at_least_float32(gradient.abs())
-        total = magnitude.sum(dim=1, keepdim=True)
-        tiny = torch.finfo(magnitude.dtype).tiny
-        shares = torch.where(total > 0, magnitude / total.clamp_min(tiny), 0.0).sum(dim=2)
-        return shares / shares.sum(dim=1, keepdim=True), tokens
+    # what is pooled is the last of the tokens on the way to the logits
+    tokens, gradient = last_tokens[0], before_gradient
+    for later_tokens, later_gradient in zip(last_tokens, gradients, strict=True):
+        if later_gradient is not None and later_gradient.any():
+            tokens, gradient = later_tokens, later_gradient
 
-    def _check_unmixed(self, tokens: Tensor, gradient: Tensor, before_gradient: Tensor) -> None:
-        """Nothing but each token's own norm may lie between the last block and `tokens`, and all of
-        the logits must go through them: then every second token's gradient stays its own."""
+    # nothing but each token's own norm may lie between the last block and what is pooled, and all
+    # of the logits must go through it: then every second token's gradient stays its own
+    if tokens is not last_tokens[0]:
         every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
         (through,) = torch.autograd.grad(
-            tokens, self.tokens[0], gradient * every_second, retain_graph=True
+            tokens, last_tokens[0], gradient * every_second, retain_graph=True
         )
         error = (through - before_gradient * every_second).abs().max()
         if error > 1e-2 * before_gradient.abs().max():
@@ -167,22 +161,19 @@ class LastTokens:
                 "tokens are mixed after the last attention layer that is known, so no map is exact"
             )
 
-    def _differentiate(self, outputs: Tensor) -> tuple[Tensor | None, ...]:
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, outputs.shape[1:], generator=generator) * 2 - 1
-        score = (outputs * signs.to(outputs)).sum()
-        return torch.autograd.grad(score, self.tokens, retain_graph=True, allow_unused=True)
-
-
-def _has_values(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
+    # each channel's shares first: a channel with large gradients must not outvote the others
+    magnitude = at_least_float32(gradient.abs())
+    total = magnitude.sum(dim=1, keepdim=True)
+    tiny = torch.finfo(magnitude.dtype).tiny
+    shares = torch.where(total > 0, magnitude / total.clamp_min(tiny), 0.0).sum(dim=2)
+    return shares / shares.sum(dim=1, keepdim=True), tokens
 
 
 @contextmanager
-def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[LastTokens]:
-    """Keep what leaves the last of `blocks` and what follows. Without gradients the graph begins
-    there."""
-    last = LastTokens()
+def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[list[Tokens]]:
+    """Keep what leaves the last of `blocks` and each module after it. Without gradients the graph
+    begins there."""
+    last_tokens: list[Tensor] = []
 
     def on_block(module: nn.Module, args: Any, result: Any) -> Any:
         tokens = first_output(result)
@@ -190,18 +181,15 @@ def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[L
             torch.set_grad_enabled(True)  # until the caller's context ends
             tokens = tokens.detach().requires_grad_()
             result = (tokens, *result[1:]) if isinstance(result, tuple) else tokens
-        last.tokens = [tokens]
-        last.features = None
+        last_tokens[:] = [tokens]
         return result
 
     def on_module(module: nn.Module, args: Any, result: Any) -> None:
         # before the last block nothing is of interest
-        if not last.tokens:
+        if not last_tokens or not isinstance(result, Tensor):
             return
-        if isinstance(result, Tensor) and result.shape[:-1] == last.tokens[0].shape[:-1]:
-            last.tokens.append(result)
-        if isinstance(module, nn.Linear):
-            last.features = args[0]
+        if result.shape[:-1] == last_tokens[0].shape[:-1]:
+            last_tokens.append(result)
 
     inside_blocks = {id(module) for block in blocks for module in block.modules()}
     handles = [blocks[-1].register_forward_hook(on_block)]
@@ -209,7 +197,7 @@ def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[L
         if id(module) not in inside_blocks:
             handles.append(module.register_forward_hook(on_module))
     try:
-        yield last
+        yield last_tokens
     finally:
         for handle in handles:
             handle.remove()

@@ -1,6 +1,7 @@
 """Where the tokens of a vision transformer lie on the image, and how to leave some out of a forward
 pass or give it others, without a change to the model."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ _PREFIX_PARAMETERS = re.compile(
     "cls_token|class_token|class_embedding|dist(illation)?_token|reg_token|register_tokens"
 )
 # parts of modules' or parameters' names that tell of positions within the attention
-_POSITIONS = ("rope", "rel_pos", "relative_position")
+_POSITIONS = re.compile("rope|rel_pos|relative_position")
 
 
 def count_prefix_tokens(model: nn.Module) -> int:
@@ -63,13 +64,12 @@ def check_places(
     rows, columns = grid
     height = image.shape[2] // rows
     width = image.shape[3] // columns
-    corners = [(row, column) for row in (0, rows - 1) for column in (0, columns - 1)]
+    corners = list(itertools.product((0, rows - 1), (0, columns - 1)))
     # an image for each corner, and the image as it is
     images = image.detach().repeat(len(corners) + 1, 1, 1, 1)
     for number, (row, column) in enumerate(corners):
-        top = row * height
-        left = column * width
-        images[number, :, top : top + height, left : left + width] += 1
+        patch = images[number, :, row * height :, column * width :]
+        patch[:, :height, :width] += 1
 
     entering: list[Tensor] = []
 
@@ -84,9 +84,9 @@ def check_places(
     difference = (tokens[:-1] - tokens[-1:]).norm(dim=2)  # [corners, N]
     expected = [num_prefix + row * columns + column for row, column in corners]
     if difference.any() and difference.argmax(dim=1).tolist() != expected:
-        order = f"{num_prefix} tokens and then {rows}×{columns} patches, row by row"
         raise ValueError(
-            f"{type(model).__name__} doesn't have {order}, so where its tokens lie is unknown"
+            f"{type(model).__name__} doesn't have {num_prefix} tokens and then {rows}×{columns} "
+            "patches, row by row, so where its tokens lie is unknown"
         )
 
 
@@ -94,7 +94,7 @@ def can_drop_tokens(model: nn.Module) -> bool:
     """Not where the attention is told the positions of all patches: rotary embeddings, relative
     position biases."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return not any(part in name for name in names for part in _POSITIONS)
+    return not any(map(_POSITIONS.search, names))
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[No
     """Only these `patches` (indices from 0, row by row) and the prefix tokens enter the encoder.
     Raises ValueError where `can_drop_tokens` says no."""
     if not can_drop_tokens(model):
-        positions = "rotary positions or a relative position bias"
         raise ValueError(
-            f"{type(model).__name__} has {positions}, so its tokens cannot be left out; use fill='mean'"
+            f"{type(model).__name__} has rotary positions or a relative position bias, so its "
+            "tokens cannot be left out; use fill='mean'"
         )
     num_prefix = count_prefix_tokens(model)
 
@@ -119,23 +119,13 @@ def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[No
 @contextmanager
 def change_tokens(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """What `change` makes of the tokens [B, N, D] before the first block, prefix tokens included,
-    enters it instead. Raises ValueError where their number changes in a model whose blocks take
-    more than tokens."""
+    enters it instead."""
 
-    def replace(
-        module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tokens = change(args[0])
-        takes_others = any(isinstance(other, Tensor) for other in (*args[1:], *options.values()))
-        if takes_others and tokens.shape[1] != args[0].shape[1]:
-            name = type(module).__name__
-            raise ValueError(
-                f"{name} takes more than the tokens, so they cannot be left out; use fill='mean'"
-            )
-        return (tokens, *args[1:]), options
+    def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (change(args[0]), *args[1:])
 
     block = find_attention_layers(model)[0].block
-    handle = block.register_forward_pre_hook(replace, with_kwargs=True)
+    handle = block.register_forward_pre_hook(replace)
     try:
         yield
     finally:

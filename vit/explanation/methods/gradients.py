@@ -15,17 +15,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vit.explanation.capture.forward import Forward, classify_token
+from vit.explanation.capture.forward import Forward, classify_token, differentiate
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.methods.rollout import in_chunks, multiply_row, normalise_rows
+from vit.explanation.capture.pooling import Tokens, TokenWeights
+from vit.explanation.methods.rollout import normalise_rows
 from vit.model.logits import at_least_float32
 from vit.options import MapOptions
 
 Classes = Int[Tensor, " B"]
-Relevance = Float[Tensor, "B N"]
 
 
-def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
     """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h
     (G⊙A)⁺, R ← R + Ā·R from R = I, read as uᵀR.
 
@@ -34,19 +34,21 @@ def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> Rele
     """
 
     def step(row: Tensor, weighted: Tensor) -> Tensor:
-        return row + multiply_row(row, weighted.clamp_min(0).mean(dim=1))
+        return row + row @ weighted.clamp_min(0).mean(dim=1)
 
     return _roll_up(forward, classes, options, step)
 
 
-def compute_gradient_rollout(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_gradient_rollout(
+    forward: Forward, classes: Classes, options: MapOptions
+) -> TokenWeights:
     """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its
     pairing of gradients and layers, normalised axis and residual weight put right."""
     residual = options.residual
 
     def step(row: Tensor, weighted: Tensor) -> Tensor:
         mixing = normalise_rows(weighted.mean(dim=1).clamp_min(0))
-        return residual * row + (1 - residual) * multiply_row(row, mixing)
+        return residual * row + (1 - residual) * (row @ mixing)
 
     return _roll_up(forward, classes, options, step)
 
@@ -55,86 +57,80 @@ def _roll_up(
     forward: Forward,
     classes: Classes,
     options: MapOptions,
-    step: Callable[[Float[Tensor, "b N"], Float[Tensor, "b H N N"]], Float[Tensor, "b N"]],
-) -> Relevance:
+    step: Callable[[Float[Tensor, "b 1 N"], Float[Tensor, "b H N N"]], Float[Tensor, "b 1 N"]],
+) -> TokenWeights:
     """From the pool weights back to the input: `step` makes the weights of the tokens that enter a
     layer from those of the tokens that leave it and the layer's G⊙A."""
     layers = forward.record.differentiate(forward.score(classes))[options.start_layer :]
-    pool_weights = at_least_float32(forward.pool_weights)
 
-    def roll_up(images: slice) -> Float[Tensor, "b N"]:
-        row = pool_weights[images]
+    def roll_up(images: slice) -> TokenWeights:
+        row = at_least_float32(forward.pool_weights)[images, None]
         for layer, gradient in reversed(layers):
             row = step(row, layer.attention(images) * layer.attention_gradient(gradient, images))
-        return row
+        return row[:, 0]
 
-    return in_chunks(layers[0][0], roll_up)
+    return forward.record.layers[0].in_chunks(roll_up)
 
 
-def compute_attention_gradcam(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_attention_gradcam(
+    forward: Forward, classes: Classes, options: MapOptions
+) -> TokenWeights:
     """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA
     weighted by the mean of uᵀG over the patches, averaged over heads, positive part."""
     layer, heads_gradient = forward.record.differentiate(forward.score(classes))[-1]
 
     def weigh(images: slice) -> Tensor:
+        attention = layer.attend(forward.pool_weights, images)  # [b, H, N]
         pool_weights = at_least_float32(forward.pool_weights[images])[:, None, None]  # [b, 1, 1, N]
-        attention = (pool_weights @ layer.attention(images))[:, :, 0]  # [b, H, N]
         gradient = (pool_weights @ layer.attention_gradient(heads_gradient, images))[:, :, 0]
         head_weight = gradient[..., forward.num_prefix_tokens :].mean(dim=-1, keepdim=True)
         return (attention * head_weight).mean(dim=1).clamp_min(0)
 
-    return in_chunks(layer, weigh)
+    return layer.in_chunks(weigh)
 
 
-def compute_legrad(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_legrad(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
     """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on
     the mean of the tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and
     layers."""
+
+    def explain_layer(layer: AttentionLayer) -> TokenWeights:
+        assert layer.block_tokens is not None
+        assert layer.heads is not None
+        logits = classify_token(forward, layer.block_tokens.mean(dim=1))
+        score = logits.gather(1, classes[:, None]).sum()
+        (gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
+        return layer.in_chunks(
+            lambda images: layer.attention_gradient(gradient, images).clamp_min(0).mean(dim=(1, 2))
+        )
+
     layers = forward.record.layers[options.start_layer :]
     total = torch.zeros_like(at_least_float32(forward.pool_weights))
     for layer in layers:
-        total += _compute_legrad_of_layer(forward, layer, classes)
+        total += explain_layer(layer)
     return total / len(layers)
 
 
-def _compute_legrad_of_layer(
-    forward: Forward, layer: AttentionLayer, classes: Classes
-) -> Relevance:
-    assert layer.block_tokens is not None
-    assert layer.heads is not None
-    logits = classify_token(forward, layer.block_tokens.mean(dim=1))
-    score = logits.gather(1, classes[:, None]).sum()
-    (heads_gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
-    return in_chunks(
-        layer,
-        lambda images: (
-            layer.attention_gradient(heads_gradient, images).clamp_min(0).mean(dim=(1, 2))
-        ),
-    )
-
-
-def compute_cdam(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_cdam(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
     """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T
     that enter the last attention. Signed."""
     tokens = forward.record.layers[-1].tokens
     assert tokens is not None
-    score = forward.score(classes).sum()
-    (gradient,) = torch.autograd.grad(score, tokens, retain_graph=True)
+    gradient = differentiate(forward.score(classes), tokens)
     return _sum_over_channels(tokens, gradient)
 
 
 def compute_input_x_gradient(
     forward: Forward, classes: Classes, options: MapOptions, *, from_mean: bool = False
-) -> Relevance:
+) -> TokenWeights:
     """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0
     for prefix tokens. `from_mean` takes each pixel's difference to the image's mean colour for x:
     what painting a patch over removes."""
-    score = forward.score(classes).sum()
-    (gradient,) = torch.autograd.grad(score, forward.images, retain_graph=True)
+    gradient = differentiate(forward.score(classes), forward.images)
     pixels = forward.images.detach()
     if from_mean:
         pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True)
-    product = at_least_float32(pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
+    product = (pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
 
     rows, columns = forward.grid
     height = product.shape[-2] // rows
@@ -144,7 +140,7 @@ def compute_input_x_gradient(
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
 
-def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOptions) -> Relevance:
+def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
     """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x of the tokens x that
     enter each block l. Signed. Of a pass within `LibraGradients`, each block's sum over the tokens
     is the logit but for later biases."""
@@ -157,8 +153,6 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOption
     return torch.stack(products).sum(dim=0)
 
 
-def _sum_over_channels(
-    tokens: Float[Tensor, "B N D"], gradient: Float[Tensor, "B N D"]
-) -> Relevance:
+def _sum_over_channels(tokens: Tokens, gradient: Tokens) -> TokenWeights:
     """Tokens times gradient."""
     return (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)

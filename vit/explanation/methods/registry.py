@@ -28,7 +28,7 @@ from vit.explanation.methods.gradients import (
 )
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.removal import compute_removal_gradient
-from vit.explanation.methods.rollout import check_rollout_options, compute_rollout, in_chunks
+from vit.explanation.methods.rollout import check_range, check_rollout_options, compute_rollout
 from vit.explanation.methods.targets import ChooseTargets
 from vit.options import MapOptions as MapOptions
 
@@ -104,22 +104,17 @@ def compute_maps(
     chosen = find_methods(methods)
     options = options or MapOptions()
 
+    run = partial(run_forward, model, images, block_tokens=block_tokens, verify=verify)
+
     # methods of the removal gradient take the model's own gradients, beside Libra's or alone
     own_methods = [method for method in chosen if method.of_removal or not method.libra]
     forward = libra_forward = None
     if own_methods or keep_graph:
-        forward = run_forward(
-            model,
-            images,
-            gradients=keep_graph or any(method.class_specific for method in own_methods),
-            block_tokens=block_tokens,
-            verify=verify,
-        )
+        needs_graph = any(method.class_specific for method in own_methods)
+        forward = run(gradients=keep_graph or needs_graph)
     if any(method.libra for method in chosen):
         with LibraGradients():
-            libra_forward = run_forward(
-                model, images, gradients=True, block_tokens=block_tokens, verify=verify
-            )
+            libra_forward = run(gradients=True)
         libra_forward.without_libra = forward
 
     first_forward = forward or libra_forward  # both have the same logits
@@ -152,13 +147,9 @@ def find_methods(names: Sequence[str]) -> list[Method]:
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
     """Raise ValueError for an option that a model with these layers has no use for."""
     check_rollout_options(options, len(layers))
-    if not -len(layers) <= options.layer < len(layers):
-        raise ValueError(
-            f"layer {options.layer} is outside 0 to {len(layers) - 1}, this model's layers"
-        )
-    num_heads = layers[0].num_heads
-    if isinstance(options.head, int) and not 0 <= options.head < num_heads:
-        raise ValueError(f"head {options.head} is outside 0 to {num_heads - 1}, this model's heads")
+    check_range("layer", options.layer, -len(layers), len(layers) - 1)
+    if isinstance(options.head, int):
+        check_range("head", options.head, 0, layers[0].num_heads - 1)
 
 
 def _compute_method(
@@ -175,17 +166,10 @@ def _compute_method(
     return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float())
 
 
-def _rollout(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    return compute_rollout(forward, options)
-
-
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     """What the pooled feature attends to in one layer, uᵀA."""
     layer = forward.record.layers[options.layer]
-    pool_weights = forward.pool_weights[:, None, None].float()  # [B, 1, 1, N]
-    rows = in_chunks(
-        layer, lambda images: (pool_weights[images] @ layer.attention(images).float())[:, :, 0]
-    )  # [B, H, N]
+    rows = layer.in_chunks(partial(layer.attend, forward.pool_weights))  # [B, H, N]
     if options.head == "mean":
         return rows.mean(dim=1)
     return rows[:, options.head]
@@ -220,7 +204,7 @@ def _libra_removal(forward: Forward, classes: Tensor, options: MapOptions) -> Te
 
 _ALL_METHODS = (
     # of the attention alone
-    Method("rollout", "attention rollout", _rollout, class_specific=False),
+    Method("rollout", "attention rollout", compute_rollout, class_specific=False),
     Method("raw", "attention of a layer", _raw, class_specific=False),
     # attention weighted by gradients
     Method("gae", "generic attention explanation", compute_gae),

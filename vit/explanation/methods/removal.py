@@ -14,14 +14,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vit.explanation.capture.forward import Forward
+from vit.explanation.capture.forward import Forward, differentiate
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.pooling import compute_latent_attention, has_known_pooling
-from vit.explanation.methods.rollout import CHUNK_ELEMENTS, in_chunks
+from vit.explanation.capture.pooling import (
+    TokenWeights,
+    compute_latent_attention,
+    find_first_pooled,
+    has_known_pooling,
+)
 from vit.model.logits import at_least_float32
 
 
-def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
     """∂score/∂g of each token at g = 1, see above.
 
     Args:
@@ -43,54 +47,44 @@ def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> Fl
 
 def _differentiate_layer(
     layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]
-) -> Float[Tensor, "B N"]:
+) -> TokenWeights:
     """A few query rows at a time: of 4,096 tokens the matrices of one layer would take
     gigabytes."""
-    queries_at_once = max(CHUNK_ELEMENTS // (layer.num_heads * layer.num_tokens), 1)
 
-    def differentiate(images: slice) -> Float[Tensor, "b N"]:
-        query, key = layer.query_and_key(images)
+    def differentiate_images(images: slice) -> Float[Tensor, "b N"]:
         gradient, value = layer.gradient_and_value(heads_gradient, images)
-        # all keys of a few queries: a softmax needs its whole row
-        parts = []
-        for start in range(0, gradient.shape[2], queries_at_once):
-            queries = slice(start, start + queries_at_once)
-            attention = layer.scores(query, key, images, queries).softmax(dim=-1)
+        total = value.new_zeros(len(value), layer.num_tokens)
+        for queries, attention in layer.attention_rows(images):
             attention_gradient = gradient[:, :, queries] @ value.transpose(-2, -1)
-            parts.append(_differentiate_gates(attention, attention_gradient))
-        return sum(parts[1:], parts[0])
+            total += _differentiate_gates(attention, attention_gradient)
+        return total
 
-    return in_chunks(layer, differentiate)
+    return layer.in_chunks(differentiate_images)
 
 
 def _differentiate_gates(
     attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]
-) -> Float[Tensor, "B N"]:
+) -> TokenWeights:
     """Σ over heads and queries i of A_ij (G_ij - Σ_k A_ik G_ik)."""
     product = attention * gradient
     return (product - attention * product.sum(dim=-1, keepdim=True)).sum(dim=(1, 2))
 
 
-def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Float[Tensor, "B N"]:
+def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
     """Gates of the pooling. 0 where a class token is read, which is read whole, and of a maximum,
     which has no first order."""
     model = forward.model
-    if not has_known_pooling(model):
-        return _differentiate_measured_mean(forward, score)
-
     num_prefix = forward.num_prefix_tokens
-    tokens = at_least_float32(forward.tokens.detach())
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
+    if not has_known_pooling(model):
+        first = _find_measured_mean(forward)
+        result[:, first:] = _differentiate_mean(forward, score, first)
+        return result
+
     match model.global_pool:
-        case "avg" | "avgmax":
-            first = 0 if getattr(model, "pool_include_prefix", False) else num_prefix
-            pooled = tokens[:, first:]
-            gradient = _gradient_of(score, forward.tokens)[:, first:]
-            # a mean's and a maximum's tokens each have gradients that sum to the pooled feature's
-            gradient = gradient.sum(dim=1, keepdim=True) / pooled.shape[1]
-            weight = 1.0 if model.global_pool == "avg" else 0.5
-            centred = pooled - pooled.mean(dim=1, keepdim=True)
-            result[:, first:] = weight * (centred * gradient).sum(dim=-1)
+        case "avg":
+            first = find_first_pooled(model, num_prefix)
+            result[:, first:] = _differentiate_mean(forward, score, first)
         case "map":
             attention = compute_latent_attention(
                 at_least_float32(forward.pooling["q_norm"].detach()),
@@ -99,18 +93,29 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Floa
             num_heads = attention.shape[1]
             value = at_least_float32(forward.pooling["kv"].detach()).chunk(2, dim=-1)[1]
             value = torch.unflatten(value, -1, (num_heads, -1))  # [B, N, H, K]
-            heads_gradient = _gradient_of(score, forward.pooling["heads"])
+            heads_gradient = differentiate(score, forward.pooling["heads"])
             heads_gradient = torch.unflatten(heads_gradient, -1, (num_heads, -1)).transpose(1, 2)
             gates = _differentiate_gates(attention, heads_gradient @ value.permute(0, 2, 3, 1))
             result[:, -gates.shape[1] :] = gates
     return result
 
 
-def _differentiate_measured_mean(
-    forward: Forward, score: Float[Tensor, " B"]
-) -> Float[Tensor, "B N"]:
-    """Gates of a mean as it was measured, in part perhaps: a class token beside it is read
-    whole."""
+def _differentiate_mean(
+    forward: Forward, score: Float[Tensor, " B"], first: int
+) -> Float[Tensor, "B _"]:
+    """Gates of a mean over the tokens from `first` on: without a token, the mean moves away from it
+    by as much as the token differs from it."""
+    pooled = at_least_float32(forward.tokens.detach())[:, first:]
+    # the gradient of the mean: each token has an equal part of it
+    gradient = differentiate(score, forward.tokens)[:, first:]
+    gradient = gradient.sum(dim=1, keepdim=True) / pooled.shape[1]
+    centred = pooled - pooled.mean(dim=1, keepdim=True)
+    return (centred * gradient).sum(dim=-1)
+
+
+def _find_measured_mean(forward: Forward) -> int:
+    """The first token of a mean as it was measured, beside a class token perhaps, which is read
+    whole. Raises ValueError where the pooling is none."""
     # a mean has equal weights on all patches
     num_prefix = forward.num_prefix_tokens
     patches = forward.pool_weights[:, num_prefix:]
@@ -120,16 +125,4 @@ def _differentiate_measured_mean(
 
     prefix = forward.pool_weights[:, :num_prefix]
     includes_prefix = torch.allclose(prefix, patches[:, :1], rtol=1e-3, atol=0)
-    first = 0 if includes_prefix else num_prefix
-    # without a token, the mean moves away from it by as much as the token differs from it
-    pooled = at_least_float32(forward.tokens.detach())[:, first:]
-    centred = pooled - pooled.mean(dim=1, keepdim=True)
-    gradient = _gradient_of(score, forward.tokens)[:, first:]
-    result = torch.zeros_like(at_least_float32(forward.pool_weights))
-    result[:, first:] = (centred * gradient).sum(dim=-1)
-    return result
-
-
-def _gradient_of(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(score.sum(), tensor, retain_graph=True)
-    return at_least_float32(gradient)
+    return 0 if includes_prefix else num_prefix

@@ -9,21 +9,22 @@ Here A's rows sum to one whatever the fusion and the discarding (they are renorm
 residual is mixed in), so the identity has the weight that was asked for and rows of the product sum
 to one.
 
-`attention_rollout` takes stored attention weights: the ONNX export and the gallery's view of a
-single patch use it. `compute_rollout` computes the same row from the queries and keys of captured
-layers, without ever holding a layer's weights of the whole batch: `vit explain` uses it, since at
-4,096 tokens the weights of one layer of one image take 0.8 GB.
+`attention_rollout` is the rollout of `vit attention`, of the ONNX export and of the gallery.
+`attention_rollout_in_chunks` is for large images, whose N×N weights must not be held: at 4,096
+tokens those of one layer of one image take 0.8 GB.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import Forward, split_prefix
-from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.pooling import compute_pool_weights
+from vit.explanation.capture.layers import CHUNK_ELEMENTS, AttentionLayer
+from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import Images, VisionTransformer
 from vit.options import MapOptions
@@ -34,8 +35,6 @@ HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
     "max": Tensor.amax,
     "min": Tensor.amin,
 }
-# attention weights held at once, 8 MiB: about the cache, and enough work a call
-CHUNK_ELEMENTS = 2**21
 
 
 def attention_rollout(
@@ -46,8 +45,8 @@ def attention_rollout(
     residual: float = 0.5,
     start_layer: int = 0,
     num_prefix_tokens: int = 1,
-    pool_weights: Float[Tensor, "B N"] | None = None,
-) -> Float[Tensor, "B N N"] | Float[Tensor, "B N"]:
+    pool_weights: TokenWeights | None = None,
+) -> Float[Tensor, "B N N"] | TokenWeights:
     """Roll the layers' attention up into one matrix whose rows sum to one (Abnar & Zuidema 2020).
 
     Args:
@@ -73,87 +72,100 @@ def attention_rollout(
         start_layer=start_layer,
     )
     check_rollout_options(options, len(attentions))
-    attentions = attentions[start_layer:]
 
-    # a row takes vector-matrix products from the last layer to the first, the whole matrix takes
-    # products of matrices
-    if pool_weights is not None:
-        row = at_least_float32(pool_weights)
-        for attention in reversed(attentions):
-            if _is_plain_mean(options):
-                mixed = _sum_over_heads(row, at_least_float32(attention)) / attention.shape[1]
-            else:
-                mixed = multiply_row(row, mixing_matrix(attention, options, num_prefix_tokens))
-            row = residual * row + (1 - residual) * mixed
-        return row
+    # the wanted rows of the product, from its left end: all of them, or their mixture alone
+    if pool_weights is None:
+        last = attentions[-1]
+        identity = torch.eye(last.shape[-1], dtype=last.dtype, device=last.device)
+        rows = at_least_float32(identity)[None]
+    else:
+        rows = at_least_float32(pool_weights)[:, None]
+    is_mean_of_one_row = pool_weights is not None and _is_plain_mean(options)
 
-    rollout: Tensor | None = None
-    for attention in attentions:
-        mixing = mixing_matrix(attention, options, num_prefix_tokens)
-        identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
-        with_residual = residual * identity + (1 - residual) * mixing
-        rollout = with_residual if rollout is None else with_residual @ rollout
-    assert rollout is not None
-    return rollout
+    for layer in reversed(range(start_layer, len(attentions))):
+        attention = attentions[layer]
+        if is_mean_of_one_row:
+            mixed = _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
+        else:
+            mixed = rows @ mixing_matrix(attention, options, num_prefix_tokens)
+        rows = residual * rows + (1 - residual) * mixed
+    return rows if pool_weights is None else rows[:, 0]
+
+
+def attention_rollout_in_chunks(
+    layers: Sequence[AttentionLayer],
+    *,
+    pool_weights: TokenWeights,
+    residual: float = 0.5,
+) -> TokenWeights:
+    """`attention_rollout` with `pool_weights`, of the mean over the heads, without any layer's N×N
+    weights: they are formed for one image and a few query rows at a time, which also keeps them in
+    the processor's cache.
+
+    Args:
+        layers: captured layers, first layer first.
+        pool_weights: how much each output token counts, [B, N].
+        residual: weight of the identity, 0 to 1.
+
+    Returns:
+        The relevance of each input token, [B, N].
+    """
+
+    def roll_up(images: slice) -> TokenWeights:
+        row = pool_weights[images, None]
+        for layer in reversed(layers):
+            mixed = torch.zeros_like(row)
+            for queries, attention in layer.attention_rows(images):
+                mixed += _sum_over_heads(row[..., queries], attention)
+            row = residual * row + (1 - residual) * (mixed / layer.num_heads)
+        return row[:, 0]
+
+    return layers[0].in_chunks(roll_up)
 
 
 @torch.no_grad()
-def compute_rollout(
-    forward: Forward, options: MapOptions, *, chunk_elements: int = CHUNK_ELEMENTS
-) -> Float[Tensor, "B N"]:
-    """`attention_rollout` with `pool_weights`, from the queries and keys of captured layers.
-
-    Of 4,096 tokens the attention of a layer of 12 heads takes 0.8 GB for each image, and 12 layers'
-    would have to be kept. Here it is formed for a few images or a few query rows at a time, layer
-    after layer, last layer first, which also keeps it in the processor's cache.
-
-    Args:
-        forward: the recorded pass.
-        options: those of rollout, as `attention_rollout` has them; `check_rollout_options` names
-            what is outside its range.
-        chunk_elements: attention weights that are held at once.
-
-    Returns:
-        The relevance of each input token, [B, N], at least float32.
-    """
-    layers = forward.record.layers[options.start_layer :]
+def compute_rollout(forward: Forward, classes: Tensor, options: MapOptions) -> TokenWeights:
+    """The map method `rollout`: the same for all classes."""
+    layers = forward.record.layers
     pool_weights = at_least_float32(forward.pool_weights)
 
-    def roll_up(images: slice) -> Float[Tensor, "b N"]:
-        row = pool_weights[images]
-        for layer in reversed(layers):
-            # the mean over heads needs no fused matrix, other fusions need whole ones
-            if _is_plain_mean(options):
-                mixed = _multiply_mean(row, layer, images, chunk_elements)
-            else:
-                attention = layer.attention(images)
-                mixing = mixing_matrix(attention, options, forward.num_prefix_tokens)
-                mixed = multiply_row(row, mixing)
-            row = options.residual * row + (1 - options.residual) * mixed
-        return row
+    # other fusions than the mean need the whole matrix, however large
+    matrix_elements = layers[0].num_heads * layers[0].num_tokens ** 2
+    if matrix_elements > CHUNK_ELEMENTS and _is_plain_mean(options):
+        return attention_rollout_in_chunks(
+            layers[options.start_layer :], pool_weights=pool_weights, residual=options.residual
+        )
 
-    return in_chunks(layers[0], roll_up, chunk_elements)
+    def roll_up(images: slice) -> TokenWeights:
+        return attention_rollout(
+            _LayerAttentions(layers, images),
+            head_fusion=options.head_fusion,
+            discard_ratio=options.discard_ratio,
+            residual=options.residual,
+            start_layer=options.start_layer,
+            num_prefix_tokens=forward.num_prefix_tokens,
+            pool_weights=pool_weights[images],
+        )
+
+    return layers[0].in_chunks(roll_up)
+
+
+@dataclass(frozen=True)
+class _LayerAttentions(Sequence[Tensor]):
+    """Each layer's attention of some images, computed when it is asked for."""
+
+    layers: Sequence[AttentionLayer]
+    images: slice
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.layers[index].attention(self.images)
 
 
 def _is_plain_mean(options: MapOptions) -> bool:
     return options.head_fusion == "mean" and options.discard_ratio == 0
-
-
-def _multiply_mean(
-    row: Float[Tensor, "b N"], layer: AttentionLayer, images: slice, chunk_elements: int
-) -> Float[Tensor, "b N"]:
-    """r·A, where A is the mean of the layer's heads."""
-    num_tokens = row.shape[1]
-    queries_at_once = max(chunk_elements // (layer.num_heads * num_tokens), 1)
-    query, key = layer.query_and_key(images)
-    total = torch.zeros_like(row)
-    for start in range(0, num_tokens, queries_at_once):
-        queries = slice(start, start + queries_at_once)
-        weights = layer.scores(query, key, images, queries)  # [b, H, queries, N]
-        # in place: fresh memory for each would cost as much again
-        torch.softmax(weights, dim=-1, out=weights)
-        total += _sum_over_heads(row[:, queries], weights)
-    return total / layer.num_heads
 
 
 class LogitsAndRollout(nn.Module):
@@ -222,28 +234,11 @@ def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
     return torch.where(sums > 0, matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny), identity)
 
 
-def multiply_row(row: Float[Tensor, "b N"], matrix: Float[Tensor, "b N N"]) -> Float[Tensor, "b N"]:
-    """r·A of each image."""
-    return torch.bmm(row[:, None], matrix)[:, 0]
-
-
 def _sum_over_heads(
-    row: Float[Tensor, "b Nq"], attention: Float[Tensor, "b H Nq N"]
-) -> Float[Tensor, "b N"]:
+    rows: Float[Tensor, "b 1 Nq"], attention: Float[Tensor, "b H Nq N"]
+) -> Float[Tensor, "b 1 N"]:
     """Σ_h row · A_h: one pass over the weights, no fused matrix."""
-    return (row[:, None, None] @ attention).sum(dim=1)[:, 0]
-
-
-def in_chunks(
-    layer: AttentionLayer,
-    compute: Callable[[slice], Tensor],
-    chunk_elements: int = CHUNK_ELEMENTS,
-) -> Tensor:
-    """`compute` of a few images of the batch at a time, whose attention matrices of one layer have
-    about `chunk_elements` numbers together."""
-    size = max(chunk_elements // (layer.num_heads * layer.num_tokens**2), 1)
-    starts = range(0, layer.batch, size)
-    return torch.cat([compute(slice(start, start + size)) for start in starts])
+    return (rows[:, None] @ attention).sum(dim=1)
 
 
 def check_rollout_options(options: MapOptions, num_layers: int) -> None:
@@ -252,14 +247,12 @@ def check_rollout_options(options: MapOptions, num_layers: int) -> None:
         raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
     check_choice(options.head_fusion, tuple(HEAD_FUSIONS), name="head_fusion")
     if not 0 <= options.discard_ratio < 1:
-        raise ValueError(
-            f"discard_ratio {options.discard_ratio} is outside [0, 1); 0.9 drops the lowest nine tenths"
-        )
-    if not 0 <= options.residual <= 1:
-        raise ValueError(
-            f"residual {options.residual} is outside [0, 1]; 0.5 is the published half"
-        )
-    if not 0 <= options.start_layer < num_layers:
-        raise ValueError(
-            f"start_layer {options.start_layer} is outside 0 to {num_layers - 1}, this model's layers"
-        )
+        raise ValueError(f"discard_ratio {options.discard_ratio} is outside [0, 1)")
+    check_range("residual", options.residual, 0, 1)
+    check_range("start_layer", options.start_layer, 0, num_layers - 1)
+
+
+def check_range(name: str, value: int | float, minimum: int, maximum: int) -> None:
+    """Raise ValueError for an option outside its range, both ends included."""
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} {value} is outside {minimum} to {maximum}")

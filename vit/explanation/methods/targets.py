@@ -7,16 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vit.runtime.arguments import shorten
+
 ChooseTargets = Callable[[Float[Tensor, "B C"]], Int[Tensor, "B T"]]
-_MAX_CLASSES = 100
-_TOP = re.compile(r"top(\d+)")
+_MAX_CLASSES = 100  # whose maps are drawn of an image
 
 
 def starts_with_predicted(target: int | str, class_names: Sequence[str]) -> bool:
     """Whether the first class that `build_target_chooser` chooses is the predicted one."""
-    if str(target) in class_names:
-        return False
-    return target in ("auto", "all") or _TOP.fullmatch(str(target)) is not None
+    return _count_most_probable(target, class_names) is not None
 
 
 def build_target_chooser(target: int | str, class_names: Sequence[str]) -> ChooseTargets:
@@ -33,31 +32,34 @@ def build_target_chooser(target: int | str, class_names: Sequence[str]) -> Choos
     Raises:
         ValueError: for an unknown or ambiguous class, and for too many.
     """
-    if not starts_with_predicted(target, class_names):
+    count = _count_most_probable(target, class_names)
+    if count is None:
         index = _find_class(target, class_names)
         return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
 
-    top = _TOP.fullmatch(str(target))
-    if top is not None:
-        count = int(top[1])
-    elif target == "auto":
-        count = 1
-    else:
-        count = len(class_names)
-    if not 0 < count <= len(class_names):
-        raise ValueError(f"class {target!r} asks for {count} of {len(class_names)} classes")
-    if count > _MAX_CLASSES:
-        raise ValueError(
-            f"class {target!r} would draw {count} maps an image; name a class or use top3"
-        )
+    max_count = min(len(class_names), _MAX_CLASSES)
+    if not 1 <= count <= max_count:
+        raise ValueError(f"class {target!r} asks for {count} classes; 1 to {max_count} are drawn")
     return lambda logits: logits.topk(count, dim=1).indices
+
+
+def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int | None:
+    """How many of the most probable classes are asked for; None where one class is named."""
+    if str(target) in class_names:
+        return None
+    if target == "all":
+        return len(class_names)
+    top = re.fullmatch(r"top(\d+)", str(target))
+    if top is not None:
+        return int(top[1])
+    return 1 if target == "auto" else None
 
 
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:
     """The index of a class by its name, its index or one of its synonyms."""
-    if target in class_names:
-        return list(class_names).index(str(target))
     name = str(target)
+    if name in class_names:
+        return list(class_names).index(name)
     if name.isdigit() and int(name) < len(class_names):
         return int(name)
 
@@ -71,7 +73,6 @@ def _find_class(target: int | str, class_names: Sequence[str]) -> int:
         choices = "; ".join(f"{index} ({class_names[index]})" for index in matches)
         raise ValueError(f"class {target!r} is not unique: {choices}; give the index")
     if not matches:
-        shown = ", ".join(class_names[:20]) + (", …" if len(class_names) > 20 else "")
-        known = f"auto, all, top3, 0 to {len(class_names) - 1} or {shown}"
-        raise ValueError(f"unknown class {target!r}; known: {known}")
+        known = f"auto, all, top3, 0 to {len(class_names) - 1} or {', '.join(class_names)}"
+        raise ValueError(f"unknown class {target!r}; known: {shorten(known)}")
     return matches[0]
