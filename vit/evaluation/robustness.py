@@ -135,6 +135,9 @@ def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
         flakes,
         [_trail(_scale(length, pictures), _scale(sigma, pictures), angle) for angle in angles],
     )
+    # the last bits of the Fourier transform, which differ by processor, would decide where a pale
+    # pixel without a flake lies halfway between two grey levels
+    flakes = np.round(flakes, 9)
     pale = keep * pictures + (1 - keep) * np.maximum(
         pictures, 1.5 * pictures.mean(axis=3, keepdims=True) + 0.5
     )
