@@ -350,3 +350,27 @@ def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:
 
     assert identify() == identify("data.workers=3")
     assert len({identify(), identify("train.seed=1"), identify("train.select_by=loss")}) == 3
+
+
+def test_other_conditions_are_named_and_the_run_goes_on(make_run: MakeRun, half: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["identity"]["conditions"]["torch's version"] = "2.11.0"
+        state["identity"]["conditions"]["the precision"] = "bfloat16"
+
+    rewrite(latest(half), change)
+    run = make_run(half)
+    messages: list[str] = []
+    run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
+    assert run.trainer.resume()
+    assert messages == [
+        "the precision was bfloat16 and is float32; torch's version was 2.11.0 and is "
+        f"{torch.__version__}: the run goes on, but not to the same last bits"
+    ]
+
+
+def test_the_same_conditions_need_no_word(make_run: MakeRun, half: Path) -> None:
+    run = make_run(half)
+    messages: list[str] = []
+    run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
+    assert run.trainer.resume()
+    assert messages == []

@@ -20,7 +20,8 @@ def train(
 ) -> None:
     """Train a model, on images alone or by a configuration.
 
-    Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit.
+    Ctrl-C saves and stops (exit code 75); --resume continues, to the same result bit for bit
+    (on a GPU with train.deterministic=true, on the same kind of card and torch).
 
     Args:
         config: images (a folder, table, shards or data set), or a YAML file or recipe; with

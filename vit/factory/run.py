@@ -120,7 +120,14 @@ def build_run(
 
     # checkpoints and the model file say of which run they are
     identity = RunIdentity.from_config(
-        config, objects.describe(), data_fingerprint=data.train.fingerprint
+        config,
+        objects.describe(),
+        data_fingerprint=data.train.fingerprint,
+        conditions={
+            "the kind of device": device.type,
+            "the precision": train_step.precision,
+            "torch's version": str(torch.__version__),
+        },
     )
     trainer = Trainer(
         train_step=train_step,

@@ -1,9 +1,10 @@
-"""What makes a run this one: its images, and all of its configuration that changes a number."""
+"""What makes a run this one: its images, and all of its configuration that changes a number; and
+under what conditions it computes, which change the last bits."""
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -28,10 +29,14 @@ class RunIdentity:
     Args:
         settings: "section.key" → plain value, of all that changes a number.
         data_fingerprint: of the training images.
+        conditions: name → value of what changes the last bits of a number alone: the kind of
+            device, the precision that was chosen for it, torch's version. A run may go on under
+            others, with a warning.
     """
 
     settings: Mapping[str, Any]
     data_fingerprint: str
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_config(
@@ -40,6 +45,7 @@ class RunIdentity:
         user_objects: Mapping[str, str | None] | None = None,
         *,
         data_fingerprint: str,
+        conditions: Mapping[str, str] | None = None,
     ) -> Self:
         """The identity of a run.
 
@@ -47,6 +53,7 @@ class RunIdentity:
             config: of the run.
             user_objects: descriptions of what was passed from Python beside the configuration.
             data_fingerprint: of the training images.
+            conditions: under which it computes.
         """
         settings = {
             f"{section}.{key}": value
@@ -55,7 +62,7 @@ class RunIdentity:
             if f"{section}.{key}" not in _NEUTRAL_KEYS
         }
         settings |= user_objects or {}
-        return cls(settings, data_fingerprint)
+        return cls(settings, data_fingerprint, conditions or {})
 
     @cached_property
     def run_id(self) -> str:
@@ -69,6 +76,7 @@ class RunIdentity:
             "run_id": self.run_id,
             "data_fingerprint": self.data_fingerprint,
             "settings": self.settings,
+            "conditions": self.conditions,
         }
 
     def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
@@ -97,3 +105,19 @@ class RunIdentity:
                 " resume with what it began with, or start another run, perhaps from its model with"
                 " --init"
             )
+
+    def describe_changed_conditions(self, recorded: Mapping[str, Any]) -> str | None:
+        """A sentence for a run that goes on under other conditions than it was saved under; None
+        where they are the same.
+
+        Args:
+            recorded: what `to_dict` gave.
+        """
+        changes = [
+            f"{name} was {recorded['conditions'].get(name)} and is {value}"
+            for name, value in self.conditions.items()
+            if recorded["conditions"].get(name) != value
+        ]
+        if not changes:
+            return None
+        return f"{'; '.join(changes)}: the run goes on, but not to the same last bits"

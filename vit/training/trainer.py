@@ -2,7 +2,8 @@
 
 Everything random in a step is a function of (seed, step, rank), and the batches are one of (seed,
 epoch): a run that stops anywhere and goes on from its last checkpoint ends, bit for bit, where an
-uninterrupted one ends.
+uninterrupted one ends. That holds on the same kind of device, in the same precision and with the
+same torch; on a GPU with `train.deterministic`, without which its kernels add up in any order.
 """
 
 import time
@@ -238,6 +239,8 @@ class Trainer:
         if checkpoint is None:
             return False
         self._restore(checkpoint)
+        if changes := self.identity.describe_changed_conditions(checkpoint["identity"]):
+            self._message(changes)
 
         best_step = self.progress.best_step
         if best_step == 0 or self._from_main(self.model_writer.has_written):
