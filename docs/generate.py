@@ -132,7 +132,8 @@ def render_commands() -> str:
     for (name, command), registered in zip(
         group.commands.items(), app.registered_commands, strict=True
     ):
-        if registered.hidden:  # another name of a command
+        if registered.short_help:  # another name of a command
+            text += f"\n## vit {name}\n\n{registered.short_help}\n"
             continue
         function: Any = registered.callback
         hints = get_type_hints(function, include_extras=True)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.forward import capture_attention
+    from vit.explanation.explainer import explain_images
     from vit.explanation.methods.rollout import attention_rollout
     from vit.explanation.render.overlay import save_overlay
     from vit.factory.export_model import export_model
@@ -24,6 +25,7 @@ _NAMES = {
     "vit.factory.export_model": ("export_model",),
     "vit.bundle": ("Bundle", "load_bundle"),
     "vit.explanation.capture.forward": ("capture_attention",),
+    "vit.explanation.explainer": ("explain_images",),
     "vit.explanation.methods.rollout": ("attention_rollout",),
     "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
@@ -42,6 +44,7 @@ __all__ = [
     "compare",
     "evaluate",
     "explain",
+    "explain_images",
     "export_model",
     "load_bundle",
     "load_timm",

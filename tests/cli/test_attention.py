@@ -168,6 +168,14 @@ def test_the_help_names_every_method(attention: Attention) -> None:
         assert method in words.replace("│", "")
 
 
+def test_the_list_of_commands_has_both_names(cli: Launcher, attention: Attention) -> None:
+    lines = re.findall(r"^\W*([a-z]+) {2,}", cli.succeed("--help").out, flags=re.MULTILINE)
+    assert lines[lines.index("explain") + 1] == "attention"
+    usage = attention("--help").out.split()
+    assert "attention" in usage[:10]
+    assert usage[10:] == cli.succeed("explain", "--help").out.split()[10:]
+
+
 def test_paths_are_read_from_standard_input(
     cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
 ) -> None:

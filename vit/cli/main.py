@@ -47,8 +47,10 @@ for command in (
     serve,
 ):
     app.command()(build_command(command))
-# `vit attention` is `vit explain`; the list of commands names it once
-app.command("attention", hidden=True)(build_command(explain))
+    # many know it by this name
+    if command is explain:
+        same = "The same command as vit explain: attention maps."
+        app.command("attention", short_help=same)(build_command(command))
 
 
 def _print_version(wanted: bool) -> None:

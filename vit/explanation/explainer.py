@@ -11,22 +11,59 @@ import torch
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
+from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.layers import find_attention_layers
 from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
-from vit.explanation.items import ImageItem, clean_name
+from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.methods.targets import build_target_chooser, starts_with_predicted
 from vit.explanation.records import Explanations, ImageResult, MapResult
 from vit.explanation.render.overlay import FIXED_END, SCALES, ColourScale, fit_scale
 from vit.explanation.render.token_details import measure_tokens
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions
+from vit.options import ExplainOptions, MapOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import autocast, choose_precision, copy_to_device, copy_to_host
 from vit.runtime.progress import show_progress
 from vit.runtime.threads import BatchThreads
 
 _MAX_KEPT_PIXELS = 100_000_000  # of all images that wait to be explained and drawn
+
+
+def explain_images(
+    bundle: Bundle,
+    images: ImageInputs,
+    method: str = "rollout",
+    *,
+    target: int | str = "auto",
+    options: MapOptions | None = None,
+    batch_size: int = 32,
+) -> Explanations:
+    """Explain images with one method, without sanity checks.
+
+    Args:
+        bundle: the model, with its class names and preprocessing.
+        images: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
+        method: a name of `vit.explanation.methods.registry.METHODS`.
+        target: the classes to explain: "auto" (the predicted one), a class's name or index, "all"
+            or "top3".
+        options: of the method.
+        batch_size: images that are explained together.
+
+    Returns:
+        The explanations: `.maps[method]` is [images, rows, columns].
+
+    Raises:
+        ValueError: for an unknown method, option or class, and where no image can be read.
+    """
+    explain_options = ExplainOptions(
+        methods=(method,),
+        target=target,
+        sanity_checks=False,
+        batch_size=batch_size,
+        map_options=options or MapOptions(),
+    )
+    return Explainer(bundle, explain_options).explain(items_from_images(list_images(images)))
 
 
 def choose_explain_batch_size(image_size: tuple[int, int]) -> int:
