@@ -178,13 +178,15 @@ def _count_copy(source: Any, to_device: bool, non_blocking: Any) -> None:
             _count("wait (copy of unpinned memory)")
 
 
-def _find_host_scalars(kind: str, args: Any) -> list[torch.Tensor]:
-    """Host tensors without dimensions, which CUDA takes as numbers, where it does not: in the lists
-    of operations on many tensors, and as what is changed in place."""
+def _find_host_scalars(kind: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Host tensors without dimensions, which CUDA takes as numbers, where it does not: anywhere in
+    operations on many tensors, in other operations' lists, and as what is written to."""
     many = [value for value in args if isinstance(value, list | tuple)]
-    candidates = [leaf for value in many for leaf in value]
-    if kind.endswith("_") and not many:
-        candidates = [args[0]]
+    candidates = [leaf for value in many for leaf in value] + [*_leaves(kwargs.get("out"))]
+    if kind.startswith(("_fused_", "_foreach_")):
+        candidates = [*_leaves((args, kwargs))]
+    elif kind.endswith("_") and not many:
+        candidates.append(args[0])
     return [
         tensor
         for tensor in candidates
@@ -216,7 +218,7 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     by_mask = kind == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
     if uses_device and (kind in _WAITS or by_mask):
         _count(f"wait ({kind})")
-    if uses_device and (strays := _find_host_scalars(kind, args)):
+    if uses_device and (strays := _find_host_scalars(kind, args, kwargs)):
         raise RuntimeError(f"{name}: {len(strays)} host scalars where CUDA takes none")
     for tensor in tensors:
         if uses_device and not _on_device(tensor) and tensor.dim() > 0:

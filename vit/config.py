@@ -153,9 +153,9 @@ class ModelConfig(_Section):
 
 class OptimizerConfig(_Section):
     """`muon` updates the encoder's matrices and a stem's inner kernels with `muon_lr`, the rest by
-    AdamW with `lr`."""
+    AdamW with `lr`; `sgd` has Nesterov's momentum of 0.95."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     muon_lr: float = Field(0.02, gt=0)
     weight_decay: float = Field(0.05, ge=0)

@@ -16,8 +16,9 @@ def build_model():
     return torch.nn.Linear(4, 3)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_every_optimizer_stands_still_where_the_first_gradient_is_not_finite(name):
+    """torch's fused SGD would keep uninitialised momentum in that case."""
     model, clean = build_model(), build_model()
     optimizers = [create_optimizer(name, part, lr=0.1) for part in (model, clean)]
     before = model.weight.detach().clone()
@@ -34,6 +35,20 @@ def test_every_optimizer_stands_still_where_the_first_gradient_is_not_finite(nam
     torch.testing.assert_close(model.weight, clean.weight, rtol=0, atol=0)
 
 
+def test_sgd_uses_nesterov_momentum():
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = create_optimizer("sgd", model, lr=1.0)
+    seen = []
+    for _ in range(2):
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+        seen.append(model.weight.item())
+    # buffer 1, then 1.95; updates g + 0.95 · buffer: 1.95, then 2.8525
+    assert seen == pytest.approx([-1.95, -4.8025])
+
+
 def build_vit(depth=1):
     torch.manual_seed(0)
     return VisionTransformer(8, 4, num_classes=5, embed_dim=16, depth=depth, num_heads=2)
@@ -46,7 +61,7 @@ def train_one_step(model, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_state_that_is_restored_goes_to_its_parameters_device(name):
     """Checkpoints are read on the CPU, and CUDA's fused optimizers take no count of steps from
     there. torch moves it where a group is marked as fused."""
@@ -87,7 +102,7 @@ class KernelCount(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_an_update_starts_as_many_kernels_for_a_deep_model_as_for_a_flat_one(name):
     """What torch's private `_foreach_add`, `_foreach_mul_`, `_foreach_sub_` and `_foreach_copy_` are
     for, in Muon: loops over the weights would start three kernels for each, 150 for 12 blocks."""

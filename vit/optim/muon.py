@@ -31,7 +31,7 @@ _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 _STEPS = 5
-_MOMENTUM = 0.95  # Nesterov's
+MOMENTUM = 0.95  # Nesterov's
 _ADAMW_EPS = 1e-8
 # On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108
 # ms against 198).
@@ -220,13 +220,13 @@ class Muon(torch.optim.Optimizer):
 
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
-        next_momentum = momentum.lerp(gradient, 1 - _MOMENTUM)
+        next_momentum = momentum.lerp(gradient, 1 - MOMENTUM)
         if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             next_momentum = torch.where(self.found_inf > 0, momentum, next_momentum)
         # one operation for all buffers: a loop would start a kernel for each
         torch._foreach_copy_(buffers, stack.split(next_momentum))
-        return gradient.lerp(next_momentum, _MOMENTUM)
+        return gradient.lerp(next_momentum, MOMENTUM)
 
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
         """weights ← weights − rate · (directions + decay · weights)."""

@@ -4,14 +4,14 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from vit.optim.groups import parameter_groups
-from vit.optim.muon import Muon
+from vit.optim.muon import MOMENTUM, Muon
 
 
 def create_optimizer(
-    name: Literal["adamw", "muon"],
+    name: Literal["adamw", "sgd", "muon"],
     model: nn.Module,
     *,
     lr: float,
@@ -24,9 +24,10 @@ def create_optimizer(
     """An optimizer over all trainable parameters of a model.
 
     Args:
-        name: "muon" updates hidden matrices by Muon and the rest by AdamW.
+        name: "muon" updates hidden matrices by Muon and the rest by AdamW; "sgd" has
+            Nesterov's momentum of 0.95.
         model: to train.
-        lr: of AdamW.
+        lr: of AdamW or SGD.
         weight_decay: of matrices and kernels.
         betas: of AdamW.
         layer_decay: the factor of the learning rate from a layer to the one below.
@@ -42,4 +43,13 @@ def create_optimizer(
     )
     if name == "muon":
         return Muon(groups, lr=lr, betas=betas, dtype=muon_dtype)
-    return AdamW(groups, lr=lr, betas=betas, fused=True)
+    if name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas, fused=True)
+
+    optimizer = SGD(groups, lr=lr, momentum=MOMENTUM, nesterov=True, fused=True)
+    # torch allocates the buffers in the first step, uninitialised where that step finds a gradient
+    # that is not finite
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer

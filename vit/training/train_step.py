@@ -75,6 +75,9 @@ class TrainStep:
         self.average: nn.Module | None = None
         if self.ema_decay:
             self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
+            # found once: a walk over the modules takes the host up to a millisecond
+            self._values = _floating_values(self.module)
+            self._average_values = _floating_values(self.average)
 
         self._forward = self._compute_loss
         if self.compile:
@@ -123,8 +126,9 @@ class TrainStep:
         """All that a step does on the device, with the values of `set_schedule_values`. It reads
         nothing from the device and uses the same memory each time, so a CUDA graph of it can be
         replayed on other batches put in the place of this one."""
-        # a CUDA graph writes gradients to where they were; a CPU saves adding them to zeros
-        self.optimizer.zero_grad(set_to_none=self.device.type == "cpu")
+        # made anew instead of added to zeros; those that are made while a CUDA graph is captured
+        # lie in the graph's own memory, where each replay writes them
+        self.optimizer.zero_grad()
 
         if self.threads is None or len(images) == 1:
             loss, correct = self.forward_backward(images, targets)
@@ -252,11 +256,10 @@ class TrainStep:
         """average ← d · average + (1 − d) · weights, where the step was `finite`."""
         if self.average is None:
             return
-        averages = _floating_values(self.average)
         # a few operations for all tensors together: a loop would start three kernels for each
-        change = torch._foreach_sub(_floating_values(self.module), averages)
+        change = torch._foreach_sub(self._values, self._average_values)
         torch._foreach_mul_(change, self._average_weight * finite)
-        torch._foreach_add_(averages, change)
+        torch._foreach_add_(self._average_values, change)
 
 
 def _floating_values(model: nn.Module) -> list[Tensor]:
