@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test chaos extended lint docs notebooks results soak fuzz wheels clean
+.PHONY: demo test chaos extended oldest-torch lint docs notebooks results soak fuzz wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
@@ -27,6 +27,11 @@ chaos: $(VENV)/.installed-dev
 # What takes long for what it adds: every recipe compiled, the largest presets, exports with 200 photos
 extended: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "extended and not slow"
+
+# The tests of devices, graphs, optimizers and training with the oldest torch that pyproject.toml takes
+oldest-torch: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' 'torchvision==0.26.*' 'numpy==2.5.*' --editable '.[dev]'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or docs or browser)" tests/optim tests/training tests/runtime tests/test_gpu.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

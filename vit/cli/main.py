@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import threading
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -90,6 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = sys.argv[1:]
     original_hook = threading.excepthook
     threading.excepthook = _report_thread
+    original_format = warnings.formatwarning
+    warnings.formatwarning = _format_warning
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
     except Exception as error:
@@ -98,12 +101,19 @@ def main(arguments: list[str] | None = None) -> None:
         code = _report(error, arguments)
     finally:
         threading.excepthook = original_hook
+        warnings.formatwarning = original_format
     sys.exit(code)
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
     """One line about an error in a library's thread, such as TensorBoard's writer."""
     print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
+
+
+def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    """One line, without the place in the code."""
+    lines = str(message).splitlines()
+    return f"warning: {lines[0]}\n"
 
 
 def _report(error: Exception, arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from vit.runtime.device import Precision, autocast
 from vit.runtime.threads import BatchThreads
+from vit.training.compiled_function import CompiledFunction
 from vit.training.threaded_step import forward_backward_on_threads
 
 
@@ -81,9 +82,7 @@ class TrainStep:
 
         self._forward = self._compute_loss
         if self.compile:
-            # from the third image size on torch would make sizes symbols, which a CUDA graph
-            # cannot have
-            self._forward = torch.compile(self._compute_loss, dynamic=False)
+            self._forward = CompiledFunction(self._compute_loss)
 
         self.num_steps = 0  # done so far
         self.device = next(self.model.parameters()).device

@@ -1,0 +1,71 @@
+"""What torch can't compile is computed as it is."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from tests.conftest import Launcher
+from vit.training.compiled_function import CompiledFunction
+
+
+def cube(values: Tensor) -> Tensor:
+    return (values**3).sum()
+
+
+@pytest.mark.parametrize("failing", ["fw_compiler", "bw_compiler"])
+def test_a_compiler_that_fails_in_either_pass_is_done_without(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no Python.h\nand more lines")
+
+    compilers: dict[str, Any] = {
+        name: fail if name == failing else lambda graph, inputs: make_boxed_func(graph)
+        for name in ("fw_compiler", "bw_compiler")
+    }
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(**compilers)))
+    torch._dynamo.reset()
+    function = CompiledFunction(cube)
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.warns(UserWarning, match="could not compile the training step .*goes on without"):
+        function(values).backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [3.0, 12.0]
+    # said once
+    with warnings.catch_warnings(action="error"):
+        assert float(function(values).detach()) == 9.0
+
+
+def test_an_error_of_the_function_itself_is_raised() -> None:
+    def refuse(values: Tensor) -> Tensor:
+        raise ValueError("what it says")
+
+    torch._dynamo.reset()
+    function = CompiledFunction(refuse)
+    with (
+        pytest.warns(UserWarning, match="could not compile"),
+        pytest.raises(ValueError, match="what it says"),
+    ):
+        function(torch.ones(1))
+
+
+@pytest.mark.extended
+def test_without_a_c_compiler_a_run_trains_uncompiled(
+    cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    overrides = ["train.compile=true", "train.max_steps=2", "train.device=cpu"]
+    process = cli.start("train", "digits", *overrides, "--output", tmp_path / "run")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "could not compile the training step" in err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if "could not compile" in line]
+    assert line.startswith("warning: torch could not compile the training step (")

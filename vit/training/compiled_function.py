@@ -1,0 +1,43 @@
+"""A function that torch compiles where it can."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vit.runtime.arguments import first_line
+
+
+class CompiledFunction:
+    """A function compiled by torch, or as it is where torch can't compile it: without a C++
+    compiler, without Python's headers, for an operation that its compiler doesn't know.
+
+    Args:
+        function: what it computes is differentiated; its backward pass is compiled with it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._original = function
+        # from the third image size on torch would make sizes symbols, which a CUDA graph can't have
+        self._function = torch.compile(function, dynamic=False)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._function is self._original:
+            return self._original(*arguments)
+        try:
+            # else the backward pass is compiled in the backward pass, when it is too late to do
+            # without
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # type: ignore[attr-defined]
+                return self._function(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # nothing was computed yet; an error of the function itself comes again
+            self._function = self._original
+            warnings.warn(
+                f"torch could not compile the training step ({first_line(error)}); "
+                "training goes on without it",
+                stacklevel=2,
+            )
+            return self._original(*arguments)
