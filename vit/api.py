@@ -153,7 +153,8 @@ def evaluate(
         batch_size: images at a time. None: 256, or 64 on a CPU.
         device: "cpu", "cuda" or "cuda:N". "auto": where a module is already, else a GPU if there is
             one.
-        precision: "float32" or "bfloat16". "auto": bfloat16 where the device computes with it.
+        precision: "float32", "bfloat16" or "float16". "auto": bfloat16 where the device computes with
+            it, float16 on GPUs that have tensor cores for that alone, else float32.
 
     Returns:
         The result: `.evaluation` holds the metrics, from 0 to 1, and their 95 % intervals;
@@ -279,7 +280,7 @@ def explain(
         count: images, where `images` is None.
         batch_size: images at a time. None: 64 for images of up to 64 pixels a side, else 16.
         device: as of `vit.evaluate`.
-        precision: of the forward pass, "float32", "bfloat16" or "auto"; maps are float32.
+        precision: of the forward pass, as of `vit.evaluate`; maps are float32.
         random_weights: explain the same model untrained, a sanity check.
         output: a directory in which each batch is written as soon as it is explained. None:
             nothing is written.

@@ -72,7 +72,7 @@ class EvaluateOptions(DataOptions):
         num_examples: errors, uncertain predictions and label errors to show, of each
         batch_size: default: 256, or on a CPU the 64 that its caches hold
         device: auto, cpu, cuda or cuda:N
-        precision: auto, float32 or bfloat16
+        precision: auto, float32, bfloat16 or float16
     """
 
     calibrate: bool = False
@@ -92,7 +92,7 @@ class PredictOptions:
         top_k: classes an image
         batch_size: images at a time
         device: auto, cpu, cuda or cuda:N
-        precision: auto, float32 or bfloat16
+        precision: auto, float32, bfloat16 or float16
     """
 
     top_k: Annotated[int, Option(min=1)] = 5
@@ -139,7 +139,7 @@ class ExplainOptions:
         map_options: of the methods
         scale: of the colours: image, batch or fixed
         max_side: of a photo in the overlays, pixels; 0: no limit
-        precision: auto, float32 or bfloat16
+        precision: auto, float32, bfloat16 or float16
         random_weights: true: the same model untrained, a sanity check
     """
 

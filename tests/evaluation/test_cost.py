@@ -38,7 +38,7 @@ def test_a_linear_model_costs_two_operations_a_weight() -> None:
     assert (cost.parameters, cost.flops_per_image) == (60, 120)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_precision_does_not_change_the_count(bundle: Bundle, precision: str) -> None:
     cost = measure_cost(bundle.model, torch.zeros(2, 3, 8, 8), precision=precision)  # type: ignore[arg-type]
     assert cost.flops_per_image == compute_flops(bundle.model.architecture)  # type: ignore[arg-type]

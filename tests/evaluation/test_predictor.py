@@ -42,12 +42,15 @@ def test_batch_size_changes_rounding_alone(bundle: Bundle, images: EvaluationSet
     assert np.abs(predict(bundle, images, batch_size=7) - predict(bundle, images)).max() < 1e-5
 
 
-def test_bfloat16_logits_are_float32_and_do_not_tie(bundle: Bundle, images: EvaluationSet) -> None:
-    logits = predict(bundle, images, precision="bfloat16")
+@pytest.mark.parametrize(("precision", "limit"), [("bfloat16", 0.3), ("float16", 0.04)])
+def test_half_precision_logits_are_float32_and_do_not_tie(
+    bundle: Bundle, images: EvaluationSet, precision: str, limit: float
+) -> None:
+    logits = predict(bundle, images, precision=precision)
     assert logits.dtype == np.float32
-    rounded = torch.from_numpy(logits).bfloat16().float().numpy()
+    rounded = torch.from_numpy(logits).to(getattr(torch, precision)).float().numpy()
     assert (logits != rounded).mean() > 0.9
-    assert np.abs(logits - predict(bundle, images)).max() < 0.3
+    assert np.abs(logits - predict(bundle, images)).max() < limit
 
 
 def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: EvaluationSet) -> None:

@@ -15,9 +15,9 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         with pytest.raises(ValueError, match=f"unknown device '{name}'; use auto, cpu, cuda"):
             choose_device(name)
     with pytest.raises(
-        ValueError, match="unknown precision 'float16'; known: auto, bfloat16, float32"
+        ValueError, match="unknown precision 'float8'; known: auto, bfloat16, float16"
     ):
-        choose_precision("float16", torch.device("cpu"))
+        choose_precision("float8", torch.device("cpu"))
 
 
 def test_auto_precision_is_what_the_processor_multiplies() -> None:
@@ -66,15 +66,16 @@ class Cards:
 def test_a_card_becomes_the_current_one_and_is_asked_for_its_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A T4 beside an A100."""
-    cards = Cards(monkeypatch, [(7, 5), (8, 0)], "sm_75 sm_80 sm_90")
+    """A T4 beside an A100 and a P100."""
+    cards = Cards(monkeypatch, [(7, 5), (8, 0), (6, 0)], "sm_60 sm_75 sm_80 sm_90")
     assert choose_precision("auto", torch.device("cuda", 1)) == "bfloat16"
-    assert choose_precision("auto", torch.device("cuda", 0)) == "float32"
+    assert choose_precision("auto", torch.device("cuda", 0)) == "float16"
+    assert choose_precision("auto", torch.device("cuda", 2)) == "float32"
     assert choose_device("cuda:1") == torch.device("cuda", 1)
     assert cards.current == 1
     assert choose_device("auto") == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="this machine has 2 CUDA devices"):
-        choose_device("cuda:2")
+    with pytest.raises(ValueError, match="this machine has 3 CUDA devices"):
+        choose_device("cuda:3")
 
 
 @pytest.mark.parametrize(

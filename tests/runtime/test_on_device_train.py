@@ -61,6 +61,10 @@ RECIPES = {
             "model.mlp=relu2",
         ),
     ],
+    "resident, muon in float16, two micro-batches": [
+        *("optimizer.name=muon", "train.precision=float16", "train.clip_grad=1.0"),
+        *("train.grad_accum_steps=2", "train.ema_decay=0.9", "model.global_pool=avg"),
+    ],
     "resident, adamw, several sizes, unequal classes": [
         *(
             "augment.resized_crop_scale=[0.5,1]",

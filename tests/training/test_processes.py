@@ -60,6 +60,14 @@ def test_any_number_of_processes_has_the_loss_curve_of_one(train: Train, size: i
 
 
 @pytest.mark.chaos
+def test_two_processes_scale_the_loss_of_float16_alike(train: Train) -> None:
+    half = "train.precision=float16"
+    losses = [line["loss"] for line in train(1, half)]
+    assert [line["loss"] for line in train(2, half)] == pytest.approx(losses, abs=2e-3)
+    assert losses == pytest.approx([line["loss"] for line in train(1)], abs=2e-3)
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_gradients_are_exchanged_once(train: Train, size: int) -> None:
     model, _ = build_model(load_config({}, [*RUN, *SETTINGS]), num_classes=10)

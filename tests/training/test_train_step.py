@@ -242,7 +242,7 @@ def test_bfloat16_follows_float32():
     assert results["bfloat16"] == pytest.approx(results["float32"], rel=0.01)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_restored_state_goes_on_to_the_same_bits(precision):
     step = build_step(precision=precision, optimizer="muon", lr=1e-3, ema_decay=0.9)
     for seed in range(3):

@@ -212,7 +212,7 @@ def measure_cost(
     Args:
         model: on its device.
         images: a batch as the model takes them, on the same device.
-        precision: "float32" or "bfloat16".
+        precision: "float32", "bfloat16" or "float16".
     """
     # imports Triton, which other commands don't need
     from torch.utils.flop_counter import FlopCounterMode

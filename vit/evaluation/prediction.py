@@ -43,7 +43,7 @@ class Predictor:
         num_classes: C.
         batch_size: images a forward pass.
         device: the model's.
-        precision: "float32" or "bfloat16".
+        precision: "float32", "bfloat16" or "float16".
         tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
             mirror image.
     """
@@ -199,7 +199,7 @@ def predict_images(
         images: paths, folders, PIL images or arrays.
         top_k: classes an image.
         batch_size: images a forward pass.
-        precision: "float32", "bfloat16", or "auto" for the device's.
+        precision: "float32", "bfloat16", "float16", or "auto" for the device's.
 
     Returns:
         A prediction for each image, in order; of one that can't be read, its error.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 # pixels
 MAX_SIDE = 2**14
 

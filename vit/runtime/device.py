@@ -103,7 +103,9 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """The precision of a forward pass.
 
     Args:
-        name: float32, bfloat16 or auto: bfloat16 where the hardware multiplies it natively.
+        name: float32, bfloat16, float16 or auto: bfloat16 where the hardware multiplies it
+            natively; else float16 on a GPU with tensor cores for it (V100, T4, RTX 20) and float32
+            elsewhere.
         device: where it runs.
 
     Raises:
@@ -115,10 +117,12 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     if device.type == "cuda":
         # torch's own answer is of its current device
         with torch.cuda.device(device):
-            is_native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        is_native = cpu_multiplies_bfloat16()
-    return "bfloat16" if is_native else "float32"
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                return "bfloat16"
+        # earlier cards multiply float16 no faster than float32
+        has_fast_float16 = torch.cuda.get_device_capability(device) >= (7, 0)
+        return "float16" if has_fast_float16 else "float32"
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.runtime.threads import BatchThreads
+from vit.training.loss_scale import LossScale
 
 
 def forward_backward_on_threads(
@@ -20,8 +21,10 @@ def forward_backward_on_threads(
     *,
     threads: BatchThreads,
     num_micro_batches: int,
+    loss_scale: LossScale | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and number of correct images of a batch; its gradients are in `.grad`.
+    """Loss and number of correct images of a batch; its gradients, times the loss scale, are in
+    `.grad`.
 
     Args:
         compute_loss: from images and targets to their mean loss and number of correct images.
@@ -30,6 +33,7 @@ def forward_backward_on_threads(
         targets: classes [B] or class probabilities [B, C].
         threads: that the micro-batches are divided among.
         num_micro_batches: the least number of them; it is raised to a multiple of the threads.
+        loss_scale: of float16; None scales nothing.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
 
@@ -39,7 +43,8 @@ def forward_backward_on_threads(
         loss, correct = compute_loss(*micro_batch)
         loss = loss * (len(micro_batch[0]) / len(images))
         # not loss.backward(): threads would add to the same .grad in no certain order
-        gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+        scaled_loss = loss if loss_scale is None else loss_scale(loss)
+        gradients = torch.autograd.grad(scaled_loss, trainable, allow_unused=True)
         return loss.detach(), correct, gradients
 
     num_rounds = -(-num_micro_batches // threads.count)

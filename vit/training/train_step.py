@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from vit.runtime.device import Precision, autocast
 from vit.runtime.threads import BatchThreads
 from vit.training.compiled_function import CompiledFunction
+from vit.training.loss_scale import LossScale
 from vit.training.threaded_step import forward_backward_on_threads
 
 
@@ -26,7 +27,9 @@ class StepResult(NamedTuple):
     loss: Float[Tensor, ""]  # mean over the global batch, before the update
     correct: Int[Tensor, ""]  # images of the global batch whose largest logit is the label's
     grad_norm: Float[Tensor, ""]  # before clipping
-    finite: Bool[Tensor, ""]  # False: loss or gradient was not finite, and nothing was updated
+    # False: loss or gradient was not finite, and nothing was updated. Gradients in float16 that a
+    # smaller loss scale may make finite don't count: such a step is finite, and updates nothing
+    finite: Bool[Tensor, ""]
 
 
 @dataclass(eq=False)
@@ -41,7 +44,8 @@ class TrainStep:
         optimizer: over the model's parameters, one that reads `grad_scale` and `found_inf`, as
             torch's fused ones and `vit.optim.muon.Muon` do.
         lr_factor: of all learning rates, from the number of a step, counted from 0.
-        precision: of the forward pass; weights and gradients are float32.
+        precision: of the forward pass; weights and gradients are float32. In float16 the loss is
+            scaled, see `vit.training.loss_scale`.
         label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` takes it.
         class_weights: what a sample's loss is multiplied by, by its class; their mean over the
             training images is 1. None weighs all alike.
@@ -99,6 +103,10 @@ class TrainStep:
             self._rates.append(group["lr"])
         self._average_weight = torch.zeros((), device=self.device)
 
+        self.loss_scale: LossScale | None = None
+        if self.precision == "float16":
+            self.loss_scale = LossScale(self.device)
+
     @property
     def learning_rate(self) -> float:
         """Of the first group's next step."""
@@ -144,11 +152,13 @@ class TrainStep:
                 targets,
                 threads=self.threads,
                 num_micro_batches=self.grad_accum_steps,
+                loss_scale=self.loss_scale,
             )
             return self.update(loss, correct)
 
     def forward_backward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and number of correct images of a batch; its gradients are in `.grad`."""
+        """Loss and number of correct images of a batch; its gradients, times the loss scale, are in
+        `.grad`."""
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         micro_images = images.chunk(self.grad_accum_steps)
@@ -161,14 +171,18 @@ class TrainStep:
             with exchange:
                 micro_loss, micro_correct = self._forward(*micro_batch)
                 micro_loss = micro_loss * (len(micro_batch[0]) / len(images))
-                micro_loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+                scaled_loss: Tensor = micro_loss
+                if self.loss_scale is not None:
+                    scaled_loss = self.loss_scale(micro_loss)
+                scaled_loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
             loss += micro_loss.detach()
             correct += micro_correct
         return loss, correct
 
     @torch.no_grad()
     def update(self, loss: Tensor, correct: Tensor) -> StepResult:
-        """Move the weights along the gradients, unless loss or gradients are not finite."""
+        """Move the weights along the gradients, unless loss or gradients are not finite. The
+        gradients are the loss scale's times those of `loss`."""
         if isinstance(self.model, DistributedDataParallel):
             totals = torch.stack([loss / dist.get_world_size(), correct.float()])
             dist.all_reduce(totals)
@@ -179,9 +193,17 @@ class TrainStep:
             parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
         ]
         grad_norm = torch.nn.utils.get_total_norm(gradients)
-        finite = torch.isfinite(grad_norm) & torch.isfinite(loss)
+        if self.loss_scale is not None:
+            grad_norm = grad_norm / self.loss_scale.factor
+
+        updates = torch.isfinite(grad_norm) & torch.isfinite(loss)
+        finite = updates
+        if self.loss_scale is not None:
+            finite = updates | (torch.isfinite(loss) & self.loss_scale.can_fall())
         if self.halt_on_nonfinite:
-            finite &= self.nonfinite_steps == 0
+            has_halted = self.nonfinite_steps > 0
+            updates = updates & ~has_halted
+            finite = finite & ~has_halted
         self.nonfinite_steps += ~finite
 
         # torch's fused optimizers divide the gradients by grad_scale and change nothing where
@@ -189,11 +211,15 @@ class TrainStep:
         grad_scale = None
         if self.clip_grad:
             grad_scale = (grad_norm / self.clip_grad).clamp(min=1)
+        if self.loss_scale is not None:
+            clipping = 1.0 if grad_scale is None else grad_scale
+            grad_scale = self.loss_scale.factor * clipping
+            self.loss_scale.update(updates)
         self.optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~updates).float()  # type: ignore[attr-defined]
         self.optimizer.threads = self.threads  # type: ignore[attr-defined]  # Muon divides matrices
         self.optimizer.step()
-        self._update_average(finite)
+        self._update_average(updates)
         return StepResult(loss, correct, grad_norm, finite)
 
     def set_schedule_values(self) -> None:
@@ -215,6 +241,7 @@ class TrainStep:
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
             "nonfinite_steps": self.nonfinite_steps,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,6 +257,8 @@ class TrainStep:
             group["lr"] = rate
         self.num_steps = state["num_steps"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss and number of correct images of a batch or a part of one."""
@@ -251,13 +280,13 @@ class TrainStep:
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
 
-    def _update_average(self, finite: Tensor) -> None:
-        """average ← d · average + (1 − d) · weights, where the step was `finite`."""
+    def _update_average(self, updates: Tensor) -> None:
+        """average ← d · average + (1 − d) · weights, where the step `updates` the weights."""
         if self.average is None:
             return
         # a few operations for all tensors together: a loop would start three kernels for each
         change = torch._foreach_sub(self._values, self._average_values)
-        torch._foreach_mul_(change, self._average_weight * finite)
+        torch._foreach_mul_(change, self._average_weight * updates)
         torch._foreach_add_(self._average_values, change)
 
 

@@ -297,10 +297,11 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
         explain(bundle, [])
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_is_of_the_forward_pass_alone(
-    bundle: Bundle, photos: list[str], tmp_path: Path
+    bundle: Bundle, photos: list[str], tmp_path: Path, precision: str
 ) -> None:
-    options = ExplainOptions(precision="bfloat16", sanity_checks=False, methods=("rollout", "gae"))
+    options = ExplainOptions(precision=precision, sanity_checks=False, methods=("rollout", "gae"))
     seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
     for of_image in seen:
         rollout = of_image.maps[0]

@@ -1,0 +1,193 @@
+"""float16 and its loss scale."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from tests.training.conftest import MakeRun, flatten, read_metrics, run_until
+from tests.training.test_train_step import build_step, draw_batch, weights
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.threads import BatchThreads
+from vit.training.loss_scale import LossScale
+from vit.training.train_step import TrainStep
+
+
+def build_half_step(*, factor: float | None = None, **arguments) -> TrainStep:
+    """A step in float16."""
+    step = build_step(precision="float16", **arguments)
+    if factor is not None:
+        step.loss_scale.factor.fill_(factor)
+    return step
+
+
+def read_factor(step: TrainStep) -> float:
+    return float(step.loss_scale.factor)
+
+
+def test_the_factor_halves_at_once_and_doubles_after_2000_finite_steps():
+    loss_scale = LossScale(torch.device("cpu"))
+    finite, infinite = torch.tensor(True), torch.tensor(False)
+    address = loss_scale.factor.data_ptr()
+    assert loss_scale.factor == 2**16
+    loss_scale.update(infinite)
+    assert loss_scale.factor == 2**15
+    for _ in range(1999):
+        loss_scale.update(finite)
+    assert loss_scale.factor == 2**15
+    # the row begins again
+    loss_scale.update(infinite)
+    for _ in range(1999):
+        loss_scale.update(finite)
+    assert loss_scale.factor == 2**14
+    loss_scale.update(finite)
+    assert loss_scale.factor == 2**15
+    for _ in range(20):
+        loss_scale.update(infinite)
+    assert loss_scale.factor == 1
+    assert loss_scale.factor.data_ptr() == address  # where a CUDA graph reads it
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw", "lr": 1e-3},
+        {"optimizer": "muon", "lr": 1e-3, "clip_grad": 0.1},
+        {"optimizer": "sgd", "lr": 0.05, "clip_grad": 0.1, "grad_accum_steps": 3},
+        {"optimizer": "sgd", "lr": 0.05, "threads": 2, "grad_accum_steps": 3},
+        {"optimizer": "muon", "lr": 1e-3, "threads": 2, "clip_grad": 0.1},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_float16_follows_float32(options):
+    losses = {"float16": [], "float32": []}
+    norms = copy.deepcopy(losses)
+    for precision in losses:
+        arguments = options | {"precision": precision}
+        if count := options.get("threads"):
+            arguments["threads"] = BatchThreads(count)
+        step = build_step(**arguments)
+        for seed in range(10):
+            result = step(*draw_batch(32, seed=seed))
+            losses[precision].append(float(result.loss))
+            norms[precision].append(float(result.grad_norm))
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=2e-3)
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_gradients_that_overflow_change_nothing_but_the_factor(optimizer):
+    step = build_half_step(
+        optimizer=optimizer, lr=1e-3, ema_decay=0.9, clip_grad=1.0, halt_on_nonfinite=True
+    )
+    step(*draw_batch())
+    step.loss_scale.factor.fill_(2.0**32)
+    kept = copy.deepcopy(flatten(step.state_dict()))
+    result = step(*draw_batch(seed=1))
+    assert not torch.isfinite(result.grad_norm)
+    assert result.finite  # the run's `on_nonfinite` is not asked
+    assert step.nonfinite_steps == 0
+    assert read_factor(step) == 2**31
+    changed = {"/loss_scale/factor", "/loss_scale/finite_steps", "/num_steps"}
+    # the learning rates are those of the next step
+    for name, value in flatten(step.state_dict()).items():
+        if name not in changed:
+            assert torch.equal(value, kept[name]), name
+    before = weights(step)
+    num_skipped = 0
+    while torch.equal(weights(step), before):
+        step(*draw_batch(seed=1))
+        num_skipped += 1
+        assert num_skipped < 32
+    assert 1 < read_factor(step) < 2**31
+    assert step.nonfinite_steps == 0
+
+
+class Root(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.square().sqrt()  # at zero its slope is 0 · ∞
+
+
+def build_rootless_model() -> nn.Module:
+    """Its loss is finite and its gradient never is."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), Root())
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.zero_()
+    return model
+
+
+def test_gradients_that_no_factor_makes_finite_are_an_error_in_the_end():
+    step = build_half_step(model=build_rootless_model(), halt_on_nonfinite=True, factor=4.0)
+    results = [step(*draw_batch()) for _ in range(3)]
+    assert [bool(result.finite) for result in results] == [True, True, False]
+    assert step.nonfinite_steps == 1
+    assert read_factor(step) == 1
+
+
+def test_a_loss_that_is_not_finite_is_an_error_at_once():
+    step = build_half_step()
+    result = step(torch.full((2, 3, 8, 8), float("nan")), torch.zeros(2, dtype=torch.int64))
+    assert not result.finite
+    assert step.nonfinite_steps == 1
+
+
+OVERRIDES = ["train.precision=float16", "train.checkpoint_every_steps=4"]
+
+
+def test_a_killed_run_is_resumed_to_the_same_bits_with_its_factor(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    """It begins with steps that overflow."""
+
+    def make(name: str, *, factor: float = 2.0**32):
+        run = make_run(tmp_path / name, *OVERRIDES)
+        run.trainer.train_step.loss_scale.factor.fill_(factor)
+        return run
+
+    whole = make("whole")
+    whole.trainer.train()
+    run_until(make("broken"), 5)
+    resumed = make("broken", factor=3.0)
+    assert resumed.trainer.resume()
+    assert resumed.trainer.progress.step == 4
+    assert read_factor(resumed.trainer.train_step) == 2.0**28
+    resumed.trainer.train()
+
+    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    metrics = read_metrics(tmp_path / "whole")
+    assert metrics == read_metrics(tmp_path / "broken")
+    assert metrics[-1]["skipped_steps"] == 0
+    assert 1 < read_factor(whole.trainer.train_step) < 2.0**28
+
+
+def train_on_digits(precision: str) -> float:
+    """Accuracy on the last 397 digits after 100 steps on the others."""
+    digits = load_digits()
+    images = torch.tensor(digits.images / 4 - 2, dtype=torch.float32)
+    images = images[:, None].expand(-1, 3, -1, -1)
+    labels = torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        8, 2, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool="avg"
+    )
+    step = build_step(model, optimizer="adamw", lr=1e-2, precision=precision)
+    step.lr_factor = lambda number: 1 - number / 100
+    for _ in range(100):
+        batch = torch.randint(1400, (64,))
+        step(images[batch], labels[batch])
+    with torch.inference_mode():
+        predictions = model(images[1400:]).argmax(dim=1)
+    return float((predictions == labels[1400:]).float().mean())
+
+
+def test_digits_are_learnt_as_in_float32() -> None:
+    accuracies = [train_on_digits(precision) for precision in ("float32", "float16")]
+    assert min(accuracies) > 0.45  # of 0.1 by chance
+    # a standard error of 397 images
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.025)
