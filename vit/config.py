@@ -63,6 +63,8 @@ class DataConfig(_Section):
     pipeline: Literal["auto", "resident", "workers"] = "auto"
     # processes; None: one a core
     workers: int | None = Field(None, ge=0)
+    # whether a table may name images outside its folder
+    allow_outside: bool = False
     # more unreadable images are refused
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
     # of decoded images; None: $VIT_CACHE or ~/.cache/vit

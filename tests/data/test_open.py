@@ -166,7 +166,7 @@ def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFold
     source = open_dataset("folder", root=root).split("all")
     assert len(source) == 20
     assert source.class_names == ("cat", "dog")
-    assert source.notes == ("2 hidden files or files that are not images were ignored in images/",)
+    assert source.notes == ("not images in images/: .txt 1, hidden 1",)
 
 
 @pytest.mark.parametrize(

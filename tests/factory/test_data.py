@@ -107,8 +107,8 @@ def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
     ]
     summary = cli.succeed("train", empty_yaml, *settings, *overrides, "--output", "run").text
     assert "valid/ is the test split; validation is 10 % of train/ (seed 0)" in summary
-    # the test split is not touched
-    assert walked == {"train/a": 1, "train/b": 1}
+    # the test split is listed for the number of files, and not read
+    assert walked == {"train/a": 1, "train/b": 1, "valid/a": 1, "valid/b": 1}
     # from another directory: the root and the cache are stored absolute
     monkeypatch.chdir(tmp_path.parent)
     walked.clear()

@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,10 @@ class ImageDataset:
     ids: Sequence[str]
     # of the original images, in full size
     reader: ImageReader
-    # for the user: files ignored, a split under another name
+    # for the user: a split under another name, images that could be read with another package
     notes: tuple[str, ...] = ()
+    # what lies beside the images: suffix (".txt") of other files, or "images in …" → how many
+    unused: Mapping[str, int] = field(default_factory=dict)
     # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
     pixels: np.ndarray | None = None
     # uint64 [2, n], `vit.data.duplicates`; None: not known
@@ -135,6 +138,8 @@ class SourceSplits(NamedTuple):
     origins: Mapping[str, str]
     # lists the images of a split
     load: Callable[[str], ImageDataset]
+    # what lies beside the splits, as in ImageDataset
+    unused: Mapping[str, int] = MappingProxyType({})
 
     def with_test_split(self) -> SourceSplits:
         """The same where a validation split without a test split, as in ImageNet, is the test
@@ -149,7 +154,7 @@ class SourceSplits(NamedTuple):
             dataset = self.load("validation" if split == "test" else split)
             return replace(dataset, notes=(*dataset.notes, note))
 
-        return SourceSplits(origins, load)
+        return self._replace(origins=origins, load=load)
 
 
 def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:

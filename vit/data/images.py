@@ -10,10 +10,10 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -50,6 +50,9 @@ IMAGE_SUFFIXES = (
     ".tiff",
     ".webp",
 )
+# photos of telephones, which the package pillow-heif reads
+HEIF_SUFFIXES = (".heic", ".heif")
+HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
 # what image files are opened as, whatever their names: some of Pillow's other formats start
 # programs
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -62,6 +65,25 @@ _large_image_lock = threading.Lock()
 
 # that are converted to RGB at once
 _BAND_PIXELS = 2**22
+
+
+@cache
+def has_heif() -> bool:
+    """Whether the package that reads HEIC is installed; Pillow knows of it then."""
+    try:
+        from pillow_heif import register_heif_opener  # type: ignore[import-not-found]  # an extra
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
+
+
+def is_image_name(path: str) -> bool:
+    """Whether a file is an image that is read, by its suffix; hidden ones are not."""
+    # Path.suffix would take many times longer
+    text = path.lower()
+    has_suffix = text.endswith(IMAGE_SUFFIXES) or (text.endswith(HEIF_SUFFIXES) and has_heif())
+    return has_suffix and not os.path.basename(path).startswith(".")
 
 
 def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
@@ -88,7 +110,8 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
 
     try:
         # Pillow warns about odd metadata and large images; neither changes the pixels
-        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
+        formats = (*FORMATS, "HEIF") if has_heif() else FORMATS
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
             is_large = image.width * image.height > _LARGE_PIXELS
             # the main thread doesn't wait: a process forked while the lock is held would wait for
             # ever
@@ -97,12 +120,23 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
                     return decoder.submit(_decode, image).result()
             return _decode(image)
     except UnidentifiedImageError as error:
-        text = f"it is not one of {', '.join(FORMATS)}"
-        raise ValueError(f"{name} can't be read as an image: {text}") from error
+        raise ValueError(f"{name} can't be read as an image: {_explain_format(file)}") from error
     except Exception as error:
         # Pillow's decoders answer broken bytes with nearly any
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
         raise ValueError(f"{name} can't be read as an image: {reason}") from error
+
+
+def _explain_format(file: Path | BinaryIO) -> str:
+    """Why none of our decoders takes a file."""
+    assert not isinstance(file, Path)
+    file.seek(0)
+    header = file.read(12)
+    if not header:
+        return "it is empty"
+    if header[4:8] == b"ftyp" and header[8:11] in (b"hei", b"hev", b"mif", b"msf"):
+        return f"it is HEIC; {HEIF_HINT}"
+    return f"it is not one of {', '.join(FORMATS)}"
 
 
 def _decode(image: Image.Image) -> Image.Image:
@@ -342,43 +376,50 @@ def _list_array(pixels: np.ndarray) -> Iterator[Image.Image]:
 
 
 def _list_folder(folder: str | Path) -> list[str]:
-    return sorted(path for path in list_files(folder) if path.lower().endswith(IMAGE_SUFFIXES))
+    return sorted(filter(is_image_name, list_files(folder)))
 
 
 def list_files(
-    folder: str | Path, *, follow_links: bool = False, hidden: bool = True
+    folder: str | Path,
+    *,
+    hidden: bool = True,
+    check_link: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """Files below a folder, those of each directory in sorted order.
 
     Args:
-        folder: its directories that can't be read are left out.
-        follow_links: whether links to directories are followed.
+        folder: its directories that can't be read are left out where links are not followed.
         hidden: whether directories whose names begin with a dot are read.
+        check_link: called with each link, to a file or a directory, before it is followed; None:
+            links to directories are not followed.
 
     Raises:
-        ValueError: a link leads back to a directory that it lies in: every image would be found
-            again below it.
+        OSError: a directory can't be read.
     """
     waiting = [os.fspath(folder)]
     while waiting:
         directory = waiting.pop()
         # one level at a time: os.walk recurses, and folders may be nested deeper than Python's stack
-        _, subfolders, names = next(os.walk(directory), ("", [], []))
-        for name in sorted(names):
-            yield os.path.join(directory, name)
+        try:
+            with os.scandir(directory) as entries:
+                sorted_entries = sorted(entries, key=lambda entry: entry.name)
+        except OSError:
+            if check_link is not None and os.path.exists(directory):
+                raise
+            continue
 
+        subfolders = []
+        for entry in sorted_entries:
+            is_link = entry.is_symlink()
+            # of a link that leads to itself, is_dir raises
+            is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
+            if is_folder and not hidden and entry.name.startswith("."):
+                continue
+            if is_link and check_link is not None:
+                check_link(entry.path)
+            if not is_folder:
+                yield entry.path
+            elif check_link is not None or not is_link:
+                subfolders.append(entry.path)
         # the last of `waiting` is read first
-        for name in sorted(subfolders, reverse=True):
-            subfolder = os.path.join(directory, name)
-            is_link = os.path.islink(subfolder)
-            if is_link and follow_links:
-                _check_link(Path(subfolder).absolute())
-            if (follow_links or not is_link) and (hidden or not name.startswith(".")):
-                waiting.append(subfolder)
-
-
-def _check_link(link: Path) -> None:
-    target = link.resolve()
-    if any(parent.resolve() == target for parent in link.parents):
-        text = f"{link} leads back to {target}, in which it lies"
-        raise ValueError(f"{text}; remove the link")
+        waiting += reversed(subfolders)

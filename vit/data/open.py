@@ -7,6 +7,7 @@ validation is held out of the training images.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,9 +18,9 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.sources import folders, huggingface, named, remote, shards, tables
-from vit.data.sources.base import Root, read_words, resolve_class_names
+from vit.data.sources.base import Root, describe_counts, read_words, resolve_class_names
 from vit.data.sources.python_objects import FROM_PYTHON
-from vit.runtime.arguments import check_choice
+from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set, from root, classes and cache_dir: a new data set is
@@ -95,7 +96,11 @@ class DatasetSplits:
             self._hold_out()
 
         if split not in self._listed:
-            text = f"{self._held_out[split]:g} of {len(self._listed['train'])} images"
+            rest = self._listed["train"]
+            text = f"{self._held_out[split]:g} of {len(rest)} images"
+            if self._held_out[split]:
+                text = "every class has too few images for it: 1 is left for training"
+                text += f", as of {rest.class_names[0]!r}; add some, or give it a folder"
             raise ValueError(f"the {split} split is empty: {text}")
         return self._listed[split]
 
@@ -112,6 +117,34 @@ class DatasetSplits:
                 sentences.append(f"{split} is {percent} of {rest} (seed {self.split_seed})")
                 rest = "the rest"
         return sentences
+
+    def describe_files(self, num_unreadable: int = 0) -> str:
+        """How many files were found, and what they are; "" for a set that is no files.
+
+        Args:
+            num_unreadable: images that can't be read.
+        """
+        if self.name not in (*_NAMED_BY_ROOT, "imagenet"):
+            return ""
+        datasets = [self._load(split) for split in self.source.origins]
+        unused = Counter(self.source.unused)
+        for dataset in datasets:
+            unused.update(dataset.unused)
+        num_images = sum(map(len, datasets)) - num_unreadable
+
+        # suffixes, and what is said in words
+        others = {name: count for name, count in unused.items() if " " not in name}
+        parts = [f"{num_images:,} images in {len(datasets[0].class_names):,} classes"]
+        if num_unreadable:
+            parts.append(f"{num_unreadable:,} unreadable")
+        if others:
+            parts.append(f"{sum(others.values()):,} not images: {describe_counts(others)}")
+        if len(others) < len(unused):
+            rest = {name: count for name, count in unused.items() if name not in others}
+            parts.append(f"{sum(rest.values()):,} not used: {describe_counts(rest)}")
+        num_files = num_images + num_unreadable + sum(unused.values())
+        noun = "rows" if self.name == "huggingface" else "files"
+        return f"{num_files:,} {noun}: {', '.join(parts)}"
 
     @property
     def _held_out(self) -> dict[str, float]:
@@ -132,6 +165,15 @@ class DatasetSplits:
     def _hold_out(self) -> None:
         # the test split first: it doesn't depend on the fraction for validation
         rest = self._load("train")
+        num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
+        counts = dict(zip(rest.class_names, np.bincount(rest.labels).tolist(), strict=False))
+        few = {name: count for name, count in counts.items() if count < num_splits}
+        if few:
+            text = (
+                f"{len(few)} of {len(counts)} classes have too few images for {num_splits} splits"
+            )
+            note = f"{text}: {shorten(describe_counts(few))}"
+            rest = replace(rest, notes=(*rest.notes, note))
         for split, fraction in self._held_out.items():
             mask = _choose_stratified(rest, fraction, salt=f"{self.split_seed}:{split}")
             if mask.any():
@@ -148,6 +190,7 @@ def open_dataset(
     class_names: Path | Mapping[str, str] | None = None,
     validation_fraction: float = 0.1,
     split_seed: int = 0,
+    allow_outside: bool = False,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Find a data set by its name.
@@ -159,6 +202,7 @@ def open_dataset(
         class_names: their names in words, see `data.class_names` in docs/data.md.
         validation_fraction: of the training images, where there is no validation split.
         split_seed: which images are held out.
+        allow_outside: whether a table may name images outside its folder.
         cache_dir: takes decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
 
     Raises:
@@ -183,7 +227,10 @@ def open_dataset(
         classes = [class_of.get(word, word) for word in classes]
 
     cache_dir = cache_dir or default_cache_dir()
-    source = FINDERS[name](root=root, classes=classes, cache_dir=cache_dir)
+    find = FINDERS[name]
+    if name == "folder":
+        find = partial(find, allow_outside=allow_outside)
+    source = find(root=root, classes=classes, cache_dir=cache_dir)
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
@@ -248,7 +295,12 @@ def open_for_model(
     class_names = trained_on.get("class_names")
     if isinstance(class_names, str):
         class_names = Path(class_names)
-    open_named = partial(open_dataset, cache_dir=cache_dir, class_names=class_names)
+    open_named = partial(
+        open_dataset,
+        cache_dir=cache_dir,
+        class_names=class_names,
+        allow_outside=trained_on.get("allow_outside", False),
+    )
 
     if data is None or _is_same(str(data), trained_on):
         return open_named(

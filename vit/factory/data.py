@@ -64,6 +64,7 @@ def build_dataset(
             class_names=data.class_names,
             validation_fraction=data.validation_fraction,
             split_seed=data.split_seed,
+            allow_outside=data.allow_outside,
             cache_dir=data.cache_dir,
         )
     # images passed from Python have no test split: whoever has them can evaluate on others

@@ -51,13 +51,16 @@ def summarize_run(run: Run) -> dict[str, str]:
     images = f"{len(data.train):,} training"
     if data.validation is not None:
         images += f", {len(data.validation):,} validation"
+    decoded = [dataset for dataset in (data.train, data.validation) if dataset is not None]
+    num_unreadable = sum(len(dataset.unreadable) for dataset in decoded)
 
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"
     epochs = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
-    return {
+    facts = {
         "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
+        "files": data.splits.describe_files(num_unreadable),
         "splits": "; ".join(data.splits.describe_splits()),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
@@ -66,6 +69,10 @@ def summarize_run(run: Run) -> dict[str, str]:
         "device": f"{device}, {train_step.precision}, {compiled}",
         "run": f"{epochs}, {plan.total_steps:,} steps in all",
     }
+    # of other sets there are no files
+    if not facts["files"]:
+        del facts["files"]
+    return facts
 
 
 def list_warnings(run: Run) -> list[str]:

@@ -17,6 +17,7 @@ _NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
     "data.root",
+    "data.allow_outside",
     "data.class_names",
     "train.timeout_seconds",
 }

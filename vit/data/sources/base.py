@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from vit.data.images import read_image
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, read_image
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import read_text
 
@@ -120,14 +121,66 @@ class FileReader(ImageReader):
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:
-    """Split → its folder, for those that exist below `root`."""
-    entries = {entry.name.lower(): entry for entry in sorted(root.iterdir()) if entry.is_dir()}
-    return {
-        split: entries[name]
-        for split, names in SPLIT_NAMES.items()
-        for name in names
-        if name in entries
-    }
+    """Split → the folder below `root` that has its name.
+
+    Raises:
+        ValueError: two folders have names of the same split.
+    """
+    folders: dict[str, Path] = {}
+    for entry in sorted(root.iterdir()):
+        split = SPLIT_OF.get(entry.name.lower())
+        if split is None or not entry.is_dir():
+            continue
+        if split in folders:
+            text = f"{root} holds {folders[split].name}/ and {entry.name}/"
+            raise ValueError(f"{text}, both names of the {split} split; merge or rename one")
+        folders[split] = entry
+    return folders
+
+
+def count_suffixes(paths: Iterable[str]) -> Counter[str]:
+    """How many files there are of each suffix, in small letters: ".heic" → 9."""
+    counts: Counter[str] = Counter()
+    for path in paths:
+        name = os.path.basename(path)
+        suffix = os.path.splitext(name)[1].lower()
+        if name.startswith("."):
+            counts["hidden"] += 1
+        else:
+            counts[suffix or "suffixless"] += 1
+    return counts
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Such as ".heic 9, .txt 3": what there is most of first, and how HEIC is read."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    text = ", ".join(f"{name} {count:,}" for name, count in ordered)
+    has_heif = any(suffix in counts for suffix in HEIF_SUFFIXES)
+    return f"{text} ({HEIF_HINT})" if has_heif else text
+
+
+def check_test_classes(
+    counts: Mapping[str, Counter[str]], classes: Classes, *, origin: str
+) -> None:
+    """Refuse classes that no model could learn.
+
+    Args:
+        counts: split → class → number of its images; without "train" nothing is learned from them.
+        classes: those that are kept; None keeps all.
+        origin: what names the classes, at the start of the message.
+
+    Raises:
+        ValueError: a class is in another split, and not in "train".
+    """
+    for split, class_counts in counts.items():
+        unknown = set(class_counts) - set(counts.get("train", class_counts))
+        if classes is not None:
+            unknown &= set(classes)
+        if unknown:
+            name = min(unknown)
+            text = f"class {shorten(name)!r} has {class_counts[name]:,} images in the {split} split"
+            hint = "add some, or leave it out with data.classes"
+            raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
 
 
 def check_label(label: Any, *, origin: str) -> str:
@@ -170,15 +223,26 @@ def choose_classes(
 
     # the order is that of the set, so that labels don't depend on how classes are listed
     chosen = {class_of[name] for name in classes}
-    check_class_count(chosen, origin="data.classes")
+    check_classes(chosen, origin="data.classes")
     return tuple(name for name in class_names if name in chosen)
 
 
-def check_class_count(class_names: Collection[str], *, origin: str) -> None:
-    """Raise ValueError where there are fewer than two classes; the message begins with `origin`."""
+def check_classes(class_names: Collection[str], *, origin: str) -> None:
+    """Raise ValueError where there are fewer than two classes, or two that look the same; the
+    message begins with `origin`."""
     if len(class_names) < 2:
         names = shorten(", ".join(map(repr, class_names)) or "none")
         raise ValueError(f"{origin} names fewer than two classes: {names}; a classifier needs two")
+
+    # spaces, and é as one character or as two, can't be told apart on a screen
+    original: dict[str, str] = {}
+    for name in class_names:
+        normal = " ".join(unicodedata.normalize("NFC", name).split())
+        if normal in original:
+            pair = f"{original[normal]!a} and {name!a}"
+            text = "differ only in spaces or in how their characters are encoded"
+            raise ValueError(f"{origin}: the classes {pair} {text}; write them alike")
+        original[normal] = name
 
 
 def read_words(path: Path) -> dict[str, str]:

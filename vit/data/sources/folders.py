@@ -4,26 +4,39 @@ images."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import IMAGE_SUFFIXES, list_files
+from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import (
     Aliases,
     Classes,
     FileReader,
-    check_class_count,
+    check_classes,
     choose_classes,
+    count_suffixes,
+    describe_counts,
     find_split_folders,
 )
 from vit.data.sources.tables import find_tables, is_table, list_tables
+from vit.runtime.arguments import shorten
 
 
-def find_folder(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
-    """The splits below a folder of the user's own images, or of a table of them."""
+def find_folder(
+    *, root: Path | str, classes: Classes, cache_dir: Path, allow_outside: bool = False
+) -> SourceSplits:
+    """The splits below a folder of the user's own images, or of a table of them.
+
+    Args:
+        root: the folder or the table.
+        classes: those to keep; None keeps all.
+        cache_dir: not needed.
+        allow_outside: whether a table may name images outside its folder.
+    """
     path = Path(root).expanduser()
     if not is_table(path):
         path = check_root(root)
@@ -31,7 +44,7 @@ def find_folder(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sourc
     tables = list_tables(path)
     if tables:
         folder = path if path.is_dir() else path.parent
-        return find_tables(folder, tables, classes)
+        return find_tables(folder, tables, classes, allow_outside=allow_outside)
     return find_class_folders("folder", path, classes)
 
 
@@ -56,20 +69,22 @@ def find_class_folders(
         aliases: folder name → readable name.
 
     Raises:
-        ValueError: there are fewer than two classes, or a split has a class that the training
-            images lack.
+        ValueError: there are fewer than two classes, a split has a class that the training images
+            lack, an image has two classes, or a folder may be a split or a class.
     """
-    # without folders of splits, the classes lie in the root
-    folders = find_split_folders(root) or {"train": root}
+    folders = _find_splits(root)
     # the training images say which classes there are
     first = folders.get("train") or next(iter(folders.values()))
     all_classes = list_classes(first)
     class_folders = choose_classes(all_classes, classes, aliases=aliases)
-    check_class_count(class_folders, origin=f"{first}/<class>/<image>")
+    check_classes(class_folders, origin=f"{first}/<class>/<image>{_suggest_folder(first)}")
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:
             raise ValueError(f"{folder} holds class {min(unknown)!r}, which {first} does not have")
+    check_link = _make_link_check(
+        [folder / class_folder for folder in folders.values() for class_folder in class_folders]
+    )
 
     def load(split: str) -> ImageDataset:
         return _list_images(
@@ -79,15 +94,122 @@ def find_class_folders(
             class_folders,
             aliases=aliases or {},
             needs_every_class=folders[split] == first,
+            check_link=check_link,
         )
 
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}
-    return SourceSplits(origins, load).with_test_split()
+    unused = _count_unused(root, folders.values())
+    return SourceSplits(origins, load, unused).with_test_split()
+
+
+def _find_splits(root: Path) -> dict[str, Path]:
+    """Split → its folder; {"train": root} where the folders below the root are the classes.
+
+    Raises:
+        ValueError: that can't be told.
+    """
+    # a split holds folders of classes; a class may be called "test", too
+    named = find_split_folders(root)
+    if not named:
+        return {"train": root}
+    splits = {split: folder for split, folder in named.items() if list_classes(folder)}
+    others = [folder for folder in _list_folders(root) if folder not in splits.values()]
+    others_with_images = [folder.name for folder in others if any(_find_images(folder))]
+
+    if not splits:
+        if named and len(others_with_images) == len(named):
+            folder = next(iter(named.values()))
+            text = f"{folder} holds images in no folder of a class"
+            raise ValueError(f"{text}; move them into {folder.name}/<class>/")
+        return {"train": root}
+
+    named_folders = {folder.name for folder in named.values()}
+    strangers = [name for name in others_with_images if name not in named_folders]
+    if len(splits) == 1 and strangers:
+        (folder,) = splits.values()
+        names = shorten(", ".join(f"{name}/" for name in strangers))
+        raise ValueError(
+            f"{root} holds {folder.name}/ beside {names}: if {folder.name}/ is a class, rename it; "
+            "if it is a split, move the others away or call them val and test"
+        )
+    return splits
 
 
 def list_classes(folder: Path) -> list[str]:
+    """The names of the folders in a folder that may be classes, sorted."""
+    names = [entry.name for entry in _list_folders(folder)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _list_folders(folder: Path) -> list[Path]:
     entries = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
-    return [entry.name for entry in entries if not entry.name.startswith((".", "__"))]
+    return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _find_images(folder: Path) -> Iterator[str]:
+    return filter(is_image_name, list_files(folder, hidden=False))
+
+
+def _count_unused(root: Path, folders: Collection[Path]) -> Counter[str]:
+    """What lies below the root and in no folder of a class."""
+    unused: Counter[str] = Counter()
+    for folder in {root, *folders}:
+        files = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        images = [file for file in files if is_image_name(file)]
+        unused += count_suffixes(set(files) - set(images))
+        if images:
+            unused[f"images in {folder.absolute().name}/ itself"] = len(images)
+
+        class_folders = list_classes(folder) if folder in folders else []
+        for entry in _list_folders(folder):
+            if entry in folders or entry.name in class_folders:
+                continue
+            count = sum(1 for _ in _find_images(entry))
+            if count:
+                unused[f"images in {entry.relative_to(root)}/"] = count
+    return unused
+
+
+def _suggest_folder(root: Path) -> str:
+    """Where classes may be meant, below a folder that holds no more than one."""
+    folder = root
+    while len(subfolders := _list_folders(folder)) == 1:
+        (folder,) = subfolders
+    if folder == root or not subfolders:
+        return ""
+    return f" (did you mean {folder}?)"
+
+
+def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
+    """What refuses a link by which images would be found twice: under two classes, in two splits or
+    again below themselves.
+
+    Raises:
+        ValueError: a folder of a class is a link to another one.
+    """
+    folder_at: dict[str, str] = {}
+    for folder in map(os.fspath, class_folders):
+        target = os.path.realpath(folder)
+        if target in folder_at:
+            text = f"{folder} and {folder_at[target]} are the same folder"
+            raise ValueError(f"{text}, whose images would have two classes; remove the link")
+        folder_at[target] = folder
+
+    def check_link(link: str) -> None:
+        target = os.path.realpath(link)
+        if f"{os.path.realpath(os.path.dirname(link))}/".startswith(f"{target}/"):
+            text = f"{link} leads back to {target}, in which it lies"
+            raise ValueError(f"{text}; remove the link")
+        # whose folder the link leads into, from the inside out
+        place = target
+        while place not in folder_at and place != os.path.dirname(place):
+            place = os.path.dirname(place)
+        folder = folder_at.get(place)
+        if folder is not None and not f"{link}/".startswith(f"{folder}/"):
+            text = f"{link} leads to {target}, an image or folder of {folder}"
+            raise ValueError(f"{text}; remove the link")
+
+    return check_link
 
 
 def _list_images(
@@ -98,42 +220,41 @@ def _list_images(
     *,
     aliases: Aliases,
     needs_every_class: bool,
+    check_link: Callable[[str], None],
 ) -> ImageDataset:
     """Every image below folder/<class>, in sorted order; other files are counted and ignored."""
     paths: list[str] = []
     counts: list[int] = []
-    num_ignored = 0
+    unused: Counter[str] = Counter()
     for class_folder in class_folders:
         directory = folder / class_folder
-        files = list(list_files(directory, follow_links=True, hidden=False))
-        # Path.suffix would take many times longer
-        images = [
-            file
-            for file in files
-            if file.lower().endswith(IMAGE_SUFFIXES) and not os.path.basename(file).startswith(".")
-        ]
+        # a split may lack a class
+        files = list(list_files(directory, hidden=False, check_link=check_link))
+        images = [file for file in files if is_image_name(file)]
+        others = count_suffixes(set(files) - set(images))
         if needs_every_class and not images:
+            held = f", only {describe_counts(others)}" if others else ""
             hint = "remove it, or name others in data.classes"
-            raise ValueError(f"{directory} holds no images; {hint}")
+            raise ValueError(f"{directory} holds no images{held}; {hint}")
 
         # by text, which is many times faster than a relative path for each image
         relative = os.path.relpath(directory, root)
         start = len(str(directory))
         paths.extend(relative + image[start:] for image in images)
         counts.append(len(images))
-        num_ignored += len(files) - len(images)
+        unused += others
 
     if not paths:
         raise ValueError(f"{folder} holds no images")
-    notes = []
-    if num_ignored:
-        ignored = f"{num_ignored} hidden files or files that are not images"
-        notes.append(f"{ignored} were ignored in {folder.name}/")
+    notes: tuple[str, ...] = ()
+    if unused:
+        notes = (f"not images in {folder.absolute().name}/: {describe_counts(unused)}",)
     return ImageDataset(
         name=name,
         class_names=tuple(aliases.get(name, name) for name in class_folders),
         labels=np.repeat(np.arange(len(counts)), counts),
         ids=paths,
         reader=FileReader(root, paths),
-        notes=tuple(notes),
+        notes=notes,
+        unused=unused,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from vit.data.sources.base import (
     SPLIT_OF,
     Classes,
     ImageReader,
-    check_class_count,
+    check_classes,
     check_label,
+    check_test_classes,
 )
 from vit.data.sources.shards import list_shards
 from vit.runtime.arguments import first_line, shorten
@@ -100,7 +102,14 @@ def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> 
     for name, table in tables.items():
         if name.lower() in SPLIT_OF:
             labels[name] = _read_labels(table, label_column, f"{origin} {name}")
-    name_of = {SPLIT_OF[name.lower()]: name for name, values in labels.items() if values}
+    name_of: dict[str, str] = {}
+    for name, values in labels.items():
+        split = SPLIT_OF[name.lower()]
+        if values and split in name_of:
+            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
+            raise ValueError(f"{text}, both names of the {split} split; rename one")
+        if values:
+            name_of[split] = name
     if not name_of:
         known = ", ".join(SPLIT_OF)
         names = ", ".join(tables)
@@ -113,7 +122,13 @@ def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> 
         number_of = {value: number for number, value in enumerate(class_names)}
         labels = {name: [number_of[value] for value in labels[name]] for name in labels}
     class_names = tuple(map(str, class_names))
-    check_class_count(class_names, origin=origin)
+    check_classes(class_names, origin=origin)
+
+    counts = {
+        split: Counter(class_names[number] for number in labels[name] if number < len(class_names))
+        for split, name in name_of.items()
+    }
+    check_test_classes(counts, classes, origin=origin)
 
     # the user should know: a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
@@ -140,7 +155,8 @@ def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> 
         return dataset.keep_classes(classes)
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
-    return SourceSplits(origins, load).with_test_split()
+    unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
+    return SourceSplits(origins, load, unused).with_test_split()
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,9 +28,16 @@ from braceexpand import braceexpand
 from PIL import Image
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import IMAGE_SUFFIXES, read_image
+from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
-from vit.data.sources.base import SPLIT_NAMES, Classes, ImageReader, check_class_count
+from vit.data.sources.base import (
+    SPLIT_NAMES,
+    Classes,
+    ImageReader,
+    check_classes,
+    check_test_classes,
+    count_suffixes,
+)
 from vit.data.sources.remote import StoredFile
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import read_json
@@ -54,6 +62,8 @@ class _Sample(NamedTuple):
 class _Shard(NamedTuple):
     file: StoredFile
     samples: list[_Sample]
+    # what else the file holds, by suffix
+    unused: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,21 +153,26 @@ def find_shards(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sourc
     As with image folders, val without test is the test split. Labels name the classes.
 
     Args:
-        root: a folder of shards, or a pattern. A folder holds <split>/*.tar or <split>*.tar (train,
-            val, test), or *.tar as one set. A pattern is one set, of globs and braces
+        root: a folder of shards, or a pattern. A folder holds <split>/*.tar or <split>-*.tar
+            (train, val, test), or *.tar as one set. A pattern is one set, of globs and braces
             ("shards-{000..009}.tar"). Both may be addresses ("s3://bucket/{000..009}.tar").
         classes: those to keep; None keeps all.
         cache_dir: takes what is read of object storage.
 
     Raises:
-        ValueError: a shard is damaged, or a label is wrong.
+        ValueError: a shard is damaged, a label is wrong, or a class has no training images.
         FileNotFoundError: there are no shards.
         RemoteError: object storage can't be read.
     """
     # object storage can't be asked whether an address is a folder
     path = os.path.expanduser(root).rstrip("/")
+    unused: Counter[str] = Counter()
     if os.path.isdir(path) or (remote.is_remote(path) and ".tar" not in path):
         splits = list_shards(path)
+        used = {shard for shards in splits.values() for shard in shards}
+        others = set(_glob_shards(path, "*.tar") + _glob_shards(path, "*/*.tar")) - used
+        for other in others:
+            unused[f"shard {other[len(path) :].lstrip('/')}"] = 1
     else:
         splits = {"train": _expand(path)}
     if not splits:
@@ -171,12 +186,19 @@ def find_shards(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sourc
     paths = [path for shards in splits.values() for path in shards]
     shards = remote.map_parallel(partial(_index_cached, cache_dir / "shards"), paths)
     shard_at = dict(zip(paths, shards, strict=True))
+    for shard in shards:
+        unused.update(shard.unused)
     labels = {sample.label for shard in shards for sample in shard.samples}
     class_names = sorted(labels)
     # 9 before 10
     if all(label.isdecimal() for label in labels):
         class_names.sort(key=int)
-    check_class_count(class_names, origin=path)
+    check_classes(class_names, origin=path)
+    counts = {
+        split: Counter(sample.label for path in splits[split] for sample in shard_at[path].samples)
+        for split in splits
+    }
+    check_test_classes(counts, classes, origin=path)
     number_of = {label: number for number, label in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
@@ -199,7 +221,7 @@ def find_shards(*, root: Path | str, classes: Classes, cache_dir: Path) -> Sourc
         )
         return dataset.keep_classes(classes)
 
-    return SourceSplits(origins, load).with_test_split()
+    return SourceSplits(origins, load, unused).with_test_split()
 
 
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
@@ -208,16 +230,37 @@ def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
     Args:
         folder: its path or address.
         suffix: of the files.
+
+    Raises:
+        ValueError: shards of a split have several of its names.
     """
+    # split → its name there ("val/" or "val-") → shards
+    named: dict[str, dict[str, list[str]]] = {split: {} for split in SPLIT_NAMES}
+    top = _glob_shards(folder, f"*{suffix}")
+    for split, names in SPLIT_NAMES.items():
+        # no more folders than these are looked into: others may hold very many images
+        for path in _glob_shards(folder, f"{names[0]}*/*{suffix}") + top:
+            relative = path[len(folder) :].lstrip("/")
+            # "valuable-0.tar" is not "val"
+            name, mark = re.match(r"([A-Za-z]*)(/?)", relative).groups()  # type: ignore[union-attr]
+            if name.lower() in names:
+                named[split].setdefault(name + mark, []).append(path)
+
+    splits = {}
+    for split, shards in named.items():
+        if len(shards) > 1:
+            text = f"{folder} holds shards named {' and '.join(map(repr, shards))}"
+            raise ValueError(f"{text}, all of the {split} split; name them alike")
+        for paths in shards.values():
+            splits[split] = paths
+    if not splits and top:
+        splits["train"] = top
+    return splits
+
+
+def _glob_shards(folder: str, pattern: str) -> list[str]:
     prefix = folder if remote.is_remote(folder) else glob.escape(folder)
-    splits = {
-        split: remote.list_files(f"{prefix}/{name}*/*{suffix}")
-        or remote.list_files(f"{prefix}/{name}*{suffix}")
-        for split, (name, *_) in SPLIT_NAMES.items()
-    }
-    if not any(splits.values()):
-        splits["train"] = remote.list_files(f"{prefix}/*{suffix}")
-    return {split: shards for split, shards in splits.items() if shards}
+    return remote.list_files(f"{prefix}/{pattern}")
 
 
 def _expand(pattern: str) -> list[str]:
@@ -257,24 +300,29 @@ def _index_cached(cache_folder: Path, path: str) -> _Shard:
     file = remote.find_file(path)
     cached = cache_folder / f"{file.digest}.json"
     try:
-        samples = [_Sample(*row) for row in read_json(cached)]
-    except (OSError, ValueError, TypeError):
+        rows, unused = read_json(cached)
+        samples = [_Sample(*row) for row in rows]
+        unused = {str(suffix): int(count) for suffix, count in unused.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         # there is none, or a damaged one
-        samples = _index(file)
+        samples, unused = _index(file)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cached, json.dumps(samples))
-    return _Shard(file, samples)
+        write_text(cached, json.dumps([samples, unused]))
+    return _Shard(file, samples, unused)
 
 
-def _index(file: StoredFile) -> list[_Sample]:
-    """The samples of a tar file, in its order.
+def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
+    """The samples of a tar file, in its order, and its other files by suffix.
 
     Raises:
-        ValueError: it is not a complete tar file, or an image has no label.
+        ValueError: it is not a complete tar file, an image has no label, or a key has two images or
+            labels.
     """
     # key → offset, size
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, str] = {}
+    unused: Counter[str] = Counter()
+    repeated: set[str] = set()
     try:
         with file.open() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
@@ -288,13 +336,17 @@ def _index(file: StoredFile) -> list[_Sample]:
                 folder, slash, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = folder + slash + stem
-                if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                if is_image_name(f"x.{suffix}") and "." not in suffix:
+                    repeated |= {key} & images.keys()
                     images[key] = (member.offset_data, member.size)
                 elif suffix == "cls":
+                    repeated |= {key} & labels.keys()
                     content = tar.extractfile(member)
                     # it is a regular file
                     assert content is not None
                     labels[key] = content.read(_LABEL_BYTES).decode().strip()
+                else:
+                    unused += count_suffixes([member.name])
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{file.path} is not a complete tar file: {error}") from error
 
@@ -304,4 +356,10 @@ def _index(file: StoredFile) -> list[_Sample]:
     for key in images:
         if not labels.get(key):
             raise ValueError(f"{file.path} has no label {key}.cls for the image {key}")
-    return [_Sample(key, labels[key], offset, size) for key, (offset, size) in images.items()]
+    if repeated:
+        text = f"{file.path} has two images or labels of the key {min(repeated)}"
+        raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
+    if without_image := len(labels.keys() - images.keys()):
+        unused["labels without an image"] = without_image
+    samples = [_Sample(key, labels[key], offset, size) for key, (offset, size) in images.items()]
+    return samples, dict(unused)

@@ -4,6 +4,7 @@ metadata files."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
     Classes,
     FileReader,
-    check_class_count,
+    check_classes,
     check_label,
+    check_test_classes,
+    count_suffixes,
     find_split_folders,
 )
 from vit.runtime.arguments import shorten
@@ -59,7 +63,9 @@ def list_tables(root: Path) -> list[Path]:
     return tables
 
 
-def find_tables(root: Path, tables: Sequence[Path], classes: Classes) -> SourceSplits:
+def find_tables(
+    root: Path, tables: Sequence[Path], classes: Classes, *, allow_outside: bool
+) -> SourceSplits:
     """The splits of tables.
 
     A row has a path (also filename, file_name) relative to the folder of the table, a label (also
@@ -70,24 +76,32 @@ def find_tables(root: Path, tables: Sequence[Path], classes: Classes) -> SourceS
         root: the folder of the table, or of the folders with one each.
         tables: CSV or JSON Lines files.
         classes: those to keep; None keeps all.
+        allow_outside: whether rows may name images outside `root`.
 
     Raises:
-        ValueError: a row is wrong, with its line number; or there are fewer than two classes.
+        ValueError: a row is wrong, with its line number; there are fewer than two classes; or a
+            class has no training images.
     """
     # split → (path, label) of its images
     rows: dict[str, list[tuple[str, str]]] = {}
     origins: dict[str, str] = {}
     paths: set[str] = set()
-    has_splits = False
+    has_splits: bool | None = None
     for table in tables:
-        folder = "" if table.parent == root else table.parent.name
         for line, row in _read_rows(table):
             written = str(next(row[name] for name in _PATH if name in row))
-            path = os.path.join(folder, written)
+            # one name for each file: "./a.png" is a.png
+            path = os.path.relpath(os.path.join(table.parent, written), root)
             label = next(row[name] for name in _LABEL if name in row)
             split, origin = _choose_split(row, path, table, line)
+            if has_splits not in (None, "split" in row):
+                text = "a split, which rows before have not" if "split" in row else "no split"
+                raise ValueError(f"{line} has {text}; give every row a split, or none")
             has_splits = "split" in row
 
+            if path.partition("/")[0] == ".." and not allow_outside:
+                text = f"{shorten(written)} is outside {root}"
+                raise ValueError(f"{line}: {text}; data.allow_outside=true reads it")
             if not os.path.isfile(root / path):
                 raise ValueError(f"{line}: {shorten(written)} is not a file below {table.parent}")
             if path in paths:
@@ -98,7 +112,9 @@ def find_tables(root: Path, tables: Sequence[Path], classes: Classes) -> SourceS
 
     labels = {label for split_rows in rows.values() for _, label in split_rows}
     class_names = tuple(sorted(labels))
-    check_class_count(class_names, origin=str(tables[0]))
+    check_classes(class_names, origin=str(tables[0]))
+    counts = {split: Counter(label for _, label in rows[split]) for split in rows}
+    check_test_classes(counts, classes, origin=str(tables[0]))
     number_of = {class_name: number for number, class_name in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
@@ -113,8 +129,23 @@ def find_tables(root: Path, tables: Sequence[Path], classes: Classes) -> SourceS
         return dataset.keep_classes(classes)
 
     # a table that names splits means what it says
-    source = SourceSplits(origins, load)
+    unused = _count_unlisted(root, paths, tables)
+    source = SourceSplits(origins, load, unused)
     return source if has_splits else source.with_test_split()
+
+
+def _count_unlisted(root: Path, paths: set[str], tables: Sequence[Path]) -> Counter[str]:
+    """What lies in the folders of the images, and isn't in the tables."""
+    unused: Counter[str] = Counter()
+    for folder in {os.path.dirname(path) for path in paths}:
+        with os.scandir(root / folder) as entries:
+            names = [entry.name for entry in entries if entry.is_file()]
+        others = [os.path.join(folder, name) for name in names]
+        others = [path for path in others if path not in paths and root / path not in tables]
+        images = [path for path in others if is_image_name(path)]
+        unused += count_suffixes(set(others) - set(images))
+        unused["images in no row of the table"] += len(images)
+    return +unused
 
 
 def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> tuple[str, str]:
@@ -146,7 +177,9 @@ def _read_rows(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, dict(zip(header, values, strict=True))
         return
 
-    for number, text in enumerate(read_text(table).splitlines(), start=1):
+    # not splitlines, which also cuts at characters that JSON holds as they are, such as U+2028
+    lines = read_text(table).removeprefix("\ufeff").split("\n")
+    for number, text in enumerate(lines, start=1):
         line = f"{table} line {number}"
         if text.strip():
             row = parse_json(text, origin=line)
