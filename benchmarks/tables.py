@@ -20,6 +20,7 @@ import attention_programs
 import evaluation
 import faithfulness
 import gpu
+import intervals
 import planted_evidence
 import step_cost
 import train_throughput
@@ -382,6 +383,7 @@ def build_tables() -> dict[str, str]:
         "explanation-speed": build_explanation_speed(load_results(attention_programs.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
+        "intervals": join_tables(intervals.build_table, intervals.NAME),
         "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
         "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),

@@ -99,7 +99,7 @@ def make_scores(count: int, num_classes: int) -> Scores:
 
 
 def measure_intervals(scores: Scores) -> Run:
-    return partial(compute_intervals, scores, resamples=100)
+    return partial(compute_intervals, scores)
 
 
 def score(count: int, num_classes: int) -> Run:

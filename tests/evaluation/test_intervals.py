@@ -1,13 +1,19 @@
-"""Bootstrap intervals have the width that theory gives them, and the same draw every time."""
+"""Intervals have the width that theory gives them, and hold the truth also where errors are few."""
 
 import time
 
 import numpy as np
 import pytest
+from scipy.stats import binom, binomtest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.metrics import (
+    Scores,
+    compute_metrics,
+    compute_proportion_interval,
+    score_logits,
+)
 
 
 def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredictions) -> None:
@@ -27,49 +33,81 @@ def test_interval_of_the_loss_has_the_width_of_the_central_limit(
     assert high - low == pytest.approx(2 * 1.96 * scores.loss.std() / np.sqrt(len(scores)), rel=0.1)
 
 
-def test_every_figure_has_an_interval_that_repeats(make_predictions: MakePredictions) -> None:
+def test_every_metric_has_an_interval_that_repeats(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions(300))
-    intervals = compute_intervals(scores, resamples=200)
+    intervals = compute_intervals(scores)
     assert intervals.keys() == compute_metrics(scores).keys()
-    assert intervals == compute_intervals(scores, resamples=200)
-    assert intervals != compute_intervals(scores, resamples=200, seed=1)
+    assert intervals == compute_intervals(scores)
 
 
-def test_intervals_hold_what_they_promise(make_predictions: MakePredictions) -> None:
-    """Of 100 draws of test images, about 95 intervals hold the accuracy on very many."""
-    truth = compute_metrics(score_logits(*make_predictions(200_000)))["top1"]
-    held = 0
-    for seed in range(100):
-        scores = score_logits(*make_predictions(300, seed=seed + 1))
-        low, high = compute_intervals(scores, resamples=200, seed=seed)["top1"]
-        held += low <= truth <= high
-    assert 88 <= held <= 100
+def test_the_interval_of_a_proportion_is_the_one_of_clopper_and_pearson() -> None:
+    lows, highs = compute_proportion_interval(np.array([0, 7, 100]), np.array([20, 9, 100]))
+    for successes, count, low, high in zip((0, 7, 100), (20, 9, 100), lows, highs, strict=True):
+        exact = binomtest(successes, count).proportion_ci()
+        assert (low, high) == pytest.approx((exact.low, exact.high))
+    # of no image nothing is known
+    assert compute_proportion_interval(np.array([0]), np.array([0])) == ([0.0], [1.0])
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.9, 0.98, 0.99, 0.999])
+@pytest.mark.parametrize("count", [20, 30, 100, 1000, 10_000])
+def test_at_least_95_of_100_intervals_of_an_accuracy_hold_it(accuracy: float, count: int) -> None:
+    correct = np.arange(count + 1)
+    low, high = compute_proportion_interval(correct, np.full(count + 1, count))
+    holds = (np.array(low) <= accuracy) & (accuracy <= np.array(high))
+    coverage = binom.pmf(correct, count, accuracy)[holds].sum()
+    assert coverage >= 0.95
+    if count * (1 - accuracy) >= 10:
+        # with fewer errors, one number of errors more or less is several per cent of all draws
+        assert coverage <= 0.98
+
+
+def test_an_evaluation_without_errors_may_still_have_met_luck() -> None:
+    labels = np.arange(100) % 10
+    scores = score_logits((20 * np.eye(10)[labels]).astype(np.float32), labels)
+    intervals = compute_intervals(scores)
+    # (1 - 0.9638)^100 = 2.5 %
+    assert intervals["top1"] == pytest.approx((0.9638, 1), abs=1e-4)
+    for name in ("macro_f1", "macro_precision", "macro_recall"):
+        assert intervals[name] == pytest.approx((0.9638, 1), abs=2e-3), name
+    # an error would cost about 20 nats, and of 100 images up to 3.7 are expected
+    assert intervals["loss"][1] == pytest.approx(0.037 * 20, rel=0.15)
+    assert intervals["ece"][1] > 0.02
+
+
+@pytest.mark.parametrize("accuracy", [0.8, 0.99])
+@pytest.mark.parametrize("count", [20, 100])
+def test_intervals_hold_the_truth_near_the_edge_too(accuracy: float, count: int) -> None:
+    """benchmarks/intervals.py measures the same to a per cent."""
+    generator = np.random.default_rng(0)
+    sharpness = {0.8: 5.26, 0.99: 104.0}[accuracy]
+
+    def draw(images: int) -> Scores:
+        logits = sharpness * generator.standard_normal((images, 10))
+        labels = (logits + generator.gumbel(size=logits.shape)).argmax(axis=1)
+        # twice as sure as it may be
+        return score_logits((2 * logits).astype(np.float32), labels)
+
+    truth = compute_metrics(draw(100_000))
+    assert truth["top1"] == pytest.approx(accuracy, abs=0.01)
+    intervals = [compute_intervals(draw(count)) for _ in range(40)]
+    for name, value in truth.items():
+        holds = sum(low <= value <= high for low, high in (each[name] for each in intervals))
+        # fewer of 95 %: once in 2,000 tests
+        assert holds >= 33, (name, holds)
 
 
 @pytest.mark.parametrize(("count", "classes"), [(12, 5), (200, 10), (1000, 10), (1000, 200)])
 def test_every_metric_lies_in_its_interval(
     make_predictions: MakePredictions, count: int, classes: int
 ) -> None:
-    """Resampling raises the calibration error of a calibrated model until every replicate lies
-    above it."""
+    """Noise raises the calibration error of a calibrated model above what its own test allows."""
     for seed in range(5):
         scores = score_logits(*make_predictions(count, classes, seed=seed))
-        metrics, intervals = compute_metrics(scores), compute_intervals(scores, resamples=200)
+        metrics, intervals = compute_metrics(scores), compute_intervals(scores)
         assert {
             name for name, (low, high) in intervals.items() if not 0 <= low <= metrics[name] <= high
         } == set()
-
-
-def test_the_interval_of_a_biased_metric_is_as_wide_as_it_varies(
-    make_predictions: MakePredictions,
-) -> None:
-    draws = [score_logits(*make_predictions(1000, seed=seed + 1)) for seed in range(100)]
-    values = [compute_metrics(scores) for scores in draws]
-    intervals = [compute_intervals(scores, resamples=200) for scores in draws[:50]]
-    for name in ("ece", "macro_f1"):
-        mean = np.mean([each[name] for each in values])
-        held = sum(low <= mean <= high for low, high in (each[name] for each in intervals))
-        assert held >= 44, (name, held)
 
 
 @pytest.mark.extended
@@ -77,4 +115,4 @@ def test_fifty_thousand_predictions_take_seconds(make_predictions: MakePredictio
     scores = score_logits(*make_predictions(50_000, 100))
     start = time.perf_counter()
     compute_intervals(scores)
-    assert time.perf_counter() - start < 20  # 1 s on a free core
+    assert time.perf_counter() - start < 2  # 0.1 s on a free core

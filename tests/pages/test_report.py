@@ -75,7 +75,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     wrong = np.flatnonzero(~scores.correct)
     evaluation = Evaluation(
         **metrics,
-        intervals=compute_intervals(scores, resamples=20),
+        intervals=compute_intervals(scores),
         per_class=compute_per_class(scores, names),
         reliability=compute_reliability(scores),
         calibration=Calibration(

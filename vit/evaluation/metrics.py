@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
+from scipy.special import betaincinv, log_softmax
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,6 +73,9 @@ class ClassMetrics:
     f1: float
     support: int
     predicted: int
+    # 95 %
+    precision_interval: tuple[float, float]
+    recall_interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
 
     # |mean confidence - accuracy| of a bin times its fraction of the images: its count cancels
     gaps = weights * (scores.confidence - scores.correct)
-    bin_gaps = np.bincount(_find_bins(scores.confidence), gaps, minlength=NUM_BINS)
+    bin_gaps = np.bincount(find_bins(scores.confidence), gaps, minlength=NUM_BINS)
     return {
         "top1": float(correct_weights.sum() / total),
         "top5": float(weights @ (scores.rank < 5) / total),
@@ -237,15 +240,45 @@ def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[Clas
     columns = precision_recall_fscore_support(
         scores.labels, scores.predicted, labels=range(scores.num_classes), zero_division=0
     )
+    support = np.bincount(scores.labels, minlength=scores.num_classes)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
-    rows = zip(class_names, *(column.tolist() for column in (*columns, predicted)), strict=True)
+    correct = np.bincount(scores.labels[scores.correct], minlength=scores.num_classes)
+    rows = zip(
+        class_names,
+        *(column.tolist() for column in (*columns, predicted)),
+        zip(*compute_proportion_interval(correct, predicted), strict=True),
+        zip(*compute_proportion_interval(correct, support), strict=True),
+        strict=True,
+    )
     return [ClassMetrics(*row) for row in rows]
+
+
+def compute_proportion_interval(successes: Ints, counts: Ints) -> tuple[list[float], list[float]]:
+    """95 % intervals of proportions, exact: of any true proportion, at least 95 % of samples have
+    an interval that holds it (Clopper & Pearson 1934).
+
+    Args:
+        successes: of each sample, [k].
+        counts: sizes of the samples, [k]; of none the interval is 0…1.
+
+    Returns:
+        The lower and the upper ends, k each.
+    """
+    tail = (1 - 0.95) / 2
+    failures = counts - successes
+    # the quantile is defined for positive parameters alone
+    low = betaincinv(np.maximum(successes, 1), failures + 1, tail)
+    high = betaincinv(successes + 1, np.maximum(failures, 1), 1 - tail)
+    return (
+        np.where(successes > 0, low, 0.0).tolist(),
+        np.where(failures > 0, high, 1.0).tolist(),
+    )
 
 
 def compute_reliability(scores: Scores) -> list[Bin]:
     """Mean confidence and accuracy of the images in 15 bins of confidence; 0 and 0 for an empty
     bin."""
-    bins = _find_bins(scores.confidence)
+    bins = find_bins(scores.confidence)
     counts = np.bincount(bins, minlength=NUM_BINS)
     divisors = np.maximum(counts, 1)
     confidence = np.bincount(bins, scores.confidence, minlength=NUM_BINS) / divisors
@@ -255,7 +288,8 @@ def compute_reliability(scores: Scores) -> list[Bin]:
     return [Bin(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _find_bins(confidence: Floats) -> Ints:
+def find_bins(confidence: Floats) -> Ints:
+    """The bin of each confidence, of 15 of equal width."""
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 

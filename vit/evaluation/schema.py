@@ -82,7 +82,7 @@ class Evaluation(BaseModel):
         title="Negative log-likelihood",
         description="mean cross-entropy after temperature scaling, nats",
     )
-    # 95 % bootstrap confidence interval of each of these
+    # 95 % confidence interval of each of these
     intervals: dict[str, tuple[float, float]]
     # every class of the model, in its order
     per_class: list[ClassMetrics]

@@ -1,0 +1,127 @@
+"""How often a 95 % interval of `vit evaluate` holds the true value, and how often `vit compare`
+calls no difference significant.
+
+    python benchmarks/intervals.py --output benchmarks/results     # 4 minutes on one core
+
+Test sets of 20 to 10,000 images of ten classes are drawn for models of known accuracy. A label is
+drawn from the model's own probabilities; half of the draws measure these, half the probabilities of
+logits twice as large, which are overconfident. Top-1 needs no draws: its coverage is a sum over the
+binomial distribution.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conditions import describe_conditions, write_result
+from scipy.optimize import brentq
+from scipy.special import softmax
+from scipy.stats import binom
+
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import (
+    Scores,
+    compute_metrics,
+    compute_proportion_interval,
+    score_logits,
+)
+
+NAME = "intervals"
+NUM_CLASSES = 10
+COUNTS = (20, 100, 1_000, 10_000)
+ACCURACIES = (0.5, 0.8, 0.9, 0.98, 0.99, 0.999)
+SIMULATED = ("loss", "brier", "macro_f1", "macro_recall", "ece")
+# images that a true value is computed from
+TRUTH_IMAGES = 300_000
+
+
+def find_sharpness(accuracy: float) -> float:
+    """The standard deviation of the logits of a calibrated model of this accuracy."""
+    noise = np.random.default_rng(0).standard_normal((20_000, NUM_CLASSES))
+
+    def difference(log_sharpness: float) -> float:
+        return float(softmax(np.exp(log_sharpness) * noise, axis=1).max(axis=1).mean()) - accuracy
+
+    return float(np.exp(brentq(difference, -3, 12)))
+
+
+def draw_scores(
+    count: int, *, sharpness: float, factor: float, generator: np.random.Generator
+) -> Scores:
+    """Scores of a model that multiplies calibrated logits by `factor`."""
+    logits = sharpness * generator.standard_normal((count, NUM_CLASSES))
+    labels = (logits + generator.gumbel(size=logits.shape)).argmax(axis=1)
+    return score_logits((factor * logits).astype(np.float32), labels)
+
+
+def compute_exact_coverage(count: int, accuracy: float) -> float:
+    """Of the interval of top-1."""
+    correct = np.arange(count + 1)
+    low, high = map(np.array, compute_proportion_interval(correct, np.full(count + 1, count)))
+    holds = (low <= accuracy) & (accuracy <= high)
+    return float(binom.pmf(correct, count, accuracy)[holds].sum())
+
+
+def measure_coverage(accuracy: float, draws: int) -> dict[int, dict[str, float]]:
+    """Fraction of test sets whose interval holds the true value, by images and metric."""
+    sharpness = find_sharpness(accuracy)
+    held: dict[int, dict[str, list[bool]]] = {count: defaultdict(list) for count in COUNTS}
+    for factor in (1.0, 2.0):
+        generator = np.random.default_rng(1)
+        truth = compute_metrics(
+            draw_scores(TRUTH_IMAGES, sharpness=sharpness, factor=factor, generator=generator)
+        )
+        for count in COUNTS:
+            # the largest take most of the time
+            for _ in range((draws if count < COUNTS[-1] else draws // 2) // 2):
+                scores = draw_scores(count, sharpness=sharpness, factor=factor, generator=generator)
+                intervals = compute_intervals(scores)
+                for name in SIMULATED:
+                    low, high = intervals[name]
+                    held[count][name].append(low <= truth[name] <= high)
+    return {
+        count: {
+            "top1": compute_exact_coverage(count, accuracy),
+            **{name: float(np.mean(values)) for name, values in by_metric.items()},
+        }
+        for count, by_metric in held.items()
+    }
+
+
+def build_table(result: dict[str, Any]) -> str:
+    """Coverage in per cent."""
+    lines = [
+        f"| accuracy | images | top-1 | {' | '.join(SIMULATED)} |",
+        f"|---|---|---|{'---|' * len(SIMULATED)}",
+    ]
+    for accuracy, by_count in result["coverage"].items():
+        for count, by_metric in by_count.items():
+            cells = " | ".join(f"{100 * by_metric[name]:.1f}" for name in ("top1", *SIMULATED))
+            lines.append(f"| {accuracy} | {int(count):,} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draws", type=int, default=500, help="test sets of each kind")
+    parser.add_argument("--output", type=Path, help="folder for intervals-<machine>.json")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    machine = describe_conditions("cpu")
+    coverage = {str(accuracy): measure_coverage(accuracy, options.draws) for accuracy in ACCURACIES}
+    result = {
+        "machine": machine,
+        "draws": options.draws,
+        "coverage": coverage,
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(build_table(result))
+    if options.output:
+        write_result(options.output, NAME, result)
+
+
+if __name__ == "__main__":
+    main()
