@@ -339,9 +339,9 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
         evaluations: two or more results of `vit.evaluate`, or directories that they were saved in.
 
     Returns:
-        The comparison: `.pairs` hold the difference in top-1 accuracy with its 95 % interval
-        (paired bootstrap) and the p-value of McNemar's test; in `.groups` seeds of one recipe are
-        one group.
+        The comparison: `.pairs` hold the difference in top-1 accuracy with its 95 % interval and
+        the p-value of McNemar's exact test; in `.groups` seeds of one recipe are one group, and
+        groups are compared by Welch's t-test over seeds.
 
     Raises:
         ValueError: fewer than two evaluations, or of different images.

@@ -1,5 +1,6 @@
 """Evaluations made up for a test."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,9 @@ def write_evaluation(
     fingerprint: str = "0" * 64,
     recipe: str | None = None,
     seed: int | None = None,
+    training_fingerprint: str | None = None,
+    tta: str | None = None,
+    model_sha256: str | None = None,
     reverse: bool = False,
 ) -> Path:
     """An evaluation directory of four classes in which the labels have the given ranks (0 is a
@@ -68,10 +72,11 @@ def write_evaluation(
         notes=[],
         fingerprint=fingerprint,
         model=name,
-        model_sha256="1" * 64,
+        model_sha256=model_sha256 or hashlib.sha256(name.encode()).hexdigest(),
+        training_fingerprint=training_fingerprint,
         recipe=recipe,
         seed=seed,
-        conditions={"precision": "float32", "device": "none"},
+        conditions={"precision": "float32", "device": "none", "tta": tta},
     )
     save_evaluation(directory / EVALUATION_FILE, evaluation)
     return directory

@@ -1,11 +1,12 @@
 """A comparison is paired, says how sure it is, and refuses what can't be compared."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import chi2
+from scipy.stats import binomtest
 
 from tests.evaluation.conftest import MakeEvaluation
 from vit.evaluation.comparison import (
@@ -14,7 +15,11 @@ from vit.evaluation.comparison import (
     group_seeds,
     load_evaluations,
 )
-from vit.evaluation.intervals import compute_mcnemar
+from vit.evaluation.intervals import (
+    compare_seeds,
+    compute_mcnemar,
+    compute_paired_interval,
+)
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
@@ -34,9 +39,49 @@ def test_mcnemar_of_cases_worked_by_hand() -> None:
     assert compute_mcnemar(7, 7) == 1.0
 
 
-def test_mcnemar_of_many_images_is_the_chi_square_and_joins_the_exact_one() -> None:
-    assert compute_mcnemar(600, 500) == pytest.approx(chi2.sf(99**2 / 1100, df=1))
-    assert compute_mcnemar(551, 450) == pytest.approx(compute_mcnemar(551, 449), rel=0.15)
+def test_mcnemar_is_the_binomial_test() -> None:
+    for only_a, only_b in ((3, 12), (600, 500), (60_000, 59_000)):
+        expected = binomtest(only_a, only_a + only_b).pvalue
+        assert compute_mcnemar(only_a, only_b) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_interval_holds_0_exactly_where_mcnemar_finds_nothing() -> None:
+    for only_a, only_b in product(range(40), range(40)):
+        low, high = compute_paired_interval(only_a, only_b, 1000)
+        is_significant = compute_mcnemar(only_a, only_b) < 0.05
+        assert is_significant == (low > 0 or high < 0), (only_a, only_b)
+
+
+@pytest.mark.parametrize(("num_a", "num_b"), [(2, 2), (3, 3), (2, 3), (1, 3), (5, 5)])
+@pytest.mark.parametrize("seed_effect", [0.0, 0.1])
+def test_two_recipes_that_are_alike_seldom_differ_significantly(
+    num_a: int, num_b: int, seed_effect: float
+) -> None:
+    """Of 400 comparisons at most 6 % would be 24; as many as 35 come by chance once in 500."""
+    rng = np.random.default_rng(0)
+
+    def train(num_seeds: int, difficulty: np.ndarray) -> np.ndarray:
+        """Seeds of a recipe with a taste of its own for images."""
+        taste = rng.normal(0, 0.5, len(difficulty))
+        seeds = rng.normal(0, seed_effect, (num_seeds, 1))
+        noise = rng.normal(0, 1, (num_seeds, len(difficulty)))
+        return (difficulty + taste + seeds + noise > 0).astype(float)
+
+    num_significant = 0
+    for _ in range(400):
+        difficulty = rng.normal(1.5, 1, 300)
+        p_value, (low, high) = compare_seeds(train(num_a, difficulty), train(num_b, difficulty))
+        assert (p_value < 0.05) == (low > 0 or high < 0)
+        num_significant += p_value < 0.05
+    assert num_significant <= 24
+
+
+def test_seeds_tell_a_large_difference() -> None:
+    rng = np.random.default_rng(0)
+    worse, better = ((rng.random((3, 1000)) < accuracy).astype(float) for accuracy in (0.8, 0.9))
+    p_value, (low, high) = compare_seeds(worse, better)
+    assert p_value < 0.01
+    assert low < 0.1 < high
 
 
 def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> None:
@@ -50,15 +95,20 @@ def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> No
     assert pair.p_value == pytest.approx(compute_mcnemar(1, 4))
     low, high = pair.interval
     assert low < pair.difference < high
-    # the images on which both agree cancel: far narrower than two separate intervals
-    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(5 / 400 - (3 / 400) ** 2) / 20, rel=0.15)
+    # the images on which both agree cancel: far narrower than two separate intervals. One image
+    # more is counted on each side
+    assert high - low == pytest.approx(
+        2 * 1.96 * np.sqrt((7 / 402 - (3 / 402) ** 2) / 402), rel=0.01
+    )
 
 
-def test_equal_predictions_differ_by_exactly_nothing(make_evaluation: MakeEvaluation) -> None:
+def test_equal_predictions_don_t_differ(make_evaluation: MakeEvaluation) -> None:
     pair = compare_groups(
         *group_seeds(load_evaluations([make_evaluation("a", RANKS), make_evaluation("b", RANKS)]))
     )
-    assert (pair.difference, pair.interval, pair.p_value) == (0.0, (0.0, 0.0), 1.0)
+    assert (pair.difference, pair.p_value, pair.is_significant) == (0.0, 1.0, False)
+    # 1.96 √2 / 402: other images might show one
+    assert pair.interval == pytest.approx((-0.0069, 0.0069), abs=1e-4)
     assert pair.recall_changes == []
 
 
@@ -89,7 +139,26 @@ def test_seeds_of_one_recipe_are_grouped_as_mean_and_deviation(
     assert second.deviation is None
     pair = compare_groups(first, second)
     assert pair.difference == pytest.approx(second.top1[0] - np.mean(tops))
-    assert pair.p_value is None
+    assert pair.test == "Welch's t-test over 3 and 1 seeds"
+
+
+@pytest.mark.parametrize("changed", [{"training_fingerprint": "9" * 64}, {"tta": "hflip"}])
+def test_other_training_images_or_conditions_are_no_seed(
+    make_evaluation: MakeEvaluation, changed: dict[str, str]
+) -> None:
+    first = make_evaluation("first", RANKS, recipe="r", seed=0)
+    second = make_evaluation("second", flip(RANKS, 3), recipe="r", seed=1, **changed)
+    groups = group_seeds(load_evaluations([first, second]))
+    assert [group.name for group in groups] == ["first", "second"]
+
+
+def test_one_model_file_is_named_as_such(make_evaluation: MakeEvaluation) -> None:
+    first = make_evaluation("first", RANKS, model_sha256="1" * 64)
+    second = make_evaluation("second", RANKS, model_sha256="1" * 64, tta="hflip")
+    other = make_evaluation("other", RANKS)
+    assert compare_evaluations([first, second, other]).notes == [
+        "first and second are evaluations of one model file"
+    ]
 
 
 def test_one_recipe_with_one_seed_twice_is_not_two_seeds(make_evaluation: MakeEvaluation) -> None:

@@ -1,6 +1,7 @@
 """`vit compare`: differences between evaluations, their significance, and the classes and images
 behind them."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,10 +24,10 @@ def compare(
     examples: Annotated[int, Option(min=0)] = 5,
     overwrite: bool = False,
 ) -> None:
-    """Compare evaluations on the same images: paired bootstrap and McNemar's test.
+    """Compare evaluations on the same images: McNemar's test, or Welch's t-test over seeds.
 
-    Runs of one recipe with different seeds are shown as mean ± standard deviation. Everything is
-    compared with the first.
+    Runs of one recipe on the same training images with different seeds are shown as mean ± standard
+    deviation. Everything is compared with the first.
 
     Args:
         evaluations: two or more directories of vit evaluate
@@ -43,6 +44,8 @@ def compare(
     comparison = api.compare(evaluations)
     console = build_console()
     console.print(_build_groups_table(comparison.groups))
+    for note in comparison.notes:
+        console.print(note, style="yellow")
     for pair in comparison.pairs:
         _show_pair(console, pair, examples=examples)
     if output is not None:
@@ -60,7 +63,8 @@ def _build_groups_table(groups: "Sequence[Group]") -> "Table":
         else:
             spread = f"± {group.deviation:.4f}"
         top1 = f"{group.top1.mean():.4f}"
-        rows.append((group.name, len(group.evaluations), top1, spread, f"{group.loss:.4f}"))
+        loss = f"{group.loss:.4f}" if math.isfinite(group.loss) else "–"
+        rows.append((group.name, len(group.evaluations), top1, spread, loss))
     evaluation = groups[0].evaluations[0].evaluation
     return build_table(
         rows,
@@ -71,14 +75,12 @@ def _build_groups_table(groups: "Sequence[Group]") -> "Table":
 
 def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     low, high = pair.interval
-    verdict = "significant (95 % interval without 0)"
-    if low <= 0 <= high:
-        verdict = "not significant (95 % interval holds 0)"
-    interval = f"95 % {low:+.4f} … {high:+.4f}"
-    if pair.p_value is not None:
-        interval += f", McNemar p = {pair.p_value:.2g}"
-    top1 = f"top-1 {pair.difference:+.4f} ({interval})"
-    console.print(f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}")
+    verdict = "significant" if pair.is_significant else "not significant"
+    top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f})"
+    console.print(
+        f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}"
+        f" ({pair.test}, p = {pair.p_value:.2g})"
+    )
 
     for change in pair.recall_changes[:examples]:
         recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"

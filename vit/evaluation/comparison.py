@@ -1,17 +1,24 @@
 """Evaluations on the same images: what differs between them, and whether more than by chance."""
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.intervals import compute_difference_interval, compute_mcnemar
+from vit.evaluation.intervals import (
+    SIGNIFICANCE,
+    compare_seeds,
+    compute_mcnemar,
+    compute_paired_interval,
+)
 from vit.evaluation.metrics import Floats
 from vit.evaluation.schema import (
     EVALUATION_FILE,
@@ -85,10 +92,13 @@ class Pair:
     b: str
     # top-1 of B minus top-1 of A; of several seeds the mean's
     difference: float
-    # 95 %, paired bootstrap over images, and over seeds where there are several
+    # 95 %; holds 0 where the difference is not significant
     interval: tuple[float, float]
-    # McNemar's test; None where a side has several seeds
-    p_value: float | None
+    # the name of the test
+    test: str
+    p_value: float
+    # p below 0.05
+    is_significant: bool
     # the largest first
     recall_changes: list[RecallChange]
     # images that every seed of A predicts correctly and none of B
@@ -102,6 +112,8 @@ class Comparison:
 
     groups: list[Group]
     pairs: list[Pair]
+    # what to know about these evaluations, in sentences
+    notes: list[str]
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write comparison.json: groups with their top-1 by seed, and pairs with all classes and
@@ -119,6 +131,7 @@ class Comparison:
                 }
                 for group in self.groups
             ],
+            "notes": self.notes,
             "pairs": [asdict(pair) for pair in self.pairs],
         }
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -138,10 +151,11 @@ def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) ->
     members = load_evaluations(evaluations)
     groups = group_seeds(members)
     if len(groups) > 1:
-        return Comparison(groups, [compare_groups(groups[0], other) for other in groups[1:]])
+        pairs = [compare_groups(groups[0], other) for other in groups[1:]]
+        return Comparison(groups, pairs, _list_notes(members))
     singles = [Group([member]) for member in members]
     pairs = [compare_groups(singles[0], other) for other in singles[1:]]
-    return Comparison(groups + singles, pairs)
+    return Comparison(groups + singles, pairs, _list_notes(members))
 
 
 def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
@@ -166,12 +180,21 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
 
 
 def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
-    """Put runs of one recipe with different seeds together; everything else stays by itself."""
-    by_recipe: dict[str, list[NamedEvaluation]] = defaultdict(list)
+    """Put runs of one recipe on the same training images, with different seeds and evaluated
+    alike, together; everything else stays by itself."""
+    by_origin: dict[tuple[object, ...], list[NamedEvaluation]] = defaultdict(list)
     for member in evaluations:
-        by_recipe[member.evaluation.recipe or member.name].append(member)
+        evaluation = member.evaluation
+        origin = (
+            evaluation.recipe or member.name,
+            evaluation.training_fingerprint,
+            evaluation.conditions.get("precision"),
+            evaluation.conditions.get("tta"),
+            evaluation.calibration is not None,
+        )
+        by_origin[origin].append(member)
     groups = []
-    for members in by_recipe.values():
+    for members in by_origin.values():
         seeds = {member.evaluation.seed for member in members}
         if len(seeds) == len(members) and None not in seeds:
             groups.append(Group(members))
@@ -184,21 +207,43 @@ def compare_groups(a: Group, b: Group) -> Pair:
     """Compare B with A on the same images."""
     mean_a = a.correct.mean(axis=0)
     mean_b = b.correct.mean(axis=0)
-    p_value = None
     if len(a.evaluations) == len(b.evaluations) == 1:
-        p_value = compute_mcnemar(int((mean_a > mean_b).sum()), int((mean_b > mean_a).sum()))
+        test = "McNemar's exact test"
+        only_a = int((mean_a > mean_b).sum())
+        only_b = int((mean_b > mean_a).sum())
+        p_value = compute_mcnemar(only_a, only_b)
+        interval = compute_paired_interval(only_a, only_b, len(mean_a))
+    else:
+        test = f"Welch's t-test over {len(a.evaluations)} and {len(b.evaluations)} seeds"
+        p_value, interval = compare_seeds(a.correct, b.correct)
     first = a.evaluations[0]
     ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
         b=b.name,
         difference=float((mean_b - mean_a).mean()),
-        interval=compute_difference_interval(a.correct, b.correct),
+        interval=interval,
+        test=test,
         p_value=p_value,
+        is_significant=p_value < SIGNIFICANCE,
         recall_changes=_find_recall_changes(first.labels, mean_a, mean_b),
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
     )
+
+
+def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
+    notes = [
+        f"{first.name} and {second.name} are evaluations of one model file"
+        for first, second in combinations(evaluations, 2)
+        if first.evaluation.model_sha256 == second.evaluation.model_sha256
+    ]
+    notes += [
+        f"{member.name} has no loss: the model's outputs are not all finite numbers"
+        for member in evaluations
+        if not math.isfinite(member.evaluation.loss)
+    ]
+    return notes
 
 
 def _name_result(result: EvaluationResult, name: str) -> NamedEvaluation:
@@ -216,6 +261,8 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
+    if not math.isfinite(evaluation.top1):
+        raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")
     path = directory / PREDICTIONS_FILE
     columns = load_predictions(path)
     ids = columns["path"]

@@ -184,6 +184,7 @@ def evaluate_bundle(
         model=bundle.name,
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
+        training_fingerprint=bundle.data.get("fingerprint"),
         recipe=_hash_recipe(bundle.config),
         seed=bundle.config.get("train", {}).get("seed"),
         conditions=_describe_conditions(predictor),

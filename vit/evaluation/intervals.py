@@ -1,12 +1,12 @@
-"""How sure a metric is, and a difference: 95 % intervals, and McNemar's test.
+"""How sure a metric is, and a difference: 95 % intervals, and tests.
 
-They say how far a metric varies with the choice of test images, not with the training seed.
+Intervals of metrics say how far a metric varies with the choice of test images, not with the training seed.
 Coverage, the fraction of test sets whose interval holds the true value, is measured by
 benchmarks/intervals.py.
 """
 
 import numpy as np
-from scipy.special import gammaincinv
+from scipy.special import bdtr, gammaincinv, ndtri, stdtr, stdtrit
 
 from vit.evaluation.metrics import (
     NUM_BINS,
@@ -17,14 +17,13 @@ from vit.evaluation.metrics import (
     compute_proportion_interval,
     find_bins,
 )
-from vit.runtime.bootstrap import compute_percentiles, draw_weights
 
-RESAMPLES = 1000
-_TAIL = (1 - 0.95) / 2
+# a difference is significant if chance alone makes one as large in fewer tests than this
+SIGNIFICANCE = 0.05
+_TAIL = SIGNIFICANCE / 2
+_NORMAL = float(ndtri(1 - _TAIL))
 # halvings, of a range of some times the calibration error
 _ECE_STEPS = 24
-# discordant images; above, the chi-square form agrees to three digits
-_MAX_EXACT = 1000
 
 
 def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
@@ -170,38 +169,8 @@ def _bound_ece(scores: Scores) -> tuple[float, float]:
     return low, high
 
 
-def compute_difference_interval(
-    correct_a: Floats, correct_b: Floats, *, resamples: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
-    """95 % percentile interval of top-1 of B minus A, from a paired bootstrap: images are drawn for
-    both together, seeds for each.
-
-    Args:
-        correct_a: whether each seed of A is correct on each image, [seeds, n].
-        correct_b: of B on the same images.
-        resamples: draws with replacement.
-        seed: of the draws.
-
-    Returns:
-        The lower and the upper end.
-    """
-    generator = np.random.default_rng(seed)
-    num_images = correct_a.shape[1]
-    differences = np.empty(resamples)
-    for index in range(resamples):
-        seeds_a = draw_weights(len(correct_a), generator) / len(correct_a)
-        seeds_b = draw_weights(len(correct_b), generator) / len(correct_b)
-        change = seeds_b @ correct_b - seeds_a @ correct_a
-        differences[index] = change @ draw_weights(num_images, generator) / num_images
-    low, high = compute_percentiles(differences)
-    return float(low), float(high)
-
-
 def compute_mcnemar(only_a: int, only_b: int) -> float:
-    """Compute McNemar's test (1947) that both models err equally often.
-
-    Exact binomial up to 1,000 discordant images, chi-square with Edwards' continuity correction
-    above.
+    """Compute McNemar's exact test (1947) that both models err equally often.
 
     Args:
         only_a: images that only A predicts correctly.
@@ -210,12 +179,73 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     Returns:
         The two-sided p-value.
     """
-    # takes a second, which other commands don't need
-    from scipy.stats import binomtest, chi2
+    # binomial: each of these images is as likely A's as B's
+    return min(2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)), 1.0)
 
-    discordant = only_a + only_b
-    if discordant == 0:
-        return 1.0
-    if discordant <= _MAX_EXACT:
-        return float(binomtest(only_a, discordant).pvalue)
-    return float(chi2.sf(max(abs(only_a - only_b) - 1, 0) ** 2 / discordant, df=1))
+
+def compute_paired_interval(only_a: int, only_b: int, count: int) -> tuple[float, float]:
+    """95 % interval of the accuracy of B minus that of A (Bonett & Price 2012, equation 3).
+
+    It agrees with McNemar's exact test: where that finds no difference, 0 is in the interval.
+
+    Args:
+        only_a, only_b: as of `compute_mcnemar`.
+        count: images.
+    """
+    share_a = (only_a + 1) / (count + 2)
+    share_b = (only_b + 1) / (count + 2)
+    difference = share_b - share_a
+    half = _NORMAL * np.sqrt((share_a + share_b - difference**2) / (count + 2))
+    low = max(float(difference - half), -1.0)
+    high = min(float(difference + half), 1.0)
+    if compute_mcnemar(only_a, only_b) >= SIGNIFICANCE:
+        return min(low, 0.0), max(high, 0.0)
+    return low, high
+
+
+def compare_seeds(correct_a: Floats, correct_b: Floats) -> tuple[float, tuple[float, float]]:
+    """Welch's t-test (1947) that two recipes are equally accurate, over training seeds and images.
+
+    The variance of the difference is that of each recipe's seeds, and that of the images on which
+    the means over seeds differ. What differs by both, seed and image, is in the first already. A
+    recipe of one seed is taken to vary as the other one.
+
+    Args:
+        correct_a: whether each seed of A is correct on each image, [seeds, n]; of A or B two or
+            more.
+        correct_b: of B on the same images.
+
+    Returns:
+        The two-sided p-value, and the 95 % interval of the accuracy of B minus that of A.
+    """
+    count = correct_a.shape[1]
+    changes = correct_b.mean(axis=0) - correct_a.mean(axis=0)
+    # (variance of the recipe's mean, its degrees of freedom)
+    terms: list[tuple[float, int]] = []
+    has_single_seed = 1 in (len(correct_a), len(correct_b))
+    seed_and_image = 0.0
+    for correct in (correct_a, correct_b):
+        if len(correct) == 1:
+            continue
+        # how much of a seed's variance is in the difference
+        share = 1 / len(correct)
+        if has_single_seed:
+            share += 1
+        noise = float(correct.var(axis=0, ddof=1).mean()) / count
+        # few seeds may agree by luck more than their errors on single images allow
+        variance = max(float(correct.mean(axis=1).var(ddof=1)), noise)
+        terms.append((share * variance, len(correct) - 1))
+        seed_and_image += share * noise
+
+    image_variance = float(changes.var(ddof=1)) / count - seed_and_image
+    terms.append((max(image_variance, 0.0), count - 1))
+    total = sum(variance for variance, _ in terms)
+    difference = float(changes.mean())
+    if total == 0:
+        return 1.0, (difference, difference)
+    # Satterthwaite's
+    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in terms)
+    error = np.sqrt(total)
+    half = float(stdtrit(freedom, 1 - _TAIL)) * error
+    p_value = 2 * float(stdtr(freedom, -abs(difference) / error))
+    return p_value, (difference - half, difference + half)

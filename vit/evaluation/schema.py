@@ -116,6 +116,8 @@ class Evaluation(BaseModel):
     model_sha256: str
     # of the training run: configuration and images that it began with
     run_id: str | None = None
+    # of the images that it was trained on
+    training_fingerprint: str | None = None
     # hash of the training configuration without seed and machine
     recipe: str | None
     # of the training run
