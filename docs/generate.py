@@ -58,7 +58,10 @@ def render_configuration() -> str:
                 "data",
                 "name",
             ):  # checked when the data is opened, against this table
-                kind = ", ".join(map(_code, FINDERS))
+                # one line for the sets of torchvision
+                names = (name.partition(":") for name in FINDERS)
+                kinds = dict.fromkeys(kind + (colon and ":NAME") for kind, colon, _ in names)
+                kind = ", ".join(map(_code, kinds))
             text += _row((f"`{section}.{name}`<br>{kind}", _code(field.default), description))
     return text
 

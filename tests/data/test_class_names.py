@@ -113,3 +113,21 @@ def test_the_model_file_keeps_them_for_all_that_follows(
     cli.succeed(
         "attention", tmp_path / "run", "--images", "2", "--device", "cpu", "-o", tmp_path / "maps"
     )
+
+
+def test_folders_of_wordnet_ids_show_words(make_folder: MakeFolder) -> None:
+    # crane is a bird and a machine; of the last id timm's table knows nothing
+    wnids = ("n02012849", "n03000684", "n03126707", "n99999999")
+    root = make_folder(*[f"{wnid}/{number}.png" for wnid in wnids for number in range(3)])
+    words = ("crane (n02012849)", "chain saw", "crane (n03126707)", "n99999999")
+
+    splits = open_dataset("folder", root=root)
+    assert splits.split("train").class_names == words
+    # a model keeps them, so that a part of the classes is named alike
+    assert splits.renamed_classes == dict(zip(wnids, words, strict=True))
+    chosen = open_dataset("folder", root=root, classes=["n03126707", "chain saw"])
+    assert chosen.split("train").class_names == ("chain saw", "crane")
+
+    # names of the user's come first
+    own = open_dataset("folder", root=root, class_names={wnids[1]: "saw"})
+    assert own.split("train").class_names == (wnids[0], "saw", *wnids[2:])

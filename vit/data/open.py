@@ -17,8 +17,22 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
-from vit.data.sources import folders, huggingface, named, remote, shards, tables
-from vit.data.sources.base import Root, describe_counts, read_words, resolve_class_names
+from vit.data.sources import (
+    folders,
+    huggingface,
+    named,
+    remote,
+    shards,
+    tables,
+    torchvision_sets,
+)
+from vit.data.sources.base import (
+    Root,
+    describe_counts,
+    find_wordnet_names,
+    read_words,
+    resolve_class_names,
+)
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import default_cache_dir
@@ -34,6 +48,7 @@ FINDERS: Mapping[str, Callable[..., SourceSplits]] = {
     "imagenet": named.find_imagenet,
     "imagenette": named.find_imagenette,
     "webdataset": shards.find_shards,
+    **torchvision_sets.FINDERS,
 }
 _NAMED_BY_ROOT = ("folder", "huggingface", "webdataset")
 SPLITS = ("train", "validation", "test", "all")
@@ -156,9 +171,12 @@ class DatasetSplits:
     def _load(self, split: str) -> ImageDataset:
         """A split that the data set has of its own."""
         dataset = self.source.load(split)
-        if self.class_names is None:
+        source = self.class_names
+        if source is None:
+            source = find_wordnet_names(dataset.class_names)
+        if not source:
             return dataset
-        names = resolve_class_names(dataset.class_names, self.class_names)
+        names = resolve_class_names(dataset.class_names, source)
         self.renamed_classes.update(zip(dataset.class_names, names, strict=True))
         return replace(dataset, class_names=names)
 
@@ -253,7 +271,8 @@ def find_kind(data: Path | str) -> str | None:
     anything else."""
     text = str(data)
     path = Path(data).expanduser()
-    if text in FINDERS and text not in _NAMED_BY_ROOT:
+    is_torchvision = text.startswith(torchvision_sets.PREFIX)
+    if is_torchvision or (text in FINDERS and text not in _NAMED_BY_ROOT):
         return text
     # a folder may be several of these: what is most particular comes first
     if remote.is_remote(text):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -253,6 +255,22 @@ def read_words(path: Path) -> dict[str, str]:
         if len(parts) == 2:
             words[parts[0]] = parts[1].split(",")[0].strip()
     return words
+
+
+def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
+    """Class → name in words, of synonyms the first, where all classes are WordNet ids: "chain saw"
+    for n03000684. Empty where they aren't; an id that timm's table lacks stays as it is."""
+    if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
+        return {}
+    # takes seconds to import
+    from timm.data import ImageNetInfo
+
+    table = ImageNetInfo()
+    words = {name: name for name in class_names}
+    for name in class_names:
+        with suppress(KeyError):
+            words[name] = table.label_name_to_description(name).split(",")[0].strip()
+    return dict(zip(words, deduplicate(words), strict=True))
 
 
 def resolve_class_names(

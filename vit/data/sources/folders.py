@@ -1,5 +1,5 @@
 """Image folders: root/<split>/<class>/* or root/<class>/*, unless there is a table of the
-images."""
+images, or idx files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from vit.data.sources.base import (
     count_suffixes,
     describe_counts,
     find_split_folders,
+    find_wordnet_names,
 )
+from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.tables import find_tables, is_table, list_tables
 from vit.runtime.arguments import shorten
 
@@ -29,7 +31,7 @@ from vit.runtime.arguments import shorten
 def find_folder(
     *, root: Path | str, classes: Classes, cache_dir: Path, allow_outside: bool = False
 ) -> SourceSplits:
-    """The splits below a folder of the user's own images, or of a table of them.
+    """The splits of a folder of the user's own images, of a table of them, or of idx files.
 
     Args:
         root: the folder or the table.
@@ -45,6 +47,9 @@ def find_folder(
     if tables:
         folder = path if path.is_dir() else path.parent
         return find_tables(folder, tables, classes, allow_outside=allow_outside)
+    idx_files = list_idx(path)
+    if idx_files:
+        return find_idx("folder", idx_files, classes)
     return find_class_folders("folder", path, classes)
 
 
@@ -76,7 +81,9 @@ def find_class_folders(
     # the training images say which classes there are
     first = folders.get("train") or next(iter(folders.values()))
     all_classes = list_classes(first)
-    class_folders = choose_classes(all_classes, classes, aliases=aliases)
+    # data.classes may name them in words, too
+    words = find_wordnet_names(all_classes) if classes and aliases is None else aliases
+    class_folders = choose_classes(all_classes, classes, aliases=words)
     check_classes(class_folders, origin=f"{first}/<class>/<image>{_suggest_folder(first)}")
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)

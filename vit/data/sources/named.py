@@ -61,7 +61,7 @@ def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> S
     from torchvision import datasets
 
     dataset_class = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    folder = _choose_folder(name, root)
+    folder = choose_folder(name, root)
     # a folder of images would be taken for a download that broke off
     if root is not None and "train" in find_split_folders(folder):
         text = f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
@@ -70,7 +70,7 @@ def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> S
     def load(split: str) -> ImageDataset:
         open_published = partial(dataset_class, folder, train=split == "train")
         archive = f"{dataset_class.filename} (from {dataset_class.url})"
-        published = _open_or_download(open_published, name, folder, archive)
+        published = open_or_download(open_published, name, folder, archive)
         labels = np.array(published.targets)
         return _make_dataset(name, split, published.data, labels, published.classes).keep_classes(
             classes
@@ -84,7 +84,7 @@ def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> S
 def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
     """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
     split."""
-    folder = _choose_folder("imagenette", root)
+    folder = choose_folder("imagenette", root)
     # unpacked where it was downloaded to, or the folder itself
     for copy in (folder, *sorted(folder.glob("imagenette2*"))):
         if copy.is_dir() and {"train", "validation"} <= find_split_folders(copy).keys():
@@ -93,7 +93,7 @@ def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceS
     # takes seconds to import
     from torchvision.datasets import Imagenette
 
-    _open_or_download(
+    open_or_download(
         partial(Imagenette, folder, size="320px"),
         "imagenette",
         folder,
@@ -141,14 +141,14 @@ def _make_dataset(
     )
 
 
-def _choose_folder(name: str, root: Root) -> Path:
+def choose_folder(name: str, root: Root) -> Path:
     """Where a published set is, or will be."""
     if root is None:
         return default_cache_dir() / "downloads" / name
     return check_root(root)
 
 
-def _open_or_download(
+def open_or_download(
     open_published: Callable[..., Any], name: str, folder: Path, archive: str
 ) -> Any:
     """torchvision's data set from `folder`, downloaded (with its checksum) where it isn't there
@@ -163,6 +163,9 @@ def _open_or_download(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open_published(download=True)
-    except (RuntimeError, OSError) as error:
+    # ValueError: torchvision knows no address any more
+    except (RuntimeError, OSError, ValueError) as error:
         hint = f"by hand: put {archive} into {folder} and start again, or point data.root at a copy"
-        raise OSError(f"{name} could not be downloaded ({error}); {hint}") from error
+        # torchvision says several lines, one a mirror
+        reason = " ".join(str(error).split())
+        raise OSError(f"{name} could not be downloaded ({reason}); {hint}") from error

@@ -65,7 +65,7 @@ def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> Sour
         names = class_names or getattr(part, "classes", None)
         if "train" in datasets:
             names = names or datasets["train"].class_names
-        datasets[split] = _open(part, split, names)
+        datasets[split] = read_map_style(part, split, names)
 
     train = datasets["train"]
     validation = datasets.get("validation", train)
@@ -78,7 +78,8 @@ def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> Sour
     )
 
 
-def _open(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageDataset:
+def read_map_style(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageDataset:
+    """The images of one split, as `find_python_objects` takes them; each is read once."""
     if isinstance(dataset, tuple) and len(dataset) == 2:
         images, labels = dataset
         if len(images) != len(labels):

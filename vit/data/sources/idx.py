@@ -1,0 +1,105 @@
+"""idx files, in which MNIST and its successors are published: train-images-idx3-ubyte.gz and so
+on."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.sources.base import ArrayReader, Classes
+
+_IMAGES_FILE = re.compile(r"(train|t10k|test)-images[-.]idx3-ubyte(?:\.gz)?")
+_SPLIT_OF = {"train": "train", "t10k": "test", "test": "test"}
+
+
+def list_idx(folder: Path) -> dict[str, Path]:
+    """Split → the idx file of its images, for those that lie in `folder`."""
+    matches = {path: _IMAGES_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())}
+    return {_SPLIT_OF[match[1]]: path for path, match in matches.items() if match}
+
+
+def find_idx(
+    name: str, files: dict[str, Path], classes: Classes, *, class_names: Sequence[str] | None = None
+) -> SourceSplits:
+    """The splits of idx files.
+
+    Args:
+        name: the data.name.
+        files: split → the file of its images, with that of its labels beside it.
+        classes: those to keep, by name; None keeps all.
+        class_names: in the order of the labels; None calls them by their numbers.
+
+    Raises:
+        ValueError: a file is damaged, or images and labels don't fit.
+        FileNotFoundError: the labels are missing.
+    """
+
+    def load(split: str) -> ImageDataset:
+        images = read_idx(files[split], dimensions=3)
+        labels = _read_labels(files[split])
+        if len(images) != len(labels):
+            text = f"{len(images)} images, and the file of labels {len(labels)} labels"
+            raise ValueError(f"{files[split]} holds {text}")
+
+        names = class_names
+        if names is None:
+            # the training labels say which classes there are
+            training_labels = _read_labels(files.get("train", files[split]))
+            names = [str(number) for number in range(training_labels.max(initial=0) + 1)]
+        if labels.max(initial=0) >= len(names):
+            text = f"label {labels.max()}, and there are {len(names)} classes"
+            raise ValueError(f"the {split} split of {files[split].parent} holds {text}")
+
+        dataset = ImageDataset(
+            name=name,
+            class_names=tuple(names),
+            labels=labels,
+            ids=[f"{split}/{index:05d}" for index in range(len(images))],
+            reader=ArrayReader(images[..., None].repeat(3, axis=-1)),
+        )
+        return dataset.keep_classes(classes)
+
+    return SourceSplits({split: path.name for split, path in files.items()}, load)
+
+
+def _read_labels(images_file: Path) -> np.ndarray:
+    """The labels beside a file of images, int64 [n]."""
+    name = images_file.name.replace("images", "labels").replace("idx3", "idx1")
+    return read_idx(images_file.with_name(name), dimensions=1).astype(np.int64)
+
+
+def read_idx(path: Path, *, dimensions: int) -> np.ndarray:
+    """The bytes of an idx file, plain or .gz, uint8 of its shape.
+
+    The format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each as a big-endian
+    32-bit number, then the values.
+
+    Args:
+        path: the file.
+        dimensions: 3 for images, 1 for labels.
+
+    Raises:
+        ValueError: it isn't such a file, or is cut off.
+    """
+    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with open_file(path, "rb") as file:
+            header = file.read(4 + 4 * dimensions)
+            shape = np.frombuffer(header, dtype=">u4", offset=4).tolist()
+            is_idx = header[:4] == bytes([0, 0, 8, dimensions]) and len(shape) == dimensions
+            # a byte more shows that the header is of another file
+            content = file.read(math.prod(shape) + 1) if is_idx else b""
+    except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete idx file: {error}") from error
+    if not is_idx or len(content) != math.prod(shape):
+        text = f"is not a complete idx file of unsigned bytes in {dimensions} dimensions"
+        raise ValueError(f"{path} {text}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
