@@ -2,14 +2,17 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
 from vit.runtime.arguments import first_line
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class CompiledFunction:
+
+class CompiledFunction(Generic[P, T]):
     """A function compiled by torch, or as it is where torch can't compile it: without a C++
     compiler, without Python's headers, for an operation that its compiler doesn't know.
 
@@ -17,19 +20,19 @@ class CompiledFunction:
         function: what it computes is differentiated; its backward pass is compiled with it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[P, T]) -> None:
         self._original = function
         # from the third image size on torch would make sizes symbols, which a CUDA graph can't have
         self._function = torch.compile(function, dynamic=False)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._function is self._original:
-            return self._original(*arguments)
+            return self._original(*args, **kwargs)
         try:
             # else the backward pass is compiled in the backward pass, when it is too late to do
             # without
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # type: ignore[attr-defined]
-                return self._function(*arguments)
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                return self._function(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -40,4 +43,4 @@ class CompiledFunction:
                 "training goes on without it",
                 stacklevel=2,
             )
-            return self._original(*arguments)
+            return self._original(*args, **kwargs)
