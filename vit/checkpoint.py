@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -98,7 +98,9 @@ class CheckpointStore:
             # one that is no file, or is damaged all the same
             with suppress(OSError, ValueError):
                 if compute_sha256(path).startswith(digits):
-                    return cast(dict[str, Any], read_tensors(path))
+                    state = read_tensors(path)
+                    if isinstance(state, dict):
+                        return state
         return None
 
     def _list(self) -> list[tuple[int, Path]]:

@@ -633,7 +633,7 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
     bundle, items = make_bundle(), make_items(["a"])
     settings = ExplainOptions(methods=("rollout", "gae", "cdam"), sanity_checks=False)
     for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
-        gallery = Gallery(CLASSES, num_images=1, best_method=best)
+        gallery = Gallery(bundle, num_images=1, best_method=best)
         explain_with(bundle, items, settings, gallery.add, token_bytes=gallery.token_bytes)
         gallery.write(tmp_path / "gallery.html", title="best")
         open_page(browser, tmp_path / "gallery.html")
@@ -663,7 +663,7 @@ def test_the_first_of_two_hundred_photos_is_there_in_three_seconds(browser, tmp_
     bundle = make_bundle(size=224, patch=16, depth=12, heads=12)
     settings, gallery = (
         ExplainOptions(methods=("rollout", "gae"), sanity_checks=False),
-        Gallery(CLASSES, num_images=200),
+        Gallery(bundle, num_images=200),
     )
     items = make_items(["a", "b"], size=(640, 480))
     explain_with(bundle, items, settings, gallery.add, token_bytes=gallery.token_bytes)

@@ -361,12 +361,17 @@ def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> 
     digests = (hashlib.blake2b(text.encode(errors="surrogateescape")).digest() for text in texts)
     ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
 
-    mask = np.zeros(len(dataset), dtype=bool)
+    # at least one image, but never all of a class
+    class_sizes = np.bincount(dataset.labels)
+    num_chosen = np.maximum(np.rint(fraction * class_sizes), fraction > 0)
+    num_chosen = np.minimum(num_chosen, class_sizes - 1)
+
     # class by class, each by rank
     order = np.lexsort((ranks, dataset.labels))
-    class_ends = np.cumsum(np.bincount(dataset.labels))
-    for members in np.split(order, class_ends[:-1]):
-        # at least one image, but never all of a class
-        num_chosen = max(round(fraction * len(members)), int(fraction > 0))
-        mask[members[: min(num_chosen, len(members) - 1)]] = True
+    labels = dataset.labels[order]
+    class_starts = np.cumsum(class_sizes) - class_sizes
+    rank_in_class = np.arange(len(dataset)) - class_starts[labels]
+
+    mask = np.zeros(len(dataset), dtype=bool)
+    mask[order] = rank_in_class < num_chosen[labels]
     return mask

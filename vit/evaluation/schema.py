@@ -226,7 +226,8 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
     for line, row in table:
         if len(row) != len(COLUMNS):
             raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
-        if not row[-1].isdecimal():
+        # the number of a class
+        if not row[-1].isdecimal() or len(row[-1]) > 9:
             raise ValueError(f"{line}: rank {shorten(row[-1])!r} is not a number; evaluate again")
         rows.append(row)
     return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}

@@ -341,7 +341,7 @@ def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
     assert found.targets.shape == (3, 3)
     assert found.paths == ["image-00000", "image-00001", "image-00002"]
     options = MapOptions(layer=0, head=1)
-    head = explain(bundle, pixels[0], methods="raw", options=options)
+    head = explain(bundle, pixels[0], methods="raw", map_options=options)
     assert head.maps["raw"].shape == (1, 4, 4)
 
 
