@@ -19,7 +19,7 @@ from vit.options import ExplainOptions
 MODELS = {
     "4×4 patches, each left out": {"reg_tokens": 1},
     "6×6 patches, by the removal gradient": {"img_size": 24, "global_pool": "avg"},
-    "attention pooling": {"global_pool": "attention", "mlp": "relu2"},
+    "squared ReLU": {"mlp": "relu2"},
 }
 SETTINGS = {
     "every method": ExplainOptions(sanity_checks=True, methods=tuple(METHODS), batch_size=2),
@@ -42,7 +42,7 @@ SETTINGS = {
 }
 CASES = [
     ("4×4 patches, each left out", "three classes"),
-    ("attention pooling", "every method"),
+    ("squared ReLU", "every method"),
     *(
         pytest.param(model, name, marks=pytest.mark.extended)
         for model, name in [

@@ -173,7 +173,9 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         import datasets
     except ImportError as error:
         hint = "pip install 'vit-pipeline[datasets]'"
-        raise ValueError(f"data.root {root} can't be read: {error}; {hint}") from error
+        raise ValueError(
+            f"data.root {root} is read by the library datasets, which is not installed: {hint}"
+        ) from error
 
     path = Path(root).expanduser()
     parquet = _list_parquet(path)
