@@ -128,6 +128,7 @@ def evaluate(
     root: str | Path | None = None,
     split: str | None = None,
     calibrate: bool = False,
+    in_place: bool = False,
     corruptions: bool = False,
     tta: str = "none",
     num_examples: int = 16,
@@ -144,7 +145,10 @@ def evaluate(
         root: where the data set that `data` names is. None: its usual place.
         split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without
             one.
-        calibrate: fit a temperature on the validation split and keep it in the model file.
+        calibrate: fit a temperature on one half of the validation split, and keep it if it lowers
+            the loss of the other half beyond noise, and the other way round. `.save` writes the
+            model file with it.
+        in_place: write the temperature into the model file at once.
         corruptions: measure the accuracy also under the fifteen corruptions of ImageNet-C at five
             severities.
         tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its

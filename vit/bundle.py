@@ -232,10 +232,12 @@ def save_bundle(
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 
-def update_metadata(path: Path, values: Values) -> None:
-    """Set metadata values (a fitted temperature, say) in the model file at `path`, atomically."""
+def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
+    """Set metadata values (a fitted temperature, say) in the model file at `path`, atomically, or
+    in a copy of it at `target`."""
     content = read_model_file(path)
-    write_model_file(path, dataclasses.replace(content, metadata={**content.metadata, **values}))
+    metadata = {**content.metadata, **values}
+    write_model_file(target or path, dataclasses.replace(content, metadata=metadata))
 
 
 def collect_versions() -> dict[str, str]:

@@ -66,7 +66,8 @@ class EvaluateOptions(DataOptions):
     """On what `vit evaluate` measures a model, and what it measures.
 
     Args:
-        calibrate: fit a temperature on the validation split, into the model file
+        calibrate: fit a temperature on the validation split; kept where it helps on other images
+        in_place: write the temperature into the model file, not into a copy in the output directory
         corruptions: accuracy under the fifteen corruptions of ImageNet-C at five severities
         tta: test-time augmentation; none, or hflip: mean logits of the image and its mirror image
         num_examples: errors, uncertain predictions and label errors to show, of each
@@ -76,6 +77,7 @@ class EvaluateOptions(DataOptions):
     """
 
     calibrate: bool = False
+    in_place: bool = False
     corruptions: bool = False
     tta: str = "none"
     num_examples: Annotated[int, Option(flag="--pictures", min=0)] = 16

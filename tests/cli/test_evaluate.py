@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,26 +173,65 @@ def test_class_names_in_another_order_are_matched_by_name(
     )
 
 
-def test_calibration_is_kept_in_the_model_and_moves_no_prediction(
+def test_a_temperature_of_too_few_images_is_not_kept(
     evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
-    before = load_bundle(model_file)
+    code, out, _ = evaluate(model_file, "--output", tmp_path / "out", "--calibrate")
+    assert code == 0
+    assert "images (validation) are too few to check a temperature" in " ".join(out.split())
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["calibration"] is None
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
+    evaluate: Evaluate, cli: Launcher, model_file: Path, root: Path, tmp_path: Path
+) -> None:
+    # 36 validation images, and a model that is far too sure
+    shutil.rmtree(root / "train")
+    write_images(root, split="train", first_seed=0, count=40)
+    bundle = load_bundle(model_file)
+    head = bundle.model.head
+    head.weight.data *= 30
+    save_bundle(
+        model_file,
+        bundle.model,
+        preprocess=bundle.preprocess,
+        class_names=CLASSES,
+        config=bundle.config,
+        data=bundle.data,
+    )
+    before = model_file.read_bytes()
     assert evaluate(model_file, "--output", tmp_path / "plain")[0] == 0
-    assert evaluate(model_file, "--output", tmp_path / "first", "--calibrate")[0] == 0
-    after = load_bundle(model_file)
+    code, out, _ = evaluate(model_file, "--output", tmp_path / "first", "--calibrate")
+    assert code == 0
+    assert model_file.read_bytes() == before
+    calibrated = load_bundle(tmp_path / "first" / "model.safetensors")
     plain, first = (
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first")
     )
-    assert after.temperature == first["calibration"]["temperature"] != 1
-    assert first["model_sha256"] == after.sha256 != before.sha256
-    assert first["calibration"]["fitted_on"]["split"] == "validation"
+    assert calibrated.temperature == first["calibration"]["temperature"] != 1
+    assert first["model_sha256"] == calibrated.sha256 != plain["model_sha256"]
+    fitted_on = first["calibration"]["fitted_on"]
+    assert fitted_on["split"] == "validation"
+    assert fitted_on["loss_after"] < fitted_on["loss_before"]
     assert first["calibration"]["before"]["ece"] == plain["ece"]
     assert first["calibration"]["after"]["nll"] == first["nll"] < plain["nll"]
     assert (first["top1"], first["loss"]) == (plain["top1"], plain["loss"])
     assert plain["calibration"] is None
-    # it is the model's now: without the option the metrics are the same
-    assert evaluate(model_file, "--output", tmp_path / "second")[0] == 0
-    assert json.loads((tmp_path / "second" / "evaluation.json").read_text())["ece"] == first["ece"]
+    sentence = f"calibrated: temperature {calibrated.temperature:.3f}, fitted on"
+    assert sentence in " ".join(out.split())
+    assert sentence in (tmp_path / "first" / "report.html").read_text()
+    info = cli.succeed("info", tmp_path / "first" / "model.safetensors").text
+    assert f"{calibrated.temperature:.4f}" in info
+    # the directory of an evaluation isn't replaced with the model in it
+    again = (tmp_path / "first", "--output", tmp_path / "first", "--overwrite")
+    assert "holds the evaluated model" in evaluate(*again)[2]
+
+    assert (
+        evaluate(model_file, "--output", tmp_path / "second", "--calibrate", "--in-place")[0] == 0
+    )
+    assert load_bundle(model_file).temperature == calibrated.temperature
+    assert not (tmp_path / "second" / "model.safetensors").exists()
 
 
 @pytest.mark.chaos

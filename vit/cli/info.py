@@ -42,7 +42,17 @@ def _describe_model(source: str) -> dict[str, object]:
         "parameters": f"{num_parameters:,}",
         "classes": shorten(", ".join(bundle.class_names)),
     }
-    for section in ("architecture", "module", "preprocess", "data", "versions"):
+    if "temperature" in bundle.metadata:
+        shown["temperature"] = f"{bundle.temperature:.4f}"
+    sections = (
+        "temperature_fitted_on",
+        "architecture",
+        "module",
+        "preprocess",
+        "data",
+        "versions",
+    )
+    for section in sections:
         for key, value in bundle.metadata.get(section, {}).items():
             shown[f"{section}.{key}"] = value
     shown["sha256"] = bundle.sha256

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.bundle import Bundle, collect_versions
-from vit.evaluation.calibration import calibrate, measure_calibration
+from vit.bundle import MODEL_FILE, Bundle, collect_versions
+from vit.evaluation.calibration import (
+    calibrate,
+    find_model_file,
+    measure_calibration,
+    save_temperature,
+)
 from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
@@ -76,9 +81,12 @@ class EvaluationResult:
     # of several processes the one that writes files
     is_main: bool = True
     render_pages: RenderPages | None = None
+    # a temperature that is in no model file yet: `save` writes one
+    has_new_temperature: bool = False
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write evaluation.json (last), predictions.csv, confusion.png and the pages.
+        """Write evaluation.json (last), predictions.csv, confusion.png and the pages, and where a
+        temperature was fitted, the model file with it.
 
         Args:
             directory: a new or empty directory.
@@ -86,9 +94,12 @@ class EvaluationResult:
 
         Raises:
             FileExistsError: it holds files, and `overwrite` is not set or they are not ours.
+            ValueError: it holds the evaluated model.
         """
         if not self.is_main:
             return
+        if Path(self.bundle.name).resolve().is_relative_to(Path(directory).resolve()):
+            raise ValueError(f"{directory} holds the evaluated model; choose another --output")
         # before anything is written: a page that fails leaves no directory
         pages = self.render_pages(self) if self.render_pages else {}
         output = prepare_output(Path(directory), overwrite=overwrite)
@@ -100,7 +111,12 @@ class EvaluationResult:
         write_atomically(output / "confusion.png", partial(figure.savefig, format="png", dpi=120))
         for name, text in pages.items():
             write_text(output / name, text)
-        save_evaluation(output / EVALUATION_FILE, self.evaluation)
+        evaluation = self.evaluation
+        if self.has_new_temperature:
+            # it is an evaluation of this file
+            sha256 = save_temperature(self.bundle, output / MODEL_FILE)
+            evaluation = evaluation.model_copy(update={"model_sha256": sha256})
+        save_evaluation(output / EVALUATION_FILE, evaluation)
 
 
 def evaluate_bundle(
@@ -116,7 +132,7 @@ def evaluate_bundle(
     Args:
         bundle: the model, on its device.
         images: to measure on.
-        validation: fit a temperature on these first, and keep it in the model file.
+        validation: fit a temperature on these first, and keep it if it helps.
         options: what is measured, and how.
         render_pages: makes the pages that `save` writes.
 
@@ -130,9 +146,20 @@ def evaluate_bundle(
         precision=options.precision,
         tta=options.tta,
     )
+    notes = list(images.dataset.notes)
+    has_new_temperature = False
     if validation is not None:
+        model_file = find_model_file(bundle)
         validation_logits = _predict(predictor, validation, title="calibrating")
-        bundle = calibrate(bundle, validation_logits, validation)
+        calibrated, sentence = calibrate(bundle, validation_logits, validation)
+        notes.append(sentence)
+        has_new_temperature = calibrated is not bundle
+        bundle = calibrated
+        if has_new_temperature and options.in_place:
+            if process.is_main:
+                bundle = replace(bundle, sha256=save_temperature(bundle, model_file))
+            bundle = replace(bundle, sha256=process.broadcast(bundle.sha256))
+            has_new_temperature = False
     logits = _predict(predictor, images, title="evaluating")
 
     corruptions = None
@@ -179,7 +206,7 @@ def evaluate_bundle(
         cost=cost,
         data=dataset.name,
         split=dataset.split,
-        notes=list(dataset.notes),
+        notes=notes,
         fingerprint=dataset.fingerprint,
         model=bundle.name,
         model_sha256=bundle.sha256,
@@ -196,6 +223,7 @@ def evaluate_bundle(
         bundle=bundle,
         is_main=process.is_main,
         render_pages=render_pages,
+        has_new_temperature=has_new_temperature,
     )
 
 

@@ -191,7 +191,7 @@ class _Schema(BaseModel):
     data: Mapping[str, Any]
     versions: dict[str, str] = {}
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
-    temperature_fitted_on: dict[str, str | int] = {}
+    temperature_fitted_on: dict[str, str | int | float] = {}
     run_id: str | None = None
 
 
