@@ -333,3 +333,19 @@ def test_progress_is_shown_on_standard_error_only(
 ) -> None:
     build(array_source, cache, progress=True)
     assert capfd.readouterr().out == ""
+
+
+def test_pixels_of_the_same_size_and_time_are_seen_to_be_others(
+    make_folder: MakeFolder, cache: Path
+) -> None:
+    root = make_folder("cat/0.bmp", "dog/0.bmp")
+    source = open_dataset("folder", root=root).split("all")
+    before = build(source, cache)
+    file = root / "cat" / "0.bmp"
+    stat = file.stat()
+    with Image.open(file) as image:
+        inverted = Image.fromarray(255 - np.asarray(image))
+    inverted.save(file)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert (build(source, cache).pixels != before.pixels).any()

@@ -3,6 +3,7 @@ out."""
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -267,3 +268,39 @@ def test_options_of_onnx_are_refused_elsewhere(
     assert "options of onnx" in cli.fail(
         "export", model_file, "--to", "timm", "--output", tmp_path / "out", *option
     )
+
+
+def test_the_exported_program_reads_what_vit_reads_and_goes_on(
+    folder: Path, tmp_path: Path, cli: Launcher, model_file: Path
+) -> None:
+    image = Image.fromarray(load_sample_images().images[0][:40, :60])
+    # Pillow would start gs, the first of PATH, for a file of PostScript
+    image.save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.jpg")
+    image.convert("F").save(tmp_path / "b.tif")
+    image.save(tmp_path / "c.png")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+
+    paths = [str(tmp_path / name) for name in ("a.jpg", "b.tif", "absent.png", "c.png")]
+    command = [sys.executable, "-c", RUN, str(folder / "predict.py"), *paths]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    records = [json.loads(line) for line in outcome.stdout.splitlines()]
+    expected = cli.succeed("predict", model_file, *paths).out.splitlines()
+    assert [record["path"] for record in records] == paths
+    assert [record.keys() for record in records] == [json.loads(line).keys() for line in expected]
+    assert not (tmp_path / "started").exists()
+
+
+def test_text_of_a_model_file_is_no_markup_in_its_card(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
+    markup = "<img src=x onerror=alert(1)> [x](javascript:y)"
+    data = {"name": "photos", "notes": [markup], "splits": {}}
+    path = save_model(tmp_path / "model.safetensors", data=data)
+    update_metadata(path, {"versions": {markup: markup}})
+    vit.export_model(path, to="timm", output=tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(r"\<img src=x onerror=alert(1)\> \[x\](javascript:y)") == 3
+    assert "<img" not in card.replace(r"\<img", "")

@@ -26,3 +26,13 @@ def test_a_written_file_is_readable_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert compute_sha256(tmp_path / "ours") == compute_sha256(tmp_path / "other")
+
+
+def test_a_library_that_makes_the_file_anew_does_not_change_its_mode(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+
+    write_atomically(tmp_path / "ours", write)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -1,10 +1,13 @@
 """Memory that is freed is kept for the next allocation."""
 
 import sys
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.conftest import Launcher
+from vit.data.images import read_image
 
 _COUNT_FAULTS = """
 import resource
@@ -26,3 +29,46 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_kept_memory_is_not_faulted_in_again(cli: Launcher) -> None:
     faults = cli.finish(cli.start(program=("-c", _COUNT_FAULTS))).out
     assert int(faults) < 50  # pages; without it 163,840 of 4 KiB, or 320 huge ones
+
+
+_DECODE = """
+import re, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from vit.data.images import Preprocess, read_image
+from vit.runtime.memory import keep_freed_memory
+
+assert keep_freed_memory()
+preprocess = Preprocess((8, 8))
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(lambda path: preprocess.to_uint8(read_image(Path(path))), sys.argv[1:] * 8))
+status = Path("/proc/self/status").read_text()
+print(int(re.search(r"VmHWM:\\s*(.*) kB", status)[1]) // 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize("side", [3_000, 5_500])
+def test_threads_share_the_memory_of_what_they_decoded(
+    cli: Launcher, tmp_path: Path, side: int
+) -> None:
+    """Eight images at once, twice: of 9 million pixels, 36 MB each, and of 30 million, 121 MB."""
+    Image.new("RGB", (side, side), "red").save(tmp_path / "a.png")
+    paths = [tmp_path / "a.png"] * 2
+    megabytes = cli.finish(cli.start(*paths, program=("-c", _DECODE))).out
+    assert int(megabytes) < 480
+
+
+def test_an_image_of_too_many_pixels_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("1", (20_000, 5_001)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="20,000 x 5,001 pixels, more than 100,000,000; set VIT_M"):
+        read_image(tmp_path / "a.png")
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "b.png")
+    with pytest.raises(ValueError, match="it has more than 100,000,000 pixels; set VIT_MAX_PIXELS"):
+        read_image(tmp_path / "b.png")
+    Image.new("1", (20, 20)).save(tmp_path / "c.png")
+    monkeypatch.setenv("VIT_MAX_PIXELS", "399")
+    with pytest.raises(ValueError, match="20 x 20 pixels, more than 399"):
+        read_image(tmp_path / "c.png")

@@ -59,8 +59,11 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 # A file of some kB may hold very many pixels. The threads of a pool decode images of more than this
 # one at a time, each in a new thread: glibc keeps the memory that a thread's allocations took, so
-# that eight threads would keep eight large images. Pillow refuses images of 179 million pixels.
-_LARGE_PIXELS = 50_000_000
+# that eight threads would keep eight large images.
+_LARGE_PIXELS = 25_000_000
+# of more pixels none is decoded, unless the environment's VIT_MAX_PIXELS says another number
+_MAX_PIXELS = 100_000_000
+_MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
 _large_image_lock = threading.Lock()
 
 # that are converted to RGB at once
@@ -97,7 +100,8 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
         name: of an opened file, in messages.
 
     Raises:
-        ValueError: the file is truncated, is not an image, or has more pixels than Pillow reads.
+        ValueError: the file is truncated, is not an image, or has more than 100 million pixels (or
+            those of the environment's VIT_MAX_PIXELS).
         FileNotFoundError: there is no such file.
     """
     if isinstance(file, Path):
@@ -111,8 +115,16 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
     try:
         # Pillow warns about odd metadata and large images; neither changes the pixels
         formats = (*FORMATS, "HEIF") if has_heif() else FORMATS
+        max_pixels = _max_pixels()
+        # Pillow has a limit of its own
+        if max_pixels > _MAX_PIXELS:
+            Image.MAX_IMAGE_PIXELS = max_pixels
         with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
-            is_large = image.width * image.height > _LARGE_PIXELS
+            num_pixels = image.width * image.height
+            if num_pixels > max_pixels:
+                text = f"it has {image.width:,} x {image.height:,} pixels, more than {max_pixels:,}"
+                raise ValueError(f"{text}; {_MAX_PIXELS_HINT}")
+            is_large = num_pixels > _LARGE_PIXELS
             # the main thread doesn't wait: a process forked while the lock is held would wait for
             # ever
             if is_large and threading.current_thread() is not threading.main_thread():
@@ -121,10 +133,20 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
             return _decode(image)
     except UnidentifiedImageError as error:
         raise ValueError(f"{name} can't be read as an image: {_explain_format(file)}") from error
+    except Image.DecompressionBombError as error:
+        text = f"it has more than {max_pixels:,} pixels; {_MAX_PIXELS_HINT}"
+        raise ValueError(f"{name} can't be read as an image: {text}") from error
     except Exception as error:
         # Pillow's decoders answer broken bytes with nearly any
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
         raise ValueError(f"{name} can't be read as an image: {reason}") from error
+
+
+def _max_pixels() -> int:
+    text = os.environ.get("VIT_MAX_PIXELS") or str(_MAX_PIXELS)
+    if not text.isdecimal():
+        raise ValueError(f"VIT_MAX_PIXELS={text} in the environment is not a number of pixels")
+    return int(text)
 
 
 def _explain_format(file: Path | BinaryIO) -> str:

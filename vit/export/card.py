@@ -1,5 +1,6 @@
 """README.md of an export: a model card of what the model file and an evaluation beside it say."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def write_card(
         lstrip_blocks=True,
     )
     environment.filters["quote"] = _quote
+    environment.filters["plain"] = _plain
     text = environment.get_template("README.md.jinja").render(
         to=to,
         library=_LIBRARIES[to],
@@ -63,6 +65,12 @@ def write_card(
         warnings=warnings,
     )
     write_text(directory / "README.md", text)
+
+
+def _plain(text: object) -> str:
+    """As text in Markdown, on one line, in which nothing is a tag, a link or a heading."""
+    one_line = " ".join(str(text).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", one_line)
 
 
 def _quote(text: object) -> str:

@@ -116,7 +116,10 @@ def write_atomically(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         write(temporary)
+        # some libraries make the file anew, readable by its owner alone
+        temporary.chmod(stat.S_IMODE(mode))
         rename_durably(temporary, path, flush_name=flush_name)
     except BaseException:
         # also where the program is interrupted

@@ -7,6 +7,7 @@ import sys
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 def keep_freed_memory() -> bool:
@@ -14,7 +15,9 @@ def keep_freed_memory() -> bool:
 
     By default glibc maps every large temporary afresh and returns it when it is freed, so each step
     faults its pages in again: 166,000 faults a step of 256 images, a fifth of its time (timm's ViT
-    d=192 L=9, explicit attention, 2-core Zen 5). The process's size then stays at its peak.
+    d=192 L=9, explicit attention, 2-core Zen 5). The process's size then stays at its peak, which
+    all threads share: with an arena for each, every thread would keep the largest image that it
+    decoded.
 
     Returns:
         Whether the C library could be asked to.
@@ -25,5 +28,10 @@ def keep_freed_memory() -> bool:
     # not glibc
     if mallopt is None:
         return False
-    sizes = {_M_MMAP_THRESHOLD: 2**30, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 * 2**20}
-    return all(mallopt(parameter, size) == 1 for parameter, size in sizes.items())
+    settings = {
+        _M_MMAP_THRESHOLD: 2**30,
+        _M_TRIM_THRESHOLD: 2**31 - 1,
+        _M_TOP_PAD: 64 * 2**20,
+        _M_ARENA_MAX: 1,
+    }
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())

@@ -107,8 +107,9 @@ class FileReader(ImageReader):
         return FileReader(self.root, [self.paths[index] for index in indices])
 
     def _read_stats(self) -> np.ndarray:
-        """Bytes and modification time in nanoseconds of each file, int64 [n, 2]."""
-        stats = np.zeros((len(self.paths), 2), dtype=np.int64)
+        """Bytes, times of modification and of change in nanoseconds, and inode of each file, int64
+        [n, 4]: a copy may have the size and the time of what it replaced, but not the others."""
+        stats = np.zeros((len(self.paths), 4), dtype=np.int64)
         # joining texts is many times faster than joining paths
         root = os.fspath(self.root)
         for index, path in enumerate(self.paths):
@@ -116,9 +117,10 @@ class FileReader(ImageReader):
                 stat = os.stat(os.path.join(root, path))
             except OSError:
                 # a link to nothing: reading the image will say so
-                stats[index] = -1, 0
+                stats[index, 0] = -1
             else:
-                stats[index] = stat.st_size, stat.st_mtime_ns
+                inode = stat.st_ino & (2**63 - 1)
+                stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
         return stats
 
 

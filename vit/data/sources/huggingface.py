@@ -60,7 +60,7 @@ class RowReader(ImageReader):
 
     def cache_key(self) -> bytes:
         stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
-        versions = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        versions = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
         return repr(versions).encode() + self.indices.tobytes()
 
     def subset(self, indices: np.ndarray) -> RowReader:

@@ -116,7 +116,8 @@ def find_file(path: str) -> StoredFile:
     """A file at a path or an address. Raises RemoteError."""
     if not is_remote(path):
         stat = os.stat(path)
-        return StoredFile(path, stat.st_size, str(stat.st_mtime_ns))
+        version = f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        return StoredFile(path, stat.st_size, version)
 
     info = request(path, lambda filesystem: filesystem.info(path))
     if info.get("size") is None:
