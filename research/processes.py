@@ -64,6 +64,17 @@ def count_sent_bytes(exchanged: dict[str, int], world_size: int) -> float:
         )
 
 
+def start(directory: Path, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """The run as a job of torchrun, which starts it once more where a process ends."""
+    directory.mkdir()
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    worker = [str(Path(__file__)), "--worker", str(directory), *arguments]
+    command = [sys.executable, "-m", *torchrun, "--max-restarts=1", *worker]
+    with (directory.parent / f"{directory.name}.log").open("wb") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
 def finish(job: subprocess.Popen[bytes], directory: Path) -> list[dict[str, Any]]:
     if job.wait():
         raise SystemExit((directory.parent / f"{directory.name}.log").read_text())
@@ -126,7 +137,6 @@ def measure(
     return found
 
 
-def start(directory: Path, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
