@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
 from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
-from vit.explanation.capture.tokens import can_drop_tokens, check_places, keep_tokens
+from vit.explanation.capture.tokens import can_drop_tokens, keep_tokens
+from vit.explanation.capture.verification import check_places
 from vit.explanation.methods.registry import compute_maps
 from vit.model.logits import compute_logits
 

@@ -28,7 +28,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vit.explanation.capture.layers import Attention, AttentionLayer, find_attention_layers
+from vit.explanation.capture.layers import (
+    Attention,
+    AttentionLayer,
+    check_calls,
+    find_attention_layers,
+)
 from vit.explanation.capture.pooling import (
     Tokens,
     TokenWeights,
@@ -41,11 +46,8 @@ from vit.explanation.capture.pooling import (
 from vit.explanation.capture.tokens import (
     Grid as Grid,
 )
-from vit.explanation.capture.tokens import (
-    check_places,
-    count_prefix_tokens,
-    replace_blocks,
-)
+from vit.explanation.capture.tokens import count_prefix_tokens, replace_blocks
+from vit.explanation.capture.verification import check_chain, check_places
 from vit.model.logits import at_least_float32, compute_logits
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them
@@ -145,10 +147,21 @@ def capture_attention(
         for layer in layers:
             layer.captured = False
 
+    def begin_pass(module: nn.Module, args: object) -> None:
+        for layer in layers:
+            layer.num_calls = 0
+
+    def end_pass(module: nn.Module, args: object, result: object) -> None:
+        check_calls(layers)
+
     try:
         for module in checkpointed:
             module.grad_checkpointing = False
-        handles.append(layers[0].module.register_forward_pre_hook(forget))
+        handles += [
+            model.register_forward_pre_hook(begin_pass),
+            model.register_forward_hook(end_pass),
+            layers[0].module.register_forward_pre_hook(forget),
+        ]
         for layer in layers:
             handles += layer.attach(
                 gradients=gradients, block_tokens=gradients or block_tokens, verify=verify
@@ -203,7 +216,8 @@ def run_forward(
         images: normalised images [B, 3, height, width].
         gradients: keep the autograd graph from the images on, without the parameters.
         block_tokens: keep what leaves each block.
-        verify: check the capture, unless that of an earlier pass was checked.
+        verify: check that maps of the capture are right (see `verification`), unless those of an
+            earlier pass were.
 
     Returns:
         The logits, the recorded layers and the weights of the pooling.
@@ -237,7 +251,11 @@ def run_forward(
             last_tokens = stack.enter_context(capture_last_tokens(model, record.blocks))
             logits = compute_logits(model, images)
 
-        num_prefix, grid = _find_places(model, images, record)
+        check_calls(record._layers)
+        try:
+            num_prefix, grid = _find_places(model, images, record)
+        except RuntimeError as error:  # a layer that didn't run
+            raise ValueError(str(error)) from error
         if is_known:
             pool_weights = compute_pool_weights(
                 model, tokens, pooling, num_prefix_tokens=num_prefix
@@ -248,10 +266,11 @@ def run_forward(
                 logits = logits.detach()
                 tokens = tokens.detach()
 
-    # where the tokens lie was guessed from their number: changed patches show it
-    if verify and not is_known:
+    # attention may be read right, and its product still be no map of this model
+    if verify:
         with _evaluation_mode(model):
             check_places(model, images[:1], num_prefix=num_prefix, grid=grid)
+            check_chain(model, images[:1], record.layers)
     return Forward(
         model=model,
         images=images,

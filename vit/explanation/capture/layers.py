@@ -6,7 +6,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -53,6 +53,8 @@ class AttentionLayer:
         self.module: Any = module
         self.num_heads = int(_first_of(module, "num_heads", "num_attention_heads"))
         self.captured = False
+        self.num_calls = 0  # in this forward pass
+        self.returns_tuple = False
         self.batch = 0
         self.num_tokens = 0
         # [B, H, N, K], as the module's own code made them; None where they are projected from the
@@ -69,6 +71,7 @@ class AttentionLayer:
         self.block_tokens: Tensor | None = None  # [B, N, D], what left it
         self._gradients = False
         self._verified = False
+        self._verified_heads: Tensor | None = None  # until the module's own output is seen
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
@@ -173,6 +176,7 @@ class AttentionLayer:
             if tokens.ndim != 3:
                 raise ValueError(f"{self.name} attends within windows, not between all patches")
             self.captured = False
+            self.num_calls += 1
             self.tokens = tokens
             self.options = options
             self.query = self.key = None
@@ -192,8 +196,13 @@ class AttentionLayer:
             self.block_input = args[0]
             self.block_tokens = first_output(result)
 
+        def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self.returns_tuple = isinstance(result, tuple)
+            self._verify_output(first_output(result))
+
         handles = [
             self.module.register_forward_pre_hook(on_input, with_kwargs=True),
+            self.module.register_forward_hook(on_output),
             self._attach_heads(),
         ]
         for attribute, name in zip(("query", "key"), self.projections, strict=False):
@@ -240,8 +249,6 @@ class AttentionLayer:
         assert self.tokens is not None
         first_image = slice(1)
         actual = at_least_float32(heads[first_image, :_VERIFIED_QUERIES])
-        # half precision rounds the queries and keys before they are multiplied
-        tolerance = 1e-3 if heads.dtype in (torch.float32, torch.float64) else 5e-2
         try:
             query, key = self.query_and_key(first_image)
             scores = self.scores(query, key, slice(_VERIFIED_QUERIES))
@@ -251,12 +258,35 @@ class AttentionLayer:
             error = (expected - actual).abs().max()
         except RuntimeError:  # other shapes
             error = torch.tensor(math.inf)
-        if error > tolerance * actual.abs().max():
+        if error > _tolerance(heads) * actual.abs().max():
             raise ValueError(
                 f"{self.name} computes something else than softmax(q kᵀ)·v, perhaps with a mask "
                 "or a position bias, so its attention is unknown"
             )
         self._verified = True
+        self._verified_heads = heads[first_image, :_VERIFIED_QUERIES]
+
+    @torch.no_grad()
+    def _verify_output(self, output: Tensor) -> None:
+        """Compare what leaves the module with its projection of the heads that were verified."""
+        if self._verified_heads is None:
+            return
+        heads, self._verified_heads = self._verified_heads, None
+        expected = at_least_float32(self._project_output(heads))
+        actual = at_least_float32(output[:1, :_VERIFIED_QUERIES])
+        if (expected - actual).abs().max() > _tolerance(heads) * actual.abs().max():
+            raise ValueError(
+                f"{self.name} gives something else than the projection of its heads (a gate, or "
+                "a second branch?), so its attention isn't all that mixes tokens"
+            )
+
+    def _project_output(self, heads: Tensor) -> Tensor:
+        """What the module makes of its heads."""
+        # not called, which would run the hooks once more
+        if hasattr(self.module, "norm"):
+            heads = self.module.norm.forward(heads)
+        projection = _first_of(self.module, "o_proj", "out_proj", "proj")
+        return cast("Tensor", projection.forward(heads))
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         """What `heads` keeps, from A·V."""
@@ -342,6 +372,9 @@ class TorchvisionLayer(AttentionLayer):
             lambda module, args, result: self._keep(first_output(result))
         )
 
+    def _project_output(self, heads: Tensor) -> Tensor:
+        return heads  # are the result
+
     def _project_heads(self, heads: Tensor) -> Tensor:
         projection = self.module.out_proj
         return F.linear(heads, projection.weight.to(heads.dtype), projection.bias.to(heads.dtype))
@@ -374,7 +407,30 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                     break
     if not layers:
         raise ValueError(f"no attention layer of a known kind in {family}; known: {SUPPORTED}")
+
+    # in a row of like blocks each has its attention
+    blocks = {layer.block for layer in layers}
+    kinds = {type(block) for block in blocks}
+    for name, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or blocks.isdisjoint(container):
+            continue
+        for number, block in enumerate(container):
+            if type(block) in kinds and block not in blocks:
+                raise ValueError(
+                    f"{name}.{number} has no attention of a known kind, as the other blocks of "
+                    f"{family} have; known: {SUPPORTED}"
+                )
     return layers
+
+
+def check_calls(layers: Sequence[AttentionLayer]) -> None:
+    """Raise ValueError unless each layer ran no more than once in a forward pass."""
+    for layer in layers:
+        if layer.num_calls > 1:
+            raise ValueError(
+                f"{layer.name} runs {layer.num_calls} times in one forward pass (test-time "
+                "augmentation, or a layer used again?), and a map shows one; pass a model without"
+            )
 
 
 def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: bool = True) -> Tensor:
@@ -387,6 +443,11 @@ def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: boo
     else:
         turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
     return torch.cat([prefix, patches * cosine + turned * sine], dim=2)
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Half precision rounds the queries and keys before they are multiplied."""
+    return 1e-3 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
 
 
 def _first_of(module: Any, *names: str) -> Any:

@@ -1,18 +1,16 @@
 """Where the tokens of a vision transformer lie on the image, and how to leave some out of a forward
 pass or give it others, without a change to the model."""
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.layers import find_attention_layers
-from vit.model.logits import compute_logits
 
 Grid = tuple[int, int]  # (rows, columns) of patches
 # the parameters that are tokens of their own, by their names in timm, torchvision and Hugging Face
@@ -53,41 +51,6 @@ def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Ite
                 del block.forward
             else:
                 block.forward = instance_forward
-
-
-@torch.no_grad()
-def check_places(
-    model: nn.Module, image: Float[Tensor, "1 3 height width"], *, num_prefix: int, grid: Grid
-) -> None:
-    """Change one patch in each corner of the image and raise ValueError unless its token changes
-    most."""
-    rows, columns = grid
-    height = image.shape[2] // rows
-    width = image.shape[3] // columns
-    corners = list(itertools.product((0, rows - 1), (0, columns - 1)))
-    # an image for each corner, and the image as it is
-    images = image.detach().repeat(len(corners) + 1, 1, 1, 1)
-    for number, (row, column) in enumerate(corners):
-        patch = images[number, :, row * height :, column * width :]
-        patch[:, :height, :width] += 1
-
-    entering: list[Tensor] = []
-
-    def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
-        entering.append(tokens)
-        return tokens
-
-    blocks = [layer.block for layer in find_attention_layers(model)]
-    with replace_blocks(blocks, record_and_pass):
-        compute_logits(model, images)
-    tokens = entering[0]
-    difference = (tokens[:-1] - tokens[-1:]).norm(dim=2)  # [corners, N]
-    expected = [num_prefix + row * columns + column for row, column in corners]
-    if difference.any() and difference.argmax(dim=1).tolist() != expected:
-        raise ValueError(
-            f"{type(model).__name__} doesn't have {num_prefix} tokens and then {rows}×{columns} "
-            "patches, row by row, so where its tokens lie is unknown"
-        )
 
 
 def can_drop_tokens(model: nn.Module) -> bool:

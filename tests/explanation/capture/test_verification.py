@@ -1,0 +1,212 @@
+"""Models whose map would be plausible and wrong are refused, with what was seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
+from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.methods.registry import compute_maps
+
+
+class Wrapper(nn.Module):
+    """A model whose forward pass is `compute` of the inner models."""
+
+    def __init__(self, compute: Callable[..., Tensor], *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.compute = compute
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.compute(images, *self.models)
+
+
+class MyAttention(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, tokens: Tensor, **options: object) -> Tensor:
+        query, key, value = self.to_qkv(tokens).chunk(3, dim=-1)
+        return (query @ key.transpose(-2, -1) / 5).softmax(dim=-1) @ value
+
+
+class Permute(nn.Module):
+    """Another order of the patches."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[:, :1], tokens[:, 1:].flip(1)], dim=1)
+
+
+class Convolve(nn.Module):
+    """Each token takes from its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(24, 24, 3, padding=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.convolution(tokens.mT).mT
+
+
+class WithBranch(nn.Module):
+    """An attention of the same attributes, and something beside it."""
+
+    def __init__(self, attention: Any, finish: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        for name, module in attention.named_children():
+            setattr(self, name, module)
+        self.num_heads, self.scale = attention.num_heads, attention.scale
+        self.finish = finish
+
+    def forward(self, tokens: Tensor, **options: object) -> Tensor:
+        batch, length, _ = tokens.shape
+        query, key, value = (
+            self.qkv(tokens).reshape(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        heads = nn.functional.scaled_dot_product_attention(
+            self.q_norm(query), self.k_norm(key), value
+        )
+        heads = self.norm(heads.transpose(1, 2).flatten(2))
+        return self.finish(self.proj(heads), tokens)
+
+
+def change_block(index: int, change: Callable[[Any], object]) -> nn.Module:
+    model = build_timm()
+    change(model.blocks[index])
+    return model
+
+
+def set_attention(finish: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    return change_block(1, lambda block: setattr(block, "attn", WithBranch(block.attn, finish)))
+
+
+def set_module(name: str, module: nn.Module) -> nn.Module:
+    model = build_timm()
+    setattr(model, name, module)
+    return model
+
+
+def insert(module: nn.Module) -> nn.Module:
+    """Between two blocks."""
+    model = build_timm()
+    model.blocks.insert(1, module)
+    return model
+
+
+def crop(images: Tensor, model: Any) -> Tensor:
+    inner = images[..., 16:-16, 16:-16]
+    return model(nn.functional.interpolate(inner, images.shape[-2:]))
+
+
+def share_a_layer() -> nn.Module:
+    model = build_timm()
+    model.blocks[2].attn = model.blocks[0].attn
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "test-time augmentation": (
+        lambda: Wrapper(lambda x, m: (m(x) + m(x.flip(-1))) / 2, build_timm()),
+        r"blocks\.0\.attn runs 2 times in one forward pass",
+    ),
+    "two encoders": (
+        lambda: Wrapper(lambda x, a, b: a(x) + b(x), build_timm(), build_timm()),
+        r"models\.1\.blocks\.0\.attn doesn't read what models\.0\.blocks\.2\.attn gave",
+    ),
+    "unknown attention": (
+        lambda: change_block(1, lambda block: setattr(block, "attn", MyAttention())),
+        r"blocks\.1 has no attention of a known kind",
+    ),
+    "unknown attention in the first block": (
+        lambda: change_block(0, lambda block: setattr(block, "attn", MyAttention())),
+        r"blocks\.0 has no attention of a known kind",
+    ),
+    "unknown attention between": (
+        lambda: insert(MyAttention()),
+        "mixes tokens elsewhere .* in or after the block of blocks.0",
+    ),
+    "permutation": (lambda: insert(Permute()), "mixes tokens elsewhere"),
+    "convolution": (lambda: insert(Convolve()), "mixes tokens elsewhere"),
+    "mixed before": (
+        lambda: nn.Sequential(set_module("norm_pre", Convolve())),
+        "mixed before its first known attention layer",
+    ),
+    "mixed after": (
+        lambda: nn.Sequential(set_module("norm", Convolve())),
+        "tokens are mixed after the last attention layer",
+    ),
+    "mixed in a known model": (
+        lambda: set_module("norm", Convolve()),
+        "mixes tokens elsewhere .* blocks.2",
+    ),
+    "second branch": (
+        lambda: set_attention(lambda heads, tokens: heads + tokens.cumsum(1)),
+        r"blocks\.1\.attn gives something else than the projection of its heads",
+    ),
+    "gate": (
+        lambda: set_attention(lambda heads, tokens: heads * tokens.mean(1, True).sigmoid()),
+        r"blocks\.1\.attn gives something else than the projection of its heads",
+    ),
+    "shared layer": (share_a_layer, r"runs 2 times in one forward pass"),
+    "crop": (lambda: Wrapper(crop, build_timm()), "no token of Wrapper changes|doesn't have"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_map_is_refused_with_what_was_seen(name: str) -> None:
+    create, message = REFUSED[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, images = prepare(create(), (64, 96))
+    with pytest.raises(ValueError, match=message):
+        compute_maps(model, images, methods=["rollout", "gae"])
+
+
+def test_a_padded_image_is_refused_and_a_whole_one_read() -> None:
+    settings = {"dynamic_img_size": True, "dynamic_img_pad": True}
+    model, images = prepare(build_timm(**settings), (96, 96))
+    assert run_forward(model, images).grid == (6, 6)
+    for wrapped in (model, nn.Sequential(nn.Identity(), model)):
+        with pytest.raises(ValueError, match=r"pads or crops images of 90×90 pixels .* 16×16"):
+            run_forward(wrapped, images[..., :90, :90])
+
+
+def test_a_rest_that_no_patch_covers_is_refused() -> None:
+    model, _ = build("hugging-face-dinov2")
+    with pytest.raises(ValueError, match="pads or crops images of 90×90 pixels"):
+        run_forward(model, torch.randn(1, 3, 90, 90))
+
+
+def test_a_white_image_whose_values_are_clipped_is_read() -> None:
+    model = Wrapper(lambda images, inner: inner(images.clamp(0, 1)), build_timm())
+    model, images = prepare(model, (64, 96))
+    assert run_forward(model, torch.ones_like(images)).grid == (4, 6)
+
+
+def test_several_passes_within_a_capture_are_no_error() -> None:
+    model, images = prepare(build_ours(), (32, 48))
+    with torch.no_grad(), capture_attention(model) as record:
+        model(images)
+        model(images)
+        model.forward_features(images)
+        model.forward_features(images)
+    assert len(record.attentions) == 3
+
+
+def test_a_hybrid_with_global_norms_is_read() -> None:
+    model = timm.create_model("vit_tiny_r_s16_p8_224", depth=2, img_size=64, num_classes=3)
+    model, images = prepare(model, (64, 64))
+    assert run_forward(model, images).grid == (2, 2)
+
+
+def test_a_layer_that_never_runs_is_refused_in_a_sentence() -> None:
+    model = build_timm()
+    model.spare = build_timm().blocks[0]
+    model, images = prepare(model, (64, 96))
+    with pytest.raises(ValueError, match=r"1 of 4 attention layers .* spare\.attn"):
+        run_forward(model, images)

@@ -1,0 +1,218 @@
+"""Is a map of the recorded attention a map of this model? Maps take the tokens to be patches row by
+row, and the attention layers to follow one another and to be all that mixes tokens. Here a model
+that is otherwise is refused, by what its tokens do when one image is changed."""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from vit.explanation.capture.layers import (
+    SUPPORTED,
+    AttentionLayer,
+    find_attention_layers,
+    first_output,
+)
+from vit.explanation.capture.pooling import has_known_pooling
+from vit.explanation.capture.tokens import Grid, replace_blocks
+from vit.model.logits import compute_logits
+
+_INNER_PATCHES = 4  # whose places are checked, beside the corners
+# largest change of a token that nothing should have changed, of that of the changed ones
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_PRECISION_TOLERANCE = 5e-2
+
+OneImage = Float[Tensor, "1 3 height width"]
+
+
+@torch.no_grad()
+def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
+    """Change some patches of the image, the corners among them.
+
+    Raises:
+        ValueError: unless the token of a changed patch changes most, and no prefix token.
+    """
+    rows, columns = grid
+    height = image.shape[2] // rows
+    width = image.shape[3] // columns
+    generator = torch.Generator().manual_seed(0)
+    inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
+    places = list(itertools.product((0, rows - 1), (0, columns - 1)))
+    places += [divmod(patch, columns) for patch in inner]
+
+    # an image for each place, and the image as it is. Noise shows also where values are clipped
+    images = image.detach().repeat(len(places) + 1, 1, 1, 1)
+    noise = torch.randn(3, height, width, generator=generator).to(image)
+    for changed, (row, column) in zip(images, places, strict=False):
+        patch = changed[:, row * height :, column * width :]
+        patch[:, :height, :width] += noise
+
+    entering: list[Tensor] = []
+
+    def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+        entering.append(tokens)
+        return tokens
+
+    def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
+        if module.kernel_size == module.stride and tuple(patches.shape[-2:]) == grid:
+            _check_cover(model, images[-1], pixels=args[0][-1], patch_size=module.kernel_size)
+
+    blocks = [layer.block for layer in find_attention_layers(model)]
+    with ExitStack() as stack:
+        stack.enter_context(replace_blocks(blocks, record_and_pass))
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                stack.callback(module.register_forward_hook(check_patches).remove)
+        compute_logits(model, images)
+    tokens = entering[0]
+    change = (tokens[:-1] - tokens[-1:]).norm(dim=2)  # [places, N]
+
+    name = type(model).__name__
+    for (row, column), token_change in zip(places, change.cpu(), strict=True):
+        if not token_change.any():
+            raise ValueError(
+                f"no token of {name} changes with the pixels of row {row}, column {column} of "
+                f"{rows}×{columns} patches: are they cropped away within the model? Crop before it"
+            )
+        if token_change[:num_prefix].any():
+            raise ValueError(
+                f"the tokens of {name} are mixed before its first known attention layer, so no "
+                f"map is exact; known: {SUPPORTED}"
+            )
+        if int(token_change.argmax()) != num_prefix + row * columns + column:
+            raise ValueError(
+                f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
+                "by row, so where its tokens lie is unknown"
+            )
+
+
+def _check_cover(
+    model: nn.Module,
+    image: Float[Tensor, "3 height width"],
+    *,
+    pixels: Float[Tensor, "C H W"],
+    patch_size: tuple[int, ...],
+) -> None:
+    """Raise ValueError where the `pixels` that are made into patches are the image with a border,
+    or have a rest that no patch covers: patches are then larger or smaller than even parts."""
+    height, width = image.shape[1:]
+    is_image = pixels.shape[0] == len(image) and torch.equal(pixels[:, :height, :width], image)
+    has_border = is_image and pixels.shape != image.shape
+    has_rest = any(side % size for side, size in zip(pixels.shape[1:], patch_size, strict=True))
+    if has_border or has_rest:
+        raise ValueError(
+            f"{type(model).__name__} pads or crops images of {height}×{width} pixels to patches "
+            f"of {patch_size[0]}×{patch_size[1]}, so a map doesn't lie evenly on them; take a "
+            "size that the patches divide"
+        )
+
+
+def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLayer]) -> None:
+    """Change half of the tokens that enter the first block, with the attention switched off.
+
+    Args:
+        model: in evaluation mode.
+        image: normalised.
+        layers: the model's, in order, after a forward pass.
+
+    Raises:
+        ValueError: where the other half changes: something else than attention mixes tokens; and
+            where what a block gives does not enter the next one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    is_changed = torch.rand(layers[0].num_tokens, generator=generator) < 0.5
+    changes, unlinked = _follow_change(model, image, layers, is_changed=is_changed)
+
+    # what lies between two blocks may be a new tensor, but must follow the one before
+    everything = torch.ones_like(is_changed)
+    for number in unlinked:
+        later, _ = _follow_change(model, image, layers, is_changed=everything, start=number - 1)
+        if number not in later or not later[number].any():
+            raise ValueError(
+                f"{layers[number].name} doesn't read what {layers[number - 1].name} gave (are "
+                "there two encoders?), so their attention doesn't multiply to a map"
+            )
+
+    for number, change in sorted(changes.items()):
+        changed = is_changed[: len(change)]
+        mixed = change[~changed].amax() if not changed.all() else change.new_zeros(())
+        tolerance = _TOLERANCE.get(image.dtype, _HALF_PRECISION_TOLERANCE)
+        if torch.is_autocast_enabled(image.device.type):
+            tolerance = _HALF_PRECISION_TOLERANCE
+        if mixed > tolerance * change.amax():
+            after = layers[number - 1].name
+            raise ValueError(
+                f"{type(model).__name__} mixes tokens elsewhere than in the attention layers that "
+                f"are known, in or after the block of {after}: a convolution, another order, an "
+                f"attention of another kind? So no map is exact; known: {SUPPORTED}"
+            )
+
+
+@torch.no_grad()
+def _follow_change(
+    model: nn.Module,
+    image: OneImage,
+    layers: Sequence[AttentionLayer],
+    *,
+    is_changed: Bool[Tensor, " N"],
+    start: int = 0,
+) -> tuple[dict[int, Float[Tensor, " N"]], list[int]]:
+    """Noise is added to tokens that enter block `start` of a second copy of the image, while each
+    attention layer gives back what it takes.
+
+    Returns:
+        By how much each token of the copies differs that enters each later block, by the block's
+        number, and after the last; and the blocks that take another tensor than the one before
+        gave.
+    """
+    generator = torch.Generator().manual_seed(0)
+    changes: dict[int, Tensor] = {}
+    unlinked = []
+    left: dict[int, Tensor] = {}  # the last block's result
+
+    def keep_change(number: int, tokens: Tensor) -> None:
+        changes[number] = (tokens[1] - tokens[0]).float().norm(dim=-1).cpu()
+
+    def on_entry(number: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens: Tensor = args[0]
+        if number > start:
+            keep_change(number, tokens)
+            if left.get(number - 1) is not tokens:
+                unlinked.append(number)
+        elif number == start:
+            noise = torch.randn(tokens.shape[1:], generator=generator) * is_changed[:, None]
+            changed = tokens[0] + tokens[0].std() * noise.to(tokens)
+            tokens = torch.stack([tokens[0], changed])
+        return (tokens, *args[1:])
+
+    def on_exit(number: int, module: nn.Module, args: Any, result: Any) -> None:
+        left.clear()
+        left[number] = first_output(result)
+        if number == len(layers) - 1:
+            keep_change(len(layers), left[number])
+
+    def give_back(layer: AttentionLayer, *inputs: Any, **options: Any) -> Any:
+        tokens = inputs[0] if inputs else options["hidden_states"]
+        return (tokens, None) if layer.returns_tuple else tokens
+
+    pair = image.detach().repeat(2, 1, 1, 1)
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            stack.enter_context(replace_blocks([layer.module], partial(give_back, layer)))
+            handles = [
+                layer.block.register_forward_pre_hook(partial(on_entry, number)),
+                layer.block.register_forward_hook(partial(on_exit, number)),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+        known_model: Any = model
+        if has_known_pooling(model):
+            keep_change(len(layers), known_model.forward_features(pair))
+        else:
+            compute_logits(model, pair)
+    return changes, unlinked
