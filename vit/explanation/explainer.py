@@ -16,7 +16,11 @@ from vit.explanation.capture.layers import find_attention_layers
 from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
 from vit.explanation.items import ImageItem, clean_name, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
-from vit.explanation.methods.targets import build_target_chooser, starts_with_predicted
+from vit.explanation.methods.targets import (
+    build_target_chooser,
+    check_one_class_each,
+    starts_with_predicted,
+)
 from vit.explanation.records import Explanations, ImageResult, MapResult
 from vit.explanation.render.overlay import FIXED_END, SCALES, ColourScale, fit_scale
 from vit.explanation.render.token_details import measure_tokens
@@ -107,6 +111,7 @@ class Explainer:
             batch_size=self._batch_size,
             precision=self._precision,
         )
+        check_one_class_each(bundle.model, bundle.class_names)
         self._choose_targets = build_target_chooser(options.target, bundle.class_names)
         self._is_verified = False
 
@@ -260,6 +265,12 @@ class Explainer:
         logits, probabilities, targets, maps, checks, tokens = copy_to_host(
             (logits, probabilities, targets, maps, checks, tokens)
         )
+        for result, image_logits in zip(results, logits, strict=True):
+            if not image_logits.isfinite().all():
+                raise ValueError(
+                    f"{bundle.name} gives logits that are not finite (NaN or infinite) for "
+                    f"{result.item.name}, so there is nothing to explain"
+                )
         for row, result in enumerate(results):
             result.probabilities = probabilities[row].numpy()
             result.targets = tuple(targets[row].tolist())

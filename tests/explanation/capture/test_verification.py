@@ -1,16 +1,22 @@
 """Models whose map would be plausible and wrong are refused, with what was seen."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
+from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.explainer import Explainer
+from vit.explanation.items import find_items
 from vit.explanation.methods.registry import compute_maps
+from vit.options import ExplainOptions
 
 
 class Wrapper(nn.Module):
@@ -210,3 +216,27 @@ def test_a_layer_that_never_runs_is_refused_in_a_sentence() -> None:
     model, images = prepare(model, (64, 96))
     with pytest.raises(ValueError, match=r"1 of 4 attention layers .* spare\.attn"):
         run_forward(model, images)
+
+
+def explain_photo(model: nn.Module) -> None:
+    count = {"class_names": [str(label) for label in range(model.head.out_features)]}
+    bundle = Bundle.from_model(model.eval(), **count)
+    items = find_items([Image.new("RGB", (96, 64))], trained_on={}, count=1)
+    Explainer(bundle, ExplainOptions()).explain(items)
+
+
+def test_one_logit_and_several_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match="gives one number, so its softmax is always 1"):
+        explain_photo(build_timm(num_classes=1))
+    model = build_timm()
+    model.config = SimpleNamespace(problem_type="multi_label_classification")
+    with pytest.raises(ValueError, match="is for multi label classification"):
+        explain_photo(model)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = build_timm()
+    explain_photo(model)
+    model.head.bias.data[1] = torch.nan
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        explain_photo(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.runtime.arguments import shorten
 
@@ -41,6 +41,22 @@ def build_target_chooser(target: int | str, class_names: Sequence[str]) -> Choos
     if not 1 <= count <= max_count:
         raise ValueError(f"class {target!r} asks for {count} classes; 1 to {max_count} are drawn")
     return lambda logits: logits.topk(count, dim=1).indices
+
+
+def check_one_class_each(model: nn.Module, class_names: Sequence[str]) -> None:
+    """Raise ValueError for a model that doesn't choose one of several classes: the softmax of its
+    logits is no probability, and maps and checks of it mean nothing."""
+    if len(class_names) == 1:
+        raise ValueError(
+            f"{type(model).__name__} gives one number, so its softmax is always 1 and no class "
+            "can be explained; of a binary classifier with the logit z take the logits (0, z)"
+        )
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if problem in ("regression", "multi_label_classification"):
+        raise ValueError(
+            f"{type(model).__name__} is for {problem.replace('_', ' ')}, so the softmax of its "
+            "logits is no probability; maps are made for one class of several"
+        )
 
 
 def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int | None:
