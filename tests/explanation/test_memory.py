@@ -1,4 +1,4 @@
-"""Rollout never holds an N×N matrix: measured as the peak memory of a process of its own."""
+"""Rollout and gae never hold an N×N matrix: measured as the peak memory of a process of its own."""
 
 import pytest
 
@@ -13,28 +13,37 @@ from vit.model.vision_transformer import VisionTransformer
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
 
-size, width, depth, heads = map(int, sys.argv[1:])
+method = sys.argv[1]
+size, width, depth, heads = map(int, sys.argv[2:])
 torch.set_num_threads(1)
-model = VisionTransformer(img_size=size, patch_size=16, embed_dim=width, depth=depth, num_heads=heads).eval()
+model = VisionTransformer(
+    img_size=size, patch_size=16, embed_dim=width, depth=depth, num_heads=heads,
+    attention_backend="fused",
+).eval()
 with torch.no_grad():
     model.blocks[0](torch.randn(1, 16, width))  # what libraries set aside on first use
     before = peak()
-    compute_maps(model, torch.randn(1, 3, size, size), methods=["rollout"])
+    compute_maps(model, torch.randn(1, 3, size, size), methods=[method])
 print(peak() - before)
 """
 
 
-def measure_peak(cli: Launcher, *sizes: int) -> float:
+def measure_peak(cli: Launcher, *sizes: int, method: str = "rollout") -> float:
     """MiB that an explained forward pass takes above the model."""
     # glibc raises this threshold as it goes and then keeps holes in its heap: 330 to 500 MB instead
     # of 320, by luck
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-    return float(cli.finish(cli.start(*sizes, program=("-c", SCRIPT), env=environment)).out)
+    return float(cli.finish(cli.start(method, *sizes, program=("-c", SCRIPT), env=environment)).out)
 
 
 def test_a_large_image_takes_less_than_its_attention(cli: Launcher) -> None:
     attention = 4 * 4 * 2 * 2305**2 / 2**20  # float32, layers, heads, tokens²: 324 MiB
     assert measure_peak(cli, 768, 128, 4, 2) < attention / 3
+
+
+def test_gae_at_1024_pixels_takes_a_few_query_rows(cli: Launcher) -> None:
+    attention = 4 * 3 * 4097**2 / 2**20  # float32, heads, tokens² of one layer: 192 MiB
+    assert measure_peak(cli, 1024, 48, 2, 3, method="gae") < attention
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vit.explanation.capture import layers
 from vit.explanation.capture.forward import Forward, capture_attention, run_forward
 from vit.explanation.methods.gradients import (
     compute_attention_gradcam,
@@ -49,8 +50,20 @@ def test_gae_equals_the_published_loop(ours: Build, pool: str) -> None:
             *attention_and_gradient(model, images[image : image + 1]), strict=True
         ):
             relevance = relevance + (gradient * attention).clamp(min=0).mean(dim=0) @ relevance
+        # without the identity, which a mean over the patches would show in every one of them
+        relevance = relevance - torch.eye(len(relevance), dtype=torch.float64)
         expected = relevance[0] if pool == "token" else relevance.mean(dim=0)
         assert (found[image] - expected).abs().max() < 1e-10
+
+
+def test_gae_of_a_few_query_rows_at_a_time_is_the_same(
+    ours: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = ours(global_pool="avg")
+    arguments = record(model.double(), images.double())
+    whole = compute_gae(*arguments)
+    monkeypatch.setattr(layers, "CHUNK_ELEMENTS", 3 * 25 * 7)  # seven of 24 rows
+    assert (compute_gae(*arguments) - whole).abs().max() < 1e-12
 
 
 def test_gradient_rollout_equals_rollout_of_each_layers_own_gradient(ours: Build) -> None:

@@ -45,14 +45,11 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
     places = list(itertools.product((0, rows - 1), (0, columns - 1)))
     places += [divmod(patch, columns) for patch in inner]
 
-    # an image for each place, and the image as it is. Noise shows also where values are clipped
-    images = image.detach().repeat(len(places) + 1, 1, 1, 1)
+    # noise shows also where values are clipped
     noise = torch.randn(3, height, width, generator=generator).to(image)
-    for changed, (row, column) in zip(images, places, strict=False):
-        patch = changed[:, row * height :, column * width :]
-        patch[:, :height, :width] += noise
 
     entering: list[Tensor] = []
+    changes: list[Tensor] = []  # of the tokens [N], for each place
 
     def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
         entering.append(tokens)
@@ -60,7 +57,7 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
 
     def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         if module.kernel_size == module.stride and tuple(patches.shape[-2:]) == grid:
-            _check_cover(model, images[-1], pixels=args[0][-1], patch_size=module.kernel_size)
+            _check_cover(model, image[0], pixels=args[0][0], patch_size=module.kernel_size)
 
     blocks = [layer.block for layer in find_attention_layers(model)]
     with ExitStack() as stack:
@@ -68,12 +65,17 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.callback(module.register_forward_hook(check_patches).remove)
-        compute_logits(model, images)
-    tokens = entering[0]
-    change = (tokens[:-1] - tokens[-1:]).norm(dim=2)  # [places, N]
+        # a pair at a time: of large images all would take much memory
+        for row, column in places:
+            pair = image.detach().repeat(2, 1, 1, 1)
+            patch = pair[1, :, row * height :, column * width :]
+            patch[:, :height, :width] += noise
+            entering.clear()
+            compute_logits(model, pair)
+            changes.append((entering[0][1] - entering[0][0]).norm(dim=1).cpu())
 
     name = type(model).__name__
-    for (row, column), token_change in zip(places, change.cpu(), strict=True):
+    for (row, column), token_change in zip(places, changes, strict=True):
         if not token_change.any():
             raise ValueError(
                 f"no token of {name} changes with the pixels of row {row}, column {column} of "

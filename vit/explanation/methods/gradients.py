@@ -9,10 +9,8 @@ All functions take a forward pass with gradients, one class of each image and th
 methods, and return the relevance of each token [B, N], prefix tokens included.
 """
 
-from collections.abc import Callable
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from vit.explanation.capture.forward import Forward, classify_token, differentiate
@@ -27,16 +25,40 @@ Classes = Int[Tensor, " B"]
 
 def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
     """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h
-    (G⊙A)⁺, R ← R + Ā·R from R = I, read as uᵀR.
+    (G⊙A)⁺, R ← R + Ā·R from R = I, read as uᵀ(R − I): the identity stands for the tokens
+    themselves, not for what they took from others. The paper reads the class token's row on the
+    patches, where the identity is zero; of a mean over patches it would be nearly all of the map.
 
     Ā grows with the logit's scale, and so does the weight of Ā against the identity: maps of models
     whose logits differ in scale don't compare.
+
+    N×N matrices are never formed: of large images a few query rows at a time.
     """
+    layers = forward.record.differentiate(forward.score(classes))[options.start_layer :]
 
-    def step(row: Tensor, weighted: Tensor) -> Tensor:
-        return row + row @ weighted.clamp_min(0).mean(dim=1)
+    def roll_up(images: slice) -> TokenWeights:
+        row = at_least_float32(forward.pool_weights)[images]
+        without_identity = torch.zeros_like(row)
+        for layer, heads_gradient in reversed(layers):
+            moved = _multiply_gae(row, layer, heads_gradient, images)
+            row = row + moved
+            without_identity += moved
+        return without_identity
 
-    return _roll_up(forward, classes, options, step)
+    return forward.record.layers[0].in_chunks(roll_up)
+
+
+def _multiply_gae(
+    row: TokenWeights, layer: AttentionLayer, heads_gradient: Tensor, images: slice
+) -> TokenWeights:
+    """row · mean_h (G⊙A)⁺."""
+    gradient, value = layer.gradient_and_value(heads_gradient, images)
+    total = torch.zeros_like(row)
+    for queries, attention in layer.attention_rows(images):
+        attention_gradient = gradient[:, :, queries] @ value.transpose(-2, -1)
+        weighted = (attention * attention_gradient).clamp_min(0).mean(dim=1)  # [b, queries, N]
+        total += (row[:, None, queries] @ weighted)[:, 0]
+    return total
 
 
 def compute_gradient_rollout(
@@ -44,29 +66,15 @@ def compute_gradient_rollout(
 ) -> TokenWeights:
     """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its
     pairing of gradients and layers, normalised axis and residual weight put right."""
-    residual = options.residual
-
-    def step(row: Tensor, weighted: Tensor) -> Tensor:
-        mixing = normalise_rows(weighted.mean(dim=1).clamp_min(0))
-        return residual * row + (1 - residual) * (row @ mixing)
-
-    return _roll_up(forward, classes, options, step)
-
-
-def _roll_up(
-    forward: Forward,
-    classes: Classes,
-    options: MapOptions,
-    step: Callable[[Float[Tensor, "b 1 N"], Float[Tensor, "b H N N"]], Float[Tensor, "b 1 N"]],
-) -> TokenWeights:
-    """From the pool weights back to the input: `step` makes the weights of the tokens that enter a
-    layer from those of the tokens that leave it and the layer's G⊙A."""
     layers = forward.record.differentiate(forward.score(classes))[options.start_layer :]
+    residual = options.residual
 
     def roll_up(images: slice) -> TokenWeights:
         row = at_least_float32(forward.pool_weights)[images, None]
         for layer, gradient in reversed(layers):
-            row = step(row, layer.attention(images) * layer.attention_gradient(gradient, images))
+            weighted = layer.attention(images) * layer.attention_gradient(gradient, images)
+            mixing = normalise_rows(weighted.mean(dim=1).clamp_min(0))
+            row = residual * row + (1 - residual) * (row @ mixing)
         return row[:, 0]
 
     return forward.record.layers[0].in_chunks(roll_up)
