@@ -3,6 +3,7 @@ that shows them."""
 
 import asyncio
 import io
+import logging
 import re
 import signal
 import socket
@@ -348,3 +349,66 @@ def wait_for(browser: Any, script: str, seconds: float = 30) -> None:
     while not browser.execute_script(script):
         assert time.monotonic() < end, f"{script}: {browser.find_element('id', 'status').text}"
         time.sleep(0.05)
+
+
+def test_too_many_requests_get_json_and_health_is_answered_beside_them(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MAX_REQUESTS", 0)
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1:8000") as client:
+        response = client.post("/predict", files={"image": photo})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "10")
+        assert response.json() == {"error": "too many requests at once; try again"}
+        assert client.get("/health").json()["status"] == "ok"
+
+
+@contextmanager
+def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
+    """The port of a server, and the lines of its log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = threading.Event()
+    servers: list[Any] = []
+    make = serve.uvicorn.Server
+
+    def remember(config: Any) -> Any:
+        logging.getLogger("uvicorn.access").addHandler(handler)
+        servers.append(make(config))
+        return servers[0]
+
+    app = serve.build_app(bundle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve.uvicorn, "Server", remember)
+        options = {"host": "127.0.0.1", "port": port, "on_start": lambda _: started.set()}
+        thread = threading.Thread(target=partial(serve.run_server, app, **options))
+        thread.start()
+        started.wait(10)
+        try:
+            yield port, lines
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+            logging.getLogger("uvicorn.access").removeHandler(handler)
+
+
+def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundle) -> None:
+    with serve_in_thread(bundle) as (port, lines):
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        for connection in idle:
+            connection.close()
+    assert sum("/health" in line for line in lines) == 1
+
+
+def test_every_address_of_this_machine_is_allowed_and_named() -> None:
+    assert serve.list_addresses("127.0.0.1") == ["127.0.0.1"]
+    addresses = serve.list_addresses("0.0.0.0")
+    assert addresses[0] == "127.0.0.1"
+    assert all(re.fullmatch(r"[\d.]+", address) for address in addresses)

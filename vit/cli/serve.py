@@ -37,14 +37,14 @@ def serve(
     from vit.runtime.device import choose_device
 
     try:
-        from vit.pages.serve import LOCAL_HOSTS, build_app, run_server
+        from vit.pages.serve import LOCAL_HOSTS, build_app, list_addresses, run_server
     except ImportError as error:
         raise ValueError(
             "vit serve needs FastAPI and uvicorn: pip install 'vit-pipeline[serve]'"
         ) from error
 
     bundle = load_bundle(model, device=choose_device(device))
-    hosts = [*LOCAL_HOSTS, host, *(allow_host or [])]
+    hosts = [*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])]
     run_server(
         build_app(bundle, method=method, hosts=hosts),
         host=host,

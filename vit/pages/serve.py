@@ -3,6 +3,7 @@ and `vit explain` over HTTP. What a client sends is an image or is refused with 
 nothing that it names is ever opened."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 MAX_BYTES = 20 * 2**20  # of a request
 UPLOAD_SECONDS = 60.0  # to receive a photo
 WAITING_SECONDS = 60.0  # until the model is free
-_MAX_CONNECTIONS = 64
+_MAX_REQUESTS = 64  # that are received or wait for the model
 _MIN_SIDE = 224  # of the picture of a map
 _HINT = "send one photo as a form: curl -F image=@photo.jpg http://…/predict"
 _HEADERS = {
@@ -79,6 +80,8 @@ def build_app(
         },
     )
     model_is_free = asyncio.Lock()
+    # by counting them: an open connection that asks for nothing costs next to nothing
+    places = asyncio.Semaphore(_MAX_REQUESTS)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
 
@@ -97,10 +100,20 @@ def build_app(
     def show_page() -> HTMLResponse:
         return HTMLResponse(page, headers=_HEADERS)
 
+    @app.get("/health")
+    def show_health() -> Json:
+        return {"status": "ok", "model": bundle.name}
+
     @app.post("/predict")
     async def predict(
         request: Request, map: MapForm = "png", top_k: Annotated[int, Query(ge=1)] = 5
     ) -> Json:
+        if places.locked():
+            raise HTTPException(503, "too many requests at once; try again", {"Retry-After": "10"})
+        async with places:
+            return await answer_request(request, map, top_k)
+
+    async def answer_request(request: Request, map: MapForm, top_k: int) -> Json:
         upload = await _receive(request)
         try:
             async with asyncio.timeout(WAITING_SECONDS):
@@ -120,7 +133,7 @@ def build_app(
     def refuse(request: Request, error: AnyHTTPException) -> JSONResponse:
         message = error.detail
         if error.status_code == 404:
-            message = "there is / and /predict, nothing else"
+            message = "there is /, /predict and /health, nothing else"
         elif error.status_code == 405:
             message = f"/predict takes POST, / takes GET; {_HINT}"
         headers = {**_HEADERS, **(error.headers or {})}
@@ -190,6 +203,20 @@ def _explain(explainer: Explainer, photo: Image.Image, form: MapForm) -> Json:
     return {**facts, "png": encode_picture(overlay, "PNG")}
 
 
+def list_addresses(host: str) -> list[str]:
+    """The addresses of this machine at which a server that listens on `host` is reached."""
+    if host != "0.0.0.0":
+        return [host]
+    addresses = ["127.0.0.1"]
+    # a UDP socket sends nothing to be connected; without a network there is no route
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect(("192.0.2.1", 9))
+        addresses.append(route.getsockname()[0])
+    with suppress(OSError):
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys(addresses))
+
+
 def run_server(
     app: FastAPI, *, host: str, port: int, on_start: Callable[[str], None] = print
 ) -> None:
@@ -198,7 +225,7 @@ def run_server(
     Args:
         app: From `build_app`.
         host, port: To listen on; port 0 is a free one.
-        on_start: Called with the address.
+        on_start: Called with the addresses at which it answers.
 
     Raises:
         OSError: where the port can't be used.
@@ -213,9 +240,11 @@ def run_server(
         app,
         log_level="warning",
         server_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=5,
     )
+    # a line for each request, and none about the server itself
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    port = listener.getsockname()[1]
     with listener, suppress(KeyboardInterrupt):
-        on_start(f"http://{host}:{listener.getsockname()[1]}")
+        on_start("  ".join(f"http://{name}:{port}" for name in list_addresses(host)))
         uvicorn.Server(config).run(sockets=[listener])
