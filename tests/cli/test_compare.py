@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.conftest import Launcher
+from tests.conftest import Launcher, SaveModel
 from tests.evaluation.records import write_evaluation
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
@@ -50,3 +50,22 @@ def test_other_images_and_missing_evaluations_are_refused_in_a_line(
         ([a, tmp_path / "none"], "holds no evaluation.json"),
     ):
         assert sentence in cli.fail("compare", *arguments)
+
+
+def test_numbers_that_are_not_finite_are_refused_or_said(cli: Launcher, tmp_path: Path) -> None:
+    a, b = (write_evaluation(tmp_path, name, RANKS) for name in ("a", "b"))
+    path = b / "evaluation.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"loss": float("nan")}))
+    outcome = cli.succeed("compare", a, b)
+    assert "nan" not in outcome.text.split()
+    assert "b has no loss: the model's outputs are not all finite numbers" in outcome.text
+    path.write_text(json.dumps(content | {"top1": float("nan")}))
+    assert "top1 is not a number; evaluate again" in cli.fail("compare", a, b)
+
+
+def test_info_shows_no_nan(cli: Launcher, save_model: SaveModel, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model.safetensors", data={"share": float("nan")})
+    out = cli.succeed("info", path).text
+    assert "nan" not in out.split()
+    assert "– (the file has no finite number here)" in out

@@ -114,3 +114,13 @@ def test_nothing_to_predict_is_an_error(
     code, out, err = predict(model_file, tmp_path)
     assert (code, out) == (2, "")
     assert "holds no images" in err
+
+
+def test_no_image_that_can_be_read_is_exit_code_1(
+    predict: Callable[..., Outcome], model_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    code, out, err = predict(model_file, tmp_path / "broken.png", tmp_path / "gone.png")
+    assert code == 1
+    assert len(out.splitlines()) == 2
+    assert "2 of 2 images could not be read; their lines say why" in err

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.pages.conftest import find_low_contrast, phone
+from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.sources.base import ArrayReader
@@ -35,6 +36,8 @@ from vit.evaluation.metrics import (
 from vit.evaluation.prediction import Pixels
 from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Cost, Evaluation
+from vit.explanation.records import Explanations
+from vit.options import ExplainOptions
 from vit.pages.report import build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -383,3 +386,17 @@ def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path)
         assert len(np.unique(np.asarray(picture.convert("L")))) > 50  # something is drawn
     assert page.title.startswith("<img src=x")  # the name, shown and not run
     assert page.get_log("browser") == []
+
+
+def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
+    case: EvaluationResult, tiny_bundle: Bundle
+) -> None:
+    assert "\n" not in repr(case)
+    assert len(repr(case)) < 200
+    assert f"top1={case.evaluation.top1:.4f}" in repr(case)
+    page = case._repr_html_()
+    for name in case.evaluation.list_metrics():
+        assert f"<tr><td>{name}<td>{getattr(case.evaluation, name):.4f}" in page
+    assert len(page) < 2000
+    explanations = Explanations(tiny_bundle, ExplainOptions(), [], [("a.png", "broken")])
+    assert repr(explanations) == "Explanations(0 images by rollout; 1 could not be read)"

@@ -1,5 +1,7 @@
 """`vit info`: what this machine will use, or what a model file holds."""
 
+import math
+
 from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console, build_table
 
@@ -54,6 +56,9 @@ def _describe_model(source: str) -> dict[str, object]:
     )
     for section in sections:
         for key, value in bundle.metadata.get(section, {}).items():
-            shown[f"{section}.{key}"] = value
+            if isinstance(value, float) and not math.isfinite(value):
+                shown[f"{section}.{key}"] = "– (the file has no finite number here)"
+            else:
+                shown[f"{section}.{key}"] = value
     shown["sha256"] = bundle.sha256
     return shown

@@ -19,8 +19,8 @@ def predict(
 ) -> None:
     """Predict the most probable classes of images, in the order given.
 
-    An image that can't be read gets a line with an error in its place. Progress goes to standard
-    error.
+    An image that can't be read gets a line with an error in its place; if none can, the exit code is
+    1. Progress goes to standard error.
 
     Args:
         model: model.safetensors, a training directory or timm:NAME
@@ -53,3 +53,5 @@ def predict(
     if num_unreadable:
         message = f"{num_unreadable} of {count} images could not be read; their lines say why"
         typer.echo(message, err=True)
+    if num_unreadable == count:
+        raise typer.Exit(1)

@@ -261,7 +261,7 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
-    if not math.isfinite(evaluation.top1):
+    if not all(map(math.isfinite, (evaluation.top1, *evaluation.intervals["top1"]))):
         raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")
     path = directory / PREDICTIONS_FILE
     columns = load_predictions(path)

@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import html
 import json
 import resource
 import shlex
@@ -70,7 +71,7 @@ _MACHINE_KEYS = {
 RenderPages = Callable[["EvaluationResult"], Mapping[str, str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvaluationResult:
     """An `Evaluation`, and what each image contributed to it."""
 
@@ -83,6 +84,25 @@ class EvaluationResult:
     render_pages: RenderPages | None = None
     # a temperature that is in no model file yet: `save` writes one
     has_new_temperature: bool = False
+
+    def __repr__(self) -> str:
+        """One line: notebooks show a result that ends a cell."""
+        evaluation = self.evaluation
+        low, high = evaluation.intervals["top1"]
+        return (
+            f"EvaluationResult({evaluation.num_images} images of {evaluation.data}"
+            f" ({evaluation.split}), top1={evaluation.top1:.4f} ({low:.4f} to {high:.4f}))"
+        )
+
+    def _repr_html_(self) -> str:
+        """The metrics as a table, in a notebook."""
+        rows = []
+        for name in self.evaluation.list_metrics():
+            low, high = self.evaluation.intervals[name]
+            value = getattr(self.evaluation, name)
+            rows.append(f"<tr><td>{name}<td>{value:.4f}<td>{low:.4f} … {high:.4f}")
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write evaluation.json (last), predictions.csv, confusion.png and the pages, and where a

@@ -93,7 +93,7 @@ class ImageResult:
         return self.image or self.item.read()[0]
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanations:
     """Explained images, first to last as they were given.
 
@@ -108,6 +108,14 @@ class Explanations:
     options: ExplainOptions
     images: list[ImageResult]
     unreadable: list[tuple[str, str]]
+
+    def __repr__(self) -> str:
+        """One line: notebooks show a result that ends a cell."""
+        methods = ", ".join(self.options.methods)
+        return (
+            f"Explanations({len(self.images)} images by {methods};"
+            f" {len(self.unreadable)} could not be read)"
+        )
 
     @property
     def paths(self) -> list[str]:
