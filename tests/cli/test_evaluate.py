@@ -89,7 +89,12 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert metrics["num_images"] == 18
     assert (metrics["split"], metrics["data"], metrics["seed"]) == ("test", "folder", 1)
     assert metrics["model_sha256"] == load_bundle(model_file).sha256
-    assert metrics["duplicates_of_training"] == {"exact": 0, "near": 0, "examples": []}
+    assert metrics["duplicates_of_training"] == {
+        "exact": 0,
+        "near": 0,
+        "examples": [],
+        "top1_without": metrics["top1"],
+    }
     assert len(metrics["corruptions"]) == 15
     errors = 1 - np.array(list(metrics["corruptions"].values()))
     assert metrics["mean_corruption_error"] == pytest.approx(errors.mean())
@@ -136,6 +141,11 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     assert metrics["duplicates_of_training"]["examples"] == ["test/dog/planted.png"]
     assert "1 images could not be read and are not counted" in " ".join(screen.split())
     assert "1 of these images were in training" in " ".join(screen.split())
+    rows = read_predictions(tmp_path / "after" / "predictions.csv")
+    others = [row["label"] == row["predicted"] for row in rows if "planted" not in row["path"]]
+    top1 = metrics["duplicates_of_training"]["top1_without"]
+    assert top1 == pytest.approx(np.mean(others))
+    assert f"with them and {top1:.2%} without" in " ".join(screen.split())
     before = {row["path"]: row for row in read_predictions(tmp_path / "before" / "predictions.csv")}
     after = {row["path"]: row for row in read_predictions(tmp_path / "after" / "predictions.csv")}
     for path, row in before.items():

@@ -5,7 +5,7 @@ import io
 import time
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vit.data.duplicates import compute_dhash, find_duplicates, hash_pixels
 
@@ -52,6 +52,15 @@ def test_planted_duplicates_are_found_and_nothing_else() -> None:
     assert found.near.tolist() == [[8, 45], [9, 200]]
 
 
+def test_mirror_images_are_found() -> None:
+    training = [picture(seed) for seed in range(300)]
+    queries = [ImageOps.mirror(training[seed]) for seed in range(40)]
+    queries += [recode(ImageOps.mirror(training[seed]), 60) for seed in range(40, 80)]
+    found = find_duplicates(hashes(queries), hashes(training))
+    assert len(found.exact) == 0
+    assert found.near.tolist() == [[number, number] for number in range(80)]
+
+
 def test_flat_pictures_are_no_lookalikes() -> None:
     flat = [Image.new("RGB", (32, 32), (level, level, level)) for level in range(0, 250, 10)]
     shades = [Image.fromarray(np.full((32, 32, 3), 7, np.uint8))]
@@ -96,3 +105,12 @@ def test_ten_thousand_against_fifty_thousand_takes_seconds() -> None:
     found = find_duplicates(queries, training)
     assert time.perf_counter() - start < 10
     assert len(found.exact) == 100
+
+
+def test_moderate_crops_are_found() -> None:
+    training = [picture(seed, size=200) for seed in range(300)]
+    # 5 % of width and height
+    queries = [image.crop((5, 5, 195, 195)) for image in training[:100]]
+    found = find_duplicates(hashes(queries), hashes(training))
+    assert len(found.near) >= 80
+    assert (found.near[:, 0] == found.near[:, 1]).all()

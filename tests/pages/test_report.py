@@ -86,7 +86,9 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         ),
         num_images=count,
         unreadable=[(NASTY, "broken")],
-        duplicates_of_training=TrainTestOverlap(exact=1, near=0, examples=[NASTY]),
+        duplicates_of_training=TrainTestOverlap(
+            exact=1, near=0, examples=[NASTY], top1_without=0.5
+        ),
         examples=Examples(
             most_confident_errors=describe(wrong[np.argsort(-scores.confidence[wrong])][:examples]),
             least_confident_correct=describe([count - 1]),

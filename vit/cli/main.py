@@ -32,7 +32,6 @@ app = typer.Typer(
     name="vit",
     help="Train vision transformers on your own images, evaluate them and explain them with attention maps.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (

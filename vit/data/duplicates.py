@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 # bits of 64 by which near-duplicates may differ
-NEAR = 4
+NEAR = 6
 # hashes with fewer bits set or unset are of flat images, which are all similar
 _FLAT = 8
 # pixels: of smaller images, many of one class have equal hashes
@@ -55,13 +55,11 @@ class Duplicates(NamedTuple):
 def find_duplicates(
     hashes: np.ndarray, training_hashes: np.ndarray, *, max_distance: int = NEAR
 ) -> Duplicates:
-    """Find images that were in training.
+    """Find images that were in training, also mirrored.
 
-    Exact pairs are certain, near ones are suspects. Of the 10,000 test images of CIFAR-10 (JPEG
-    copy) 100 have a near pair among the training images at 4 bits; 99 of those have the same label,
-    and 23 of 24 examined were the same picture. Of planted copies 94 % recoded at JPEG quality 40
-    are found, all rescaled ones, and half of those cropped by a pixel. Images so flat that their
-    hashes are nearly all zeros or ones are compared by their pixels alone.
+    Exact pairs are certain, near ones are suspects; docs/data.md says how many planted copies are
+    found. Images so flat that their hashes are nearly all zeros or ones are compared by their
+    pixels alone.
 
     Args:
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is looked for.
@@ -85,9 +83,26 @@ def find_duplicates(
     candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
     candidates = candidates[_is_distinctive(training_dhashes[candidates])]
     closest, distances = _find_closest(query_dhashes, training_dhashes[candidates])
+    # or similar to the mirror image
+    mirror_closest, mirror_distances = _find_closest(
+        _mirror(query_dhashes), training_dhashes[candidates]
+    )
+    is_mirrored = mirror_distances < distances
+    closest[is_mirrored] = mirror_closest[is_mirrored]
+    distances = np.minimum(distances, mirror_distances)
     is_near = distances[inverse] <= max_distance
     near_pairs = np.stack([queries[is_near], candidates[closest[inverse][is_near]]], axis=1)
     return Duplicates(exact_pairs, near_pairs)
+
+
+def _mirror(dhashes: np.ndarray) -> np.ndarray:
+    """What `compute_dhash` gives for the mirror images, but for cells that are equally bright."""
+    bits = np.unpackbits(dhashes.astype(">u8").view(np.uint8)).reshape(-1, 2, 32)
+    # in the mirror, a cell is brighter than its left neighbour where it was not
+    across = 1 - bits[:, 0].reshape(-1, 4, 8)[..., ::-1]
+    down = bits[:, 1].reshape(-1, 8, 4)[..., ::-1]
+    mirrored = np.concatenate([across.reshape(-1, 32), down.reshape(-1, 32)], axis=1)
+    return np.packbits(mirrored, axis=1).view(">u8")[:, 0].astype(np.uint64)
 
 
 def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:

@@ -203,7 +203,7 @@ def evaluate_bundle(
     training_hashes = find_training_hashes(bundle)
     overlap = None
     if training_hashes is not None:
-        overlap = count_duplicates(images, training_hashes)
+        overlap = count_duplicates(images, training_hashes, is_correct=scores.correct)
     dataset = images.dataset
     evaluation = Evaluation(
         **compute_metrics(scores),

@@ -57,10 +57,12 @@ class TrainTestOverlap:
 
     # the same pixels
     exact: int
-    # a similar perceptual hash: recoded, rescaled or much alike
+    # a similar perceptual hash: recoded, rescaled, mirrored or much alike
     near: int
     # up to 20 of them, exact ones first
     examples: list[str]
+    # top-1 of the other images; null where there are none
+    top1_without: float | None
 
 
 def load_images(
@@ -141,15 +143,27 @@ def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
 
 
 def count_duplicates(
-    images: EvaluationSet, training_hashes: NDArray[np.uint64]
+    images: EvaluationSet, training_hashes: NDArray[np.uint64], *, is_correct: NDArray[np.bool_]
 ) -> TrainTestOverlap:
-    """Look for `images` among those in training, whose hashes are uint64 [2, n]."""
+    """Look for `images` among those in training.
+
+    Args:
+        images: of which some may have been in training.
+        training_hashes: of the images in training, uint64 [2, n].
+        is_correct: whether the prediction of each of `images` is its label, bool [n].
+    """
     # they are decoded
     assert images.dataset.hashes is not None
     duplicates = find_duplicates(images.dataset.hashes, training_hashes)
     indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
     names = [images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]]
-    return TrainTestOverlap(len(duplicates.exact), len(duplicates.near), names)
+    others = np.delete(is_correct, indices)
+    return TrainTestOverlap(
+        exact=len(duplicates.exact),
+        near=len(duplicates.near),
+        examples=names,
+        top1_without=float(others.mean()) if len(others) else None,
+    )
 
 
 def match_classes(

@@ -149,10 +149,15 @@ class Evaluation(BaseModel):
             )
         overlap = self.duplicates_of_training
         if overlap is not None and overlap.exact + overlap.near > 0:
-            warnings.append(
+            text = (
                 f"{overlap.exact} of these images were in training, {overlap.near} more are"
                 f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
             )
+            if overlap.top1_without is not None:
+                text += (
+                    f"; top-1 is {self.top1:.2%} with them and {overlap.top1_without:.2%} without"
+                )
+            warnings.append(text)
         return warnings
 
 

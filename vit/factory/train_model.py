@@ -93,7 +93,11 @@ def train_model(
                 image_size=run.data.preprocess.image_size,
                 process=process,
             )
-            choices["estimate"] = f"{seconds / 60:.1f} minutes of training steps"
+            if seconds < 120:
+                duration = f"{seconds:.0f} seconds"
+            else:
+                duration = f"{seconds / 60:.0f} minutes"
+            choices["estimate"] = f"{duration} of training steps"
         if shows_plan and process.is_main:
             print_plan(run, choices, resumed=resumed)
         if options.dry_run:

@@ -1,5 +1,6 @@
 """What the user sees of a run. The loop tells observers what happened and knows none of them."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from vit.runtime.progress import Advance, show_progress
 from vit.training.run_directory import METRICS_FILE, append_metrics
 
 LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
+_LINE_SECONDS = 10  # between lines of epochs: a run of half a minute has a few, metrics.jsonl all
 _DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
 
 
@@ -101,14 +103,18 @@ class TensorBoard(Observer):
 
 
 class ProgressBar(Observer):
-    """A bar with loss, accuracy, images/s and time left, and a line an epoch."""
+    """A bar with loss, accuracy, images/s and time left, in a terminal only, and lines of epochs, at
+    most one in 10 seconds, and of the last."""
 
     def __init__(self) -> None:
         self._context = ExitStack()
         self._advance: Advance  # since `on_start`
         self._displayed_at = 0.0
+        self._printed_at = -math.inf
+        self._total_steps = 0
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
+        self._total_steps = total_steps
         self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
         self._advance(step)
 
@@ -123,6 +129,10 @@ class ProgressBar(Observer):
         self._advance(1, title)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        is_last = metrics["step"] >= self._total_steps
+        if not is_last and time.perf_counter() - self._printed_at < _LINE_SECONDS:
+            return
+        self._printed_at = time.perf_counter()
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
         if metrics["val_loss"] is not None:
             line += (
