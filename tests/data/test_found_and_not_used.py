@@ -212,3 +212,13 @@ def test_the_plan_has_the_total(make_folder: MakeFolder, cli: Launcher, tmp_path
     text = cli.succeed("train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run").text
     total = "41 files: 39 images in 2 classes, 1 unreadable, 1 not images: .txt 1"
     assert total in " ".join(text.split())
+
+
+def test_an_output_among_the_classes_is_refused_before_it_is_made(
+    make_folder: MakeFolder, cli: Launcher
+) -> None:
+    root = make_folder(*grid("a", "b"))
+    for arguments in ((root,), ("digits", "data.name=folder", f"data.root={root}")):
+        message = cli.fail("train", *arguments, "--output", root / "run")
+        assert "would be taken for a class; choose another --output" in message
+    assert sorted(entry.name for entry in root.iterdir()) == ["a", "b"]

@@ -11,6 +11,7 @@ from vit.config import (
     read_sections,
     validate_config,
 )
+from vit.data.sources.folders import check_not_inside
 from vit.factory.automatic import choose_config, find_device
 from vit.factory.pictures import save_first_images
 from vit.factory.recipe import ConfigLike, find_recipe, names_images
@@ -52,6 +53,10 @@ def train_model(
         overrides = [f"model.init={init}", *overrides]
     config = resolve_config(source, overrides, output, options, objects)
     device = find_device(overrides) if config is None else config.train.device
+    # before the directory is made, which would spoil the images for every later run
+    root = source if config is None else config.data.root
+    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
+        check_not_inside(output, Path(root).expanduser())
 
     with (
         join_processes(device) as (process, device_name),

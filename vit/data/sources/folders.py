@@ -109,6 +109,23 @@ def find_class_folders(
     return SourceSplits(origins, load, unused).with_test_split()
 
 
+def check_not_inside(output: Path, root: Path) -> None:
+    """Refuse an output directory that would be a class of the images.
+
+    Args:
+        output: the directory, before it is made.
+        root: the images.
+
+    Raises:
+        ValueError: the folders below the root are classes, and the output is one of them or in one.
+    """
+    if not root.is_dir() or root.resolve() not in output.resolve().parents:
+        return
+    if not find_split_folders(root) and not list_tables(root):
+        text = f"--output {output} is inside the images, {root}, and would be taken for a class"
+        raise ValueError(f"{text}; choose another --output")
+
+
 def _find_splits(root: Path) -> dict[str, Path]:
     """Split → its folder; {"train": root} where the folders below the root are the classes.
 
