@@ -240,3 +240,34 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     model.head.bias.data[1] = torch.nan
     with pytest.raises(ValueError, match="logits that are not finite"):
         explain_photo(model)
+
+
+class LowRankAdapter(nn.Module):
+    """A linear layer and a low-rank product beside it (LoRA), with the layer's attributes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+        self.weight, self.bias, self.out_features = layer.weight, layer.bias, layer.out_features
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(tokens) + self.up(self.down(tokens))
+
+
+def test_a_low_rank_adapter_is_read_as_its_merged_weight_is() -> None:
+    model, images = prepare(build_timm(), (64, 96))
+    adapters = []
+    for block in model.blocks:
+        block.attn.qkv = LowRankAdapter(block.attn.qkv)
+        adapters.append(block.attn.qkv)
+    model, _ = prepare(model, (64, 96))
+    methods = ["rollout", "gae", "removal-gradient"]
+    _, _, adapted = compute_maps(model, images, methods=methods)
+    for block, adapter in zip(model.blocks, adapters, strict=True):
+        adapter.layer.weight.data += adapter.up.weight.data @ adapter.down.weight.data
+        block.attn.qkv = adapter.layer
+    _, _, merged = compute_maps(model, images, methods=methods)
+    for one, other in zip(adapted, merged, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-6)

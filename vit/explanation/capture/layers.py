@@ -235,6 +235,10 @@ class AttentionLayer:
         if qkv is None:
             return cast("Tensor", getattr(self.module, f"{letter}_proj")(tokens))
 
+        # an adapter around the layer (LoRA) adds to what its weight gives
+        if type(qkv) is not nn.Linear:
+            return cast("Tensor", qkv(tokens).chunk(3, dim=-1)[which])
+
         size = qkv.out_features // 3
         rows = slice(which * size, (which + 1) * size)
         if qkv.bias is None:  # Eva adds its biases to a qkv without any
