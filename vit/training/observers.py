@@ -134,6 +134,9 @@ class ProgressBar(Observer):
             return
         self._printed_at = time.perf_counter()
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
+        # validation is at the size of the data
+        if "train_image_height" in metrics:
+            line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
             line += (
                 f"  validation loss {metrics['val_loss']:.3f}  top-1 {metrics['val_top1']:.2%}"

@@ -183,6 +183,11 @@ class Trainer:
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
         }
+        # validation is at the size of the data, as the model file is: a change of the other size
+        # bends its curve
+        image_size = plan.image_size(progress.epoch)
+        if image_size is not None:
+            metrics["train_image_height"], metrics["train_image_width"] = image_size
         if is_due and progress.record_best(validation, select_by=plan.select_by):
             self.model_writer.write(model)
         self._notify(lambda observer: observer.on_epoch(metrics, model))
