@@ -160,7 +160,7 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
         "evidence": evidence.name,
         "mean": {what: float(values.mean()) for what, values in quality.items()},
         "false_alarms": {
-            kind: count_supported(several, evidence, chosen)
+            kind: count_agreeing(several, evidence, chosen)
             for kind, several, chosen in zip(
                 ALARMS, (elsewhere, elsewhere, mirrored), (None, other_class, None), strict=True
             )
@@ -178,13 +178,13 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
     }
 
 
-def count_supported(
+def count_agreeing(
     several: Sequence[Tensor], evidence: Evidence, chosen: Sequence[Tensor] | None = None
 ) -> float | None:
     """The fraction of maps that are supported, of those `chosen`; None where there are none."""
     supported = torch.tensor(
         [
-            [check.verdict == "supported" for check in check_map(maps, evidence).to_list()]
+            [check.verdict == "agrees" for check in check_map(maps, evidence).to_list()]
             for maps in several
         ]
     )
@@ -251,7 +251,7 @@ def measure_model(name: str, count: int) -> dict[str, Any]:
         "evidence": evidence.name,
         "evidence_correlation": float(rank_correlation(drops, measured.leave_one_out).mean()),
         "false_alarms": {
-            kind: count_supported([maps], evidence)
+            kind: count_agreeing([maps], evidence)
             for kind, maps in zip(
                 BASELINES, (noise, centre_maps(len(noise), measured.grid)), strict=True
             )
@@ -313,11 +313,11 @@ def show_predictions(models: dict[str, Any]) -> str:
     rows = []
     for name, model in models.items():
         groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-            "unsupported, or else supported": []
+            "does not agree, or else agrees": []
         }
         for method in model["methods"].values():
-            groups["unsupported, or else supported"].append(
-                (method["verdicts"]["unsupported"], method["verdicts"]["supported"])
+            groups["does not agree, or else agrees"].append(
+                (method["verdicts"]["does not agree"], method["verdicts"]["agrees"])
             )
             for check, found in method["checks not made"].items():
                 groups.setdefault(check, []).append((found["warned"], found["not warned"]))

@@ -124,7 +124,7 @@ def describe_tokens(side: int, folder: Path) -> Run:
 
     def run() -> None:
         gallery = Gallery(bundle, num_images=1)
-        settings, budget = ExplainOptions(sanity_checks=False, batch_size=1), gallery.token_bytes
+        settings, budget = ExplainOptions(methods=("rollout",), sanity_checks=False, batch_size=1), gallery.token_bytes
         explain_with(bundle, [item], settings, found.extend, token_bytes=budget)
 
     return run

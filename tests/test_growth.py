@@ -289,7 +289,12 @@ def test_an_export_of_many_images_is_not_rewritten_every_minute(
     """Entries written in all, with a clock: a second to explain an image, a tenth of one to write
     it."""
     clock, written, bundle, explained = [0.0], [0], make_bundle(), list[ImageResult]()
-    explain_with(bundle, make_items(["a"]), ExplainOptions(sanity_checks=False), explained.extend)
+    explain_with(
+        bundle,
+        make_items(["a"]),
+        ExplainOptions(methods=("rollout",), sanity_checks=False),
+        explained.extend,
+    )
     monkeypatch.setattr(writer, "monotonic", lambda: clock[0])
     monkeypatch.setattr(
         writer.MapWriter, "_describe", lambda map_writer, image: {"path": image.item.path}

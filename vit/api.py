@@ -21,7 +21,7 @@ from vit.evaluation.images import load_images, select_correct_images
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.explanation.explainer import Explainer, choose_explain_batch_size
 from vit.explanation.faithfulness.benchmark import Benchmark
-from vit.explanation.faithfulness.best_method import replace_best, write_best_method
+from vit.explanation.faithfulness.best_method import choose_methods, write_best_method
 from vit.explanation.faithfulness.result import FaithfulnessResult
 from vit.explanation.items import find_items
 from vit.explanation.methods.registry import METHODS, find_methods
@@ -252,10 +252,11 @@ def explain(
     model: ModelLike,
     images: ImageInputs | None = None,
     *,
-    methods: str | Sequence[str] = ("rollout",),
+    methods: str | Sequence[str] = ("auto",),
     target: int | str = "auto",
     map_options: MapOptions | None = None,
     scale: str = "image",
+    interpolation: str = "smooth",
     sanity_checks: bool | None = None,
     count: int = 16,
     batch_size: int | None = None,
@@ -275,11 +276,13 @@ def explain(
         images: as of `vit.predict`. None: `count` images of the test split of the data that the
             model was trained on.
         methods: names of methods (`vit explain --help` lists them); "best" is the one that
-            `vit.measure_faithfulness` found.
+            `vit.measure_faithfulness` found; "auto" is rollout and, of up to 64 images, the best
+            where it is known, else libra-removal.
         target: the class to explain: its name or index, "auto" for the predicted one, "all", or
             "top3".
         map_options: of the methods. None: their defaults.
         scale: of the overlays' colours: "image", "batch", or "fixed".
+        interpolation: "smooth", or "patches": each patch in one colour, with its edges.
         sanity_checks: check every map. None: of up to 64 images.
         count: images, where `images` is None.
         batch_size: images at a time. None: 64 for images of up to 64 pixels a side, else 16.
@@ -295,7 +298,8 @@ def explain(
 
     Returns:
         The result: `.maps[method]` is a tensor [images, rows, columns] on the patch grid;
-        `.sanity_checks[method]` says whether each map can be trusted.
+        `.sanity_checks[method]` says whether each map agrees with what leaving out single patches
+        does. A notebook shows the first images with their maps; `.show()` opens them as a picture.
 
     Raises:
         ValueError: an unknown method, option, format or class, or no image that can be read.
@@ -318,7 +322,7 @@ def explain(
 
     if sanity_checks is None:
         sanity_checks = num_images <= _MAX_CHECKED_IMAGES
-    methods = replace_best(as_tuple(methods), bundle)
+    methods = choose_methods(as_tuple(methods), bundle, num_images=num_images)
     formats = as_tuple(formats)
     map_options = map_options or MapOptions()
     options = pick(ExplainOptions, locals())

@@ -129,9 +129,11 @@ class ExplainOptions:
     """Which maps `vit explain` makes, and where they go.
 
     Args:
-        methods: one or more methods, separated by commas; best: the one that vit faithfulness found
+        methods: names separated by commas; best: the one that vit faithfulness found; auto: rollout
+            and, of up to 64 images, best where it is known, else libra-removal
         target: auto (the predicted one), a name, an index, all or top3
         formats: png (or jpeg or webp), npz, html; separated by commas
+        interpolation: smooth, or patches: each in one colour
         sanity_checks: sanity checks of every map; default: up to 64 images
         count: how many, where no IMAGES are named
         batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
@@ -145,9 +147,10 @@ class ExplainOptions:
         random_weights: true: the same model untrained, a sanity check
     """
 
-    methods: Annotated[tuple[str, ...], Option(flag="--method")] = ("rollout",)
+    methods: Annotated[tuple[str, ...], Option(flag="--method")] = ("auto",)
     target: Annotated[int | str, Option(flag="--class")] = "auto"
     formats: Annotated[tuple[str, ...], Option(flag="--format")] = ("png", "npz")
+    interpolation: str = "smooth"
     sanity_checks: Annotated[bool | None, Option(flag="--checks/--no-checks")] = None
     count: Annotated[int, Option(flag="--images", min=1)] = 16
     batch_size: Annotated[int | None, Option(min=1)] = None

@@ -18,6 +18,7 @@ from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.items import ImageItem, clean_name
+from vit.explanation.render.overlay import relative_to_uniform
 from vit.explanation.writer import MapWriter
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions
@@ -99,8 +100,11 @@ def test_nothing_in_it_comes_from_outside(page: tuple) -> None:
     assert "default-src 'none'" in text
 
 
-def test_names_are_shown_as_text(page: tuple) -> None:
-    text = page[0].read_text()
+def test_names_are_shown_as_text(page: tuple, tmp_path: Path) -> None:
+    (item,) = make_items([NASTY])
+    named = replace(item, name=clean_name(Path(NASTY).stem))
+    titled, _, _ = write_gallery(tmp_path, make_bundle(), [named], sanity_checks=False)
+    text = page[0].read_text() + titled.read_text()
     assert NASTY not in text
     assert "&lt;img src=x onerror=alert(1)&gt;.png" in text
     assert "Maps &amp; &lt;b&gt;more&lt;/b&gt;" in text
@@ -117,7 +121,7 @@ def test_values_equal_the_arrays_to_eight_bits(page: tuple) -> None:
             if found["target"]:
                 name += f".{clean_name(found['target']['name'])}"
             restored = found["low"] + cells / 255 * (found["high"] - found["low"])
-            exact = arrays[name].ravel()
+            exact = relative_to_uniform(arrays[name]).ravel()
             assert np.abs(restored - exact).max() <= (found["high"] - found["low"]) / 500
             checked += 1
     assert checked == 2 * (1 + 3 + 3)
@@ -165,7 +169,7 @@ def test_the_first_images_of_very_many_are_shown(
     path, data, arrays = write_gallery(
         tmp_path, make_bundle(), make_items(list("abcdefgh")), sanity_checks=False
     )
-    assert [image["path"] for image in data["images"]] == list("abcd")
+    assert [image["title"] for image in data["images"]] == [f"image-{n}" for n in range(4)]
     assert "The first 4 of 8 images" in path.read_text()
     assert len(arrays) == 8 * (1 + 3 + 3)
 
@@ -246,8 +250,12 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert browser.title == "Maps & <b>more</b>"
     assert browser.find_elements("tag name", "strong")[1].text == NASTY
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    assert about(browser) == "attention rollout, does not depend on the class"
-    assert read(browser, "verdict").split(":")[0].lower() in ("supported", "weak", "unsupported")
+    assert about(browser).startswith("attention rollout: where information flows from")
+    assert read(browser, "verdict").split(":")[0].lower() in (
+        "agrees",
+        "agrees partly",
+        "does not agree",
+    )
 
 
 @pytest.mark.browser
@@ -299,12 +307,12 @@ def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) 
     name = f"image-0.{method}" + (
         f".{clean_name(found['target']['name'])}" if found["target"] else ""
     )
-    scale = ColourScale(found["low"], found["high"], found["signed"], "")
+    scale = ColourScale(*found["ends"], found["signed"])
     geometry = Preprocess(image_size=(32, 32)).geometry((60, 40))
     picture = Image.fromarray(photo.astype(np.uint8))
-    expected = np.asarray(blend(picture, page[2][name], geometry, scale=scale, opacity=1.0)).astype(
-        int
-    )
+    expected = np.asarray(
+        blend(picture, relative_to_uniform(page[2][name]), geometry, scale=scale, opacity=1.0)
+    ).astype(int)
     # two roundings to 256 colours; near its zero the opacity of a signed map changes faster
     assert np.abs(shown - expected).max() <= (12 if found["signed"] else 6)
 
@@ -323,7 +331,7 @@ def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
     assert read_view(browser)["values"] == pytest.approx(rollout[1 + 10, 1:] * 17, abs=1e-5)
     assert browser.execute_script(PIXELS, first) != before
     ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
-    assert about(browser) == "attention rollout, does not depend on the class"
+    assert about(browser).startswith("attention rollout: where information flows from")
     assert browser.execute_script(PIXELS, first) == before
 
 
@@ -459,7 +467,7 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
     press(browser, Keys.ENTER)
     assert about(browser) == "what the class token attends to: rollout"
     press(browser, Keys.ESCAPE)
-    assert about(browser) == "attention rollout, does not depend on the class"
+    assert about(browser).startswith("attention rollout: where information flows from")
 
 
 @pytest.mark.browser
@@ -552,7 +560,7 @@ def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, man
     choose(browser, "sort", "least confident first")
     top = "return document.querySelector('figure').getBoundingClientRect().top"
     assert 0 < browser.execute_script(top) < 400  # not in the middle of them
-    confidence = {image["path"]: image["predicted"]["percent"] for image in data["images"]}
+    confidence = {image["title"]: image["predicted"]["percent"] for image in data["images"]}
     found = [confidence[path] for path in shown(browser)]
     assert found == sorted(confidence.values())[: len(found)]
     counts = Counter(image["predicted"]["name"] for image in data["images"])
@@ -567,7 +575,7 @@ def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, man
     assert (found := shown(browser)) == sure[: len(found)] != []
     choose(browser, "confidence", "every confidence")
     choose(browser, "predicted", f"{name} ({count})")
-    predicted = {image["path"]: image["predicted"]["name"] for image in data["images"]}
+    predicted = {image["title"]: image["predicted"]["name"] for image in data["images"]}
     assert {predicted[path] for path in shown(browser)} == {name}
 
 

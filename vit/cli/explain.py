@@ -1,7 +1,6 @@
 """`vit explain`, also called `vit attention`: maps of any images, or of the model's test split."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import typer
@@ -15,8 +14,9 @@ def explain(
 ) -> None:
     """Show which parts of an image the model's answer came from, with sanity checks of each map.
 
-    Writes NAME.METHOD.png, maps.npz (exact values on the patch grid), manifest.json and, with
-    --format html, a gallery to open in a browser. vit attention is the same command.
+    Writes index.png, to look at first (photos and maps side by side, the first 24), NAME.METHOD.png,
+    maps.npz (exact values on the patch grid), manifest.json and, with --format html, a gallery to
+    open in a browser. vit attention is the same command.
 
     Methods: rollout, raw, gae, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
     libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal.
@@ -44,18 +44,26 @@ def explain(
 
 
 def _show(output: Path, *, has_gallery: bool) -> None:
+    # torch, which `vit --help` does without
+    from vit.explanation.faithfulness.sanity_checks import count_agreeing
+    from vit.explanation.writer import SHEET_FILE
+
     # the manifest also holds what an earlier command explained
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    verdicts: dict[str, list[str]] = {}
+    for entry in (entry for image in manifest["images"] for entry in image["maps"]):
+        if entry["sanity_check"]:
+            verdicts.setdefault(entry["method"], []).append(entry["sanity_check"]["verdict"])
+    for line in count_agreeing(verdicts):
+        typer.echo(line)
+
     unreadable = manifest["unreadable"]
     for image in unreadable:
         typer.secho(f"skipped {image['path']}: {image['reason']}", fg="yellow")
     skipped = f", {len(unreadable)} skipped" if unreadable else ""
     typer.echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
 
-    maps = [entry for image in manifest["images"] for entry in image["maps"]]
-    verdicts = Counter(entry["sanity_check"]["verdict"] for entry in maps if entry["sanity_check"])
-    if verdicts:
-        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        typer.echo(f"sanity checks of {verdicts.total()} maps: {counts}")
+    if (output / SHEET_FILE).is_file():
+        typer.echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
     if has_gallery:
         typer.echo(f"open {output / 'gallery.html'} in a browser")

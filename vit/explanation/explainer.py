@@ -22,7 +22,13 @@ from vit.explanation.methods.targets import (
     starts_with_predicted,
 )
 from vit.explanation.records import Explanations, ImageResult, MapResult
-from vit.explanation.render.overlay import FIXED_END, SCALES, ColourScale, fit_scale
+from vit.explanation.render.overlay import (
+    FIXED_END,
+    INTERPOLATIONS,
+    SCALES,
+    ColourScale,
+    fit_scale,
+)
 from vit.explanation.render.token_details import measure_tokens
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions, MapOptions
@@ -99,6 +105,7 @@ class Explainer:
         # whatever can be wrong is said before any image is read
         find_methods(options.methods)
         check_choice(options.scale, SCALES, name="scale")
+        check_choice(options.interpolation, INTERPOLATIONS, name="--interpolation")
         check_options(options.map_options, find_attention_layers(bundle.model))
         self.bundle = bundle
         self.device = next(bundle.model.parameters()).device
@@ -318,13 +325,11 @@ def _set_scales(results: Sequence[ImageResult], scale: str) -> None:
         # on the fixed scale, maps of different images and batches compare
         if scale == "fixed":
             low = -FIXED_END if signed else 0.0
-            map_result.scale = ColourScale(
-                low, FIXED_END, signed, "× uniform, fixed scale", relative=True
-            )
+            map_result.scale = ColourScale(low, FIXED_END, signed, "fixed scale")
         elif scale == "batch":
-            compared = [other.values for other in maps if other.method is map_result.method]
+            compared = [other.shown_values for other in maps if other.method is map_result.method]
             map_result.scale = fit_scale(
                 compared, signed=signed, label=f"scale of {len(results)} images"
             )
         else:
-            map_result.scale = fit_scale([map_result.values], signed=signed)
+            map_result.scale = fit_scale([map_result.shown_values], signed=signed)

@@ -29,7 +29,7 @@ class ImageItem:
     """An image to explain.
 
     Args:
-        path: what the user is shown: a path, an id of a data set, or image-00000 and so on.
+        path: what messages and the manifest name: a path, an id of a data set, or image-00000 and so on.
         name: what its files' names start with.
         read: returns the upright RGB image and the SHA-256 of its file or pixels; raises ValueError
             or OSError where it can't be read.
@@ -38,6 +38,13 @@ class ImageItem:
     path: str
     name: str
     read: Callable[[], tuple[Image.Image, str]]
+
+    @property
+    def title(self) -> str:
+        """What pages and pictures call the image: the name of its file, without the folders, which
+        are of the machine and not of what is shared."""
+        file = Path(self.path)
+        return file.name if clean_name(file.stem) == self.name else self.name
 
 
 def find_items(

@@ -1,5 +1,9 @@
 """The records of explaining: what is known of a map, of an image and of all of them."""
 
+import base64
+import html
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +17,21 @@ from vit.data.images import Geometry
 from vit.explanation.faithfulness.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method
-from vit.explanation.render.overlay import ColourScale, PatchMap, relative_to_uniform
+from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
+from vit.explanation.render.overlay import (
+    ColourScale,
+    PatchMap,
+    blend,
+    panel_size,
+    relative_to_uniform,
+)
 from vit.explanation.render.token_details import TokenDetails
 from vit.options import ExplainOptions
+
+
+def describe_class(name: str, probability: float) -> str:
+    """A prediction in words."""
+    return f"predicted {name}  {100 * probability:.1f} %"
 
 
 @dataclass
@@ -46,9 +62,19 @@ class MapResult:
 
     @property
     def shown_values(self) -> PatchMap:
-        """The values in the unit of the scale."""
-        is_relative = self.scale is not None and self.scale.relative
-        return relative_to_uniform(self.values) if is_relative else self.values
+        """The values in multiples of an even share."""
+        return relative_to_uniform(self.values)
+
+    def describe(self, class_names: Sequence[str]) -> str:
+        """What the map shows, in words."""
+        text = "where information flows from, for any class"
+        if self.method.name == "raw":
+            text = "what one layer attends to, for any class"
+        if self.target is not None:
+            against = " (red) and against it (blue)" if self.method.signed else ""
+            text = f"what speaks for {class_names[self.target]}{against}"
+        is_flat = self.scale is not None and self.scale.is_flat
+        return f"{text}; nearly even" if is_flat else text
 
 
 @dataclass
@@ -88,6 +114,12 @@ class ImageResult:
         """The index of the most probable class."""
         return int(self.probabilities.argmax())
 
+    def describe_prediction(self, class_names: Sequence[str]) -> str:
+        """The most probable class and its probability, in words."""
+        return describe_class(
+            class_names[self.predicted], float(self.probabilities[self.predicted])
+        )
+
     def read_image(self) -> Image.Image:
         """The upright RGB image."""
         return self.image or self.item.read()[0]
@@ -116,6 +148,39 @@ class Explanations:
             f"Explanations({len(self.images)} images by {methods};"
             f" {len(self.unreadable)} could not be read)"
         )
+
+    def _repr_html_(self) -> str:
+        """The contact sheet, which notebooks show."""
+        file = io.BytesIO()
+        self.draw_sheet().save(file, "PNG")
+        data = base64.b64encode(file.getvalue()).decode()
+        text = html.escape(repr(self))
+        return f'<img alt="{text}" style="max-width:100%" src="data:image/png;base64,{data}">'
+
+    def show(self) -> None:
+        """Open the contact sheet in the system's viewer of pictures."""
+        self.draw_sheet().show(title=repr(self))
+
+    def draw_sheet(self) -> Image.Image:
+        """The first images, each with its maps beside it; without images, an empty picture."""
+        class_names = self.bundle.class_names
+        smooth = self.options.interpolation == "smooth"
+        rows = []
+        for image in self.images[:MAX_SHEET_IMAGES]:
+            photo = image.read_image()
+            photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
+            pictures = [photo]
+            texts = [[image.item.title, image.describe_prediction(class_names)]]
+            for result in image.maps:
+                assert result.scale is not None
+                values = result.shown_values
+                pictures.append(
+                    blend(photo, values, image.geometry, scale=result.scale, smooth=smooth)
+                )
+                verdict = [result.sanity_check.verdict] if result.sanity_check else []
+                texts.append([result.describe(class_names), *verdict])
+            rows.append(SheetRow(pictures, texts))
+        return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 
     @property
     def paths(self) -> list[str]:

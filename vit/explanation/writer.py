@@ -16,16 +16,18 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult
-from vit.explanation.render.overlay import MAX_SIDE, draw_overlay
+from vit.explanation.records import ImageResult, MapResult, describe_class
+from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
+from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
 from vit.options import ExplainOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import read_arrays, write_arrays, write_atomically, write_text
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ARRAYS_FILE = "maps.npz"
 MANIFEST_FILE = "manifest.json"
+SHEET_FILE = "index.png"
 PICTURE_FORMATS = ("png", "jpeg", "webp")
 FORMATS = (*PICTURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
@@ -41,6 +43,8 @@ _MAX_WAITING_BATCHES = 2
 class _Map(BaseModel):
     model_config = ConfigDict(extra="allow")
     map_key: str
+    overlay: str | None
+    caption: str
     sanity_check: dict[str, Any] | None
 
 
@@ -48,6 +52,8 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="allow")
     path: str
     name: str
+    title: str
+    size: list[int]
     maps: list[_Map]
 
 
@@ -59,7 +65,7 @@ class _Manifest(BaseModel):
 
 class MapWriter:
     """Writes explained images into a directory, batch by batch: overlays `NAME.METHOD.png`,
-    maps.npz, and always manifest.json.
+    maps.npz, and always manifest.json. Beside overlays, index.png shows the first of them.
 
     A context manager. An interruption leaves a manifest of what was finished.
 
@@ -115,6 +121,8 @@ class MapWriter:
         with self._pool:
             if self.entries or self.unreadable:
                 self._save()
+                if self.entries and self._picture_format:
+                    self._write_sheet()
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Take a batch. Its overlays are written soon, the rest once a minute, of very many
@@ -200,6 +208,7 @@ class MapWriter:
             "methods": list(self.options.methods),
             "target": self.options.target,
             "scale": self.options.scale,
+            "interpolation": self.options.interpolation,
             "sanity_checks": self.options.sanity_checks,
             "batch_size": self.options.batch_size,
             "precision": self.options.precision,
@@ -211,6 +220,7 @@ class MapWriter:
         return {
             "path": image.item.path,
             "name": image.item.name,
+            "title": image.item.title,
             "sha256": image.sha256,
             "size": list(image.geometry.original_size),
             "box": list(image.geometry.box),
@@ -231,6 +241,7 @@ class MapWriter:
             "method": result.method.name,
             "class_specific": result.method.class_specific,
             "target": target,
+            "caption": result.describe(self.bundle.class_names),
             "logit": result.logit,
             "map_key": result.key,
             "overlay": overlay,
@@ -246,10 +257,41 @@ class MapWriter:
             "probability": float(image.probabilities[index]),
         }
 
+    def _write_sheet(self) -> None:
+        """The first images with their maps, cut out of the overlays: after `resume` those of an
+        earlier call are among them."""
+        rows = []
+        for entry in self.entries[:MAX_SHEET_IMAGES]:
+            original_width, original_height = entry["size"]
+            width, height = panel_size((original_width, original_height), self.options.max_side)
+            predicted = entry["predicted"]
+            pictures: list[Image.Image] = []
+            texts = [[entry["title"], describe_class(predicted["name"], predicted["probability"])]]
+            for result in entry["maps"]:
+                with Image.open(self.output / result["overlay"]) as overlay:
+                    # the photo on the left, the map on the right
+                    left = 2 * MARGIN + width
+                    if not pictures:
+                        pictures.append(
+                            overlay.crop((MARGIN, MARGIN, MARGIN + width, MARGIN + height))
+                        )
+                    pictures.append(overlay.crop((left, MARGIN, left + width, MARGIN + height)))
+                check = result["sanity_check"]
+                texts.append([result["caption"], *([check["verdict"]] if check else [])])
+            rows.append(SheetRow(pictures, texts))
+        sheet = draw_contact_sheet(rows)
+        write_atomically(self.output / SHEET_FILE, lambda path: sheet.save(path, "png"))
+
     def _write_overlay(self, image: ImageResult, result: MapResult) -> None:
         kind = self._picture_format
         assert kind is not None
-        picture = draw_map(image, result, self.bundle.class_names, self.options.max_side)
+        picture = draw_map(
+            image,
+            result,
+            self.bundle.class_names,
+            smooth=self.options.interpolation == "smooth",
+            max_side=self.options.max_side,
+        )
         # the manifest, written after them, makes all their names sure
         write_atomically(
             self.output / f"{result.key}.{kind}",
@@ -262,6 +304,8 @@ def draw_map(
     image: ImageResult,
     result: MapResult,
     class_names: Sequence[str],
+    *,
+    smooth: bool = True,
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
     """The picture of one map with its caption.
@@ -270,30 +314,24 @@ def draw_map(
         image: the explained image.
         result: one of its maps.
         class_names: of the model.
+        smooth: interpolate between patches.
         max_side: of the photo, pixels; 0 for no limit.
     """
-    scale = result.scale
-    assert scale is not None
-
-    def describe_class(index: int) -> str:
-        return f"{class_names[index]}  {100 * image.probabilities[index]:.1f} %"
-
-    # what the model said comes first, the map's own line below it
-    predicted = f"predicted: {describe_class(image.predicted)}"
-    about = "does not depend on the class"
-    if result.target is not None:
-        about = f"for {describe_class(result.target)}"
-    check = result.sanity_check
-    warnings = []
-    if check is not None and check.verdict != "supported":
-        warnings.append(f"{check.verdict}: {check.reason}")
+    assert result.scale is not None
+    # what the model said comes first, the map's own lines below it
+    caption = [
+        f"{image.item.title}: {image.describe_prediction(class_names)}",
+        f"{result.describe(class_names)} ({result.method.title})",
+    ]
+    if result.sanity_check is not None:
+        caption.append(str(result.sanity_check))
     return draw_overlay(
         image.read_image(),
         result.shown_values,
         image.geometry,
-        scale=scale,
-        caption=[predicted, f"{result.method.title}, {about}"],
-        warnings=warnings,
+        scale=result.scale,
+        caption=caption,
+        smooth=smooth,
         max_side=max_side,
     )
 

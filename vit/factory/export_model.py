@@ -96,7 +96,7 @@ def export_model(
     with suppress(OSError, ValueError):
         items = find_items(None, trained_on=trained_on, count=1)
     for item in items:
-        explainer = Explainer(bundle, ExplainOptions(sanity_checks=False))
+        explainer = Explainer(bundle, ExplainOptions(methods=("rollout",), sanity_checks=False))
         (values,) = explainer.explain([item]).maps["rollout"]
         image, _ = item.read()
         save_overlay(directory / "map.png", image, values, preprocess=bundle.preprocess)

@@ -33,7 +33,12 @@ def write_explanations(
     best_method = None
     with suppress(ValueError, OSError):  # it was not measured
         best_method = read_best_method(bundle).method
-    gallery = Gallery(bundle, num_images=len(items), best_method=best_method)
+    gallery = Gallery(
+        bundle,
+        num_images=len(items),
+        best_method=best_method,
+        smooth=map_writer.options.interpolation == "smooth",
+    )
     has_gallery = "html" in map_writer.options.formats
 
     observers: list[Callable[[Sequence[ImageResult]], object]] = [map_writer.add]

@@ -7,7 +7,7 @@ const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0)
 const palettes = page.palettes.map(bytes);
 const ATTENTION = "attention of a layer", LENS = "logit lens";
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
-const NUMBERS = {agreement: "correlation with the effect of the patches", p_value: "p"};
+const NUMBERS = {agreement: "correlation with what leaving out single patches does", p_value: "p"};
 const CARDS_AT_ONCE = 24;
 const CONFIDENCES = [["0", "below 50\u00a0%"], ["50", "50 to 90\u00a0%"], ["90", "90\u00a0% and above"]];
 const unique = values => [...new Set(values)];
@@ -28,9 +28,8 @@ class Explained {
     this.prefix = this.tokens ? this.tokens.names.length : 0;
     this.count = this.prefix + this.patches;
     for (const map of this.maps) {
-      const span = (map.high - map.low) / 255, even = map.even || 1;
-      map.shares = Float32Array.from(bytes(map.values), cell => (map.low + cell * span) / even);
-      map.ends = [map.low / even, map.high / even];
+      const span = (map.high - map.low) / 255;
+      map.shares = Float32Array.from(bytes(map.values), cell => map.low + (span ? cell * span : 0));
     }
   }
 
@@ -146,9 +145,8 @@ class Explained {
     const map = this.map(settings.method, settings.target), other = this.map(settings.method, settings.minus);
     if (!map) return null;
     if (settings.minus !== "none" && other !== map) return other ? this.difference(map, other) : null;
-    const target = map.target ? `for ${map.target.name} ${map.target.percent}\u00a0%` : "does not depend on the class";
-    return {grid: this.grid, values: map.shares, low: map.ends[0], high: map.ends[1], unit: "×", signed: map.signed, map,
-      about: `${map.title}, ${target}`};
+    return {grid: this.grid, values: map.shares, low: map.ends[0], high: map.ends[1], unit: "×", signed: map.signed, flat: map.flat, map,
+      about: `${map.title}: ${map.caption}`};
   }
 }
 
@@ -173,16 +171,18 @@ function axis(pixels, start, stop, cells) {
   return Array.from({length: pixels}, (_, i) => {
     const position = ((i + .5) / pixels - start) / (stop - start) * cells;
     if (position < 0 || position >= cells) return null;
+    if (!page.smooth) return [Math.floor(position), Math.floor(position), 0];
     const shifted = Math.min(Math.max(position - .5, 0), cells - 1), before = Math.floor(shifted);
     return [before, Math.min(before + 1, cells - 1), shifted - before];
   });
 }
 
-/** The colour and opacity of a fraction (0 to 1) of the scale. A signed map is clear at its zero, the middle. */
+/** The colour and opacity of a fraction (0 to 1) of the scale, as of the overlay files: the opacity is in proportion to
+    the value. A signed map is clear at its zero, the middle. */
 function shade(fraction, signed) {
-  if (!signed) return [Math.round(fraction * 255), 1];
+  if (!signed) return [Math.round((.35 + .65 * fraction) * 255), fraction];
   const strength = Math.abs(2 * fraction - 1), side = Math.sign(fraction - .5);
-  return [Math.round((.5 + side * (.25 + .25 * strength)) * 255), Math.sqrt(strength)];
+  return [Math.round((.5 + side * (.25 + .15 * strength)) * 255), strength];
 }
 
 /** Lay the map over the picture's pixels, as the overlay files do; what the model did not see turns grey. */
@@ -200,9 +200,11 @@ function blend(picture, view, box, opacity) {
       const [top, bottom, v] = down[y], [left, right, u] = across[x];
       const upper = values[top * columns + left] * (1 - u) + values[top * columns + right] * u;
       const lower = values[bottom * columns + left] * (1 - u) + values[bottom * columns + right] * u;
-      const fraction = span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
+      const fraction = view.flat ? .25 : span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
       const [colour, strength] = shade(fraction, view.signed), alpha = opacity * strength;
-      for (let c = 0; c < 3; c++) pixels[at + c] = pixels[at + c] * (1 - alpha) + colours[3 * colour + c] * alpha;
+      // the photo loses most of its colour, which would be taken for the map's
+      const grey = .299 * pixels[at] + .587 * pixels[at + 1] + .114 * pixels[at + 2], fading = .75 * Math.min(opacity / .8, 1);
+      for (let c = 0; c < 3; c++) pixels[at + c] = (pixels[at + c] * (1 - fading) + grey * fading) * (1 - alpha) + colours[3 * colour + c] * alpha;
     }
   }
 }
@@ -271,7 +273,7 @@ class Card {
     this.figure = element("card").content.firstElementChild.cloneNode(true);
     this.figure.card = this;
     this.figure.addEventListener("keydown", event => event.key === "Escape" && this.keep(null));
-    this.part("path").textContent = this.image.path;
+    this.part("path").textContent = this.image.title;
     this.part("predicted").textContent = `predicted: ${this.image.predicted.name} ${this.image.predicted.percent}\u00a0%`;
     this.part("expand").addEventListener("click", () => this.expand());
     this.part("expand").hidden = !this.image.tokens;
@@ -316,7 +318,7 @@ class Card {
       name.textContent = settings.view === "methods" ? (method || "photo") + (check ? `: ${check.verdict}` : "") : "";
       canvas.className = method ? "map" : "photo";
       canvas.setAttribute("role", method ? "application" : "img");
-      canvas.setAttribute("aria-label", method ? `${this.image.path}: ${method}; the arrow keys move between patches` : `${this.image.path}: the photo`);
+      canvas.setAttribute("aria-label", method ? `${this.image.title}: ${method}; the arrow keys move between patches` : `${this.image.title}: the photo`);
     }
   }
 
@@ -416,7 +418,7 @@ class Card {
     if (view) {
       const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
       this.part("low").textContent = show(view.low, view.unit);
-      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? " of an even share" : "");
+      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? " of an even share" : "") + (view.flat ? ", nearly even: drawn flat" : "");
       this.part("legend").querySelector("i").style.background = ramp(view.signed);
       const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
       mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
@@ -435,7 +437,7 @@ class Card {
   judge(map) {
     const check = map && map.sanity_check, line = this.part("verdict"), word = document.createElement("b");
     word.textContent = check ? check.verdict : "not checked";
-    line.className = `verdict ${check ? check.verdict : "muted"}`;
+    line.className = check ? "verdict" : "verdict muted";
     line.replaceChildren(word, `: ${check ? check.reason : "of more than 64 images, the option --checks asks for it"}`);
     line.hidden = !map;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
@@ -602,7 +604,8 @@ function list() {
     verdict: (a, b) => rank(b) - rank(a),
   };
   waiting = kept.sort(orders[order]);
-  element("count").textContent = kept.length === images.length ? `${images.length} images.` : `${kept.length} of ${images.length} images.`;
+  const summary = page.summary.map(line => `${line}. `).join("");
+  element("count").textContent = summary + (kept.length === images.length ? `${images.length} images.` : `${kept.length} of ${images.length} images.`);
   for (const card of shown()) near.unobserve(card.figure);
   element("cards").replaceChildren();
   more();

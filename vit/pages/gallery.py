@@ -11,7 +11,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.explanation.faithfulness.sanity_checks import VERDICTS
+from vit.explanation.faithfulness.sanity_checks import VERDICTS, count_agreeing
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
@@ -33,10 +33,20 @@ class Gallery:
         num_images: how many will be added; of few, more of their tokens is shown.
         best_method: the method that measured best for the model. The page opens on it, or else on
             the first.
+        smooth: interpolate between patches; else each has one colour.
     """
 
-    def __init__(self, bundle: Bundle, *, num_images: int, best_method: str | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        num_images: int,
+        best_method: str | None = None,
+        smooth: bool = True,
+    ) -> None:
         self._bundle = bundle
+        self._smooth = smooth
+        self._verdicts: dict[str, list[str]] = {}  # by method, of all images
         self._best_method = best_method
         self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
         self._methods: list[str] = []
@@ -53,6 +63,10 @@ class Gallery:
         """Take a batch: photos as small JPEGs, maps in 8 bits; the first `MAX_IMAGES` of all."""
         # browsers open a page of this size; the arrays and overlays are of all images
         self._num_images += len(images)
+        for result in (result for image in images for result in image.maps):
+            if result.sanity_check is not None:
+                verdicts = self._verdicts.setdefault(result.method.name, [])
+                verdicts.append(result.sanity_check.verdict)
         for image in images[: MAX_IMAGES - len(self._images)]:
             self._images.append(htmlsafe_json_dumps(self._describe(image)))
             summary = self._summarise(image)
@@ -68,6 +82,8 @@ class Gallery:
             "verdicts": VERDICTS,
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
+            "smooth": self._smooth,
+            "summary": count_agreeing(self._verdicts),
             "images": self._summaries,
         }
         context = {
@@ -89,7 +105,7 @@ class Gallery:
             verdicts[name] = max(verdict, verdicts.get(name, verdict), key=VERDICTS.index)
         tokens = image.tokens
         return {
-            "path": _printable(image.item.path),
+            "title": _printable(image.item.title),
             "predicted": self._describe_class(image, image.predicted),
             "verdicts": verdicts,
             "targets": sorted(
@@ -121,19 +137,25 @@ class Gallery:
         scale = result.scale
         assert scale is not None
         values = result.shown_values
+        low, high = float(values.min()), float(values.max())
         target = None
         if result.target is not None:
             target = self._describe_class(image, result.target)
         return {
             "method": result.method.name,
             "title": result.method.title,
+            "caption": result.describe(self._bundle.class_names),
             "target": target,
             "signed": result.method.signed,
-            "low": scale.low,
-            "high": scale.high,
-            "even": float(np.abs(values).mean()),  # what each patch would have if all had the same
+            # the ends of the colours; values are stored in their own range, in multiples of an
+            # even share, which maps of two classes are compared by
+            "ends": [scale.low, scale.high],
+            "flat": scale.is_flat,
+            "low": low,
+            "high": high,
+            "even": float(np.abs(result.values).mean()),
             "scale": scale.label,
-            "values": _encode(quantise(values, low=scale.low, high=scale.high)),
+            "values": _encode(quantise(values, low=low, high=high)),
             "prefix_mass": round(result.prefix_mass, 4),
             "entropy": round(result.entropy, 4),
             "sanity_check": result.sanity_check and asdict(result.sanity_check),

@@ -16,7 +16,7 @@ from vit.evaluation.prediction import Pixels
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
-from vit.explanation.render.overlay import blend, fit_scale
+from vit.explanation.render.overlay import blend
 from vit.options import ExplainOptions
 from vit.pages.charts import Chart, build_history_chart, build_reliability_chart
 from vit.pages.confusion import describe_confusion
@@ -79,14 +79,14 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
     # the pictures are already cut to the model's input
     uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
-    options = ExplainOptions(sanity_checks=False, batch_size=16)
+    options = ExplainOptions(methods=("rollout",), sanity_checks=False, batch_size=16)
     explanations = Explainer(uncropped, options).explain(items_from_images(photos))
-    maps = explanations.maps["rollout"].numpy()
     overlays = []
-    for photo, values in zip(photos, maps, strict=True):
-        scale = fit_scale([values], signed=False)
-        geometry = uncropped.preprocess.geometry(photo.size)
-        overlays.append(blend(resize_picture(photo), values, geometry, scale=scale))
+    for photo, explained in zip(photos, explanations.images, strict=True):
+        (map,) = explained.maps
+        assert map.scale is not None
+        shown = resize_picture(photo)
+        overlays.append(blend(shown, map.shown_values, explained.geometry, scale=map.scale))
     return overlays
 
 

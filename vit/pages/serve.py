@@ -199,7 +199,7 @@ def _explain(explainer: Explainer, photo: Image.Image, form: MapForm) -> Json:
     if form == "array":
         return {**facts, "values": map.values.tolist()}
     shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
-    overlay = blend(shown, map.values, explained.geometry, scale=map.scale)
+    overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
     return {**facts, "png": encode_picture(overlay, "PNG")}
 
 

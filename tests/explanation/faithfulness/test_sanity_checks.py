@@ -62,13 +62,13 @@ def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
     ).to_list()
 
 
-def count_supported(checks: list[SanityCheck]) -> float:
-    return float(np.mean([check.verdict == "supported" for check in checks]))
+def count_agreeing(checks: list[SanityCheck]) -> float:
+    return float(np.mean([check.verdict == "agrees" for check in checks]))
 
 
 def test_smooth_maps_of_something_else_are_supported_at_most_five_in_a_hundred_times() -> None:
     assert (
-        0 < count_supported(compare_all(draw_smooth(400, seed=0), draw_smooth(400, seed=1))) <= 0.05
+        0 < count_agreeing(compare_all(draw_smooth(400, seed=0), draw_smooth(400, seed=1))) <= 0.05
     )
 
 
@@ -77,13 +77,13 @@ def test_a_map_of_the_middle_is_not_taken_for_one_of_objects_in_the_middle() -> 
     centre = torch.exp(-2 * (side[:, None] ** 2 + side**2)).expand(400, -1, -1)
     drops = 5 * draw_smooth(400, seed=1) - 2 * (side[:, None] ** 2 + side**2)
     assert np.mean([check.agreement for check in compare_all(centre, drops)]) > 0.5
-    assert count_supported(compare_all(centre, drops)) <= 0.05
+    assert count_agreeing(compare_all(centre, drops)) <= 0.05
 
 
 def test_noisy_evidence_is_found_again() -> None:
     drops = draw_smooth(100, seed=0)
-    assert count_supported(compare_all(drops + draw_smooth(100, seed=1), drops)) > 0.9
-    assert {check.verdict for check in compare_all(-drops, drops)} == {"unsupported"}
+    assert count_agreeing(compare_all(drops + draw_smooth(100, seed=1), drops)) > 0.9
+    assert {check.verdict for check in compare_all(-drops, drops)} == {"does not agree"}
 
 
 def test_agreement_is_the_correlation_of_ranks_with_the_drops() -> None:
@@ -108,7 +108,7 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     (check,) = check_map(2 * drops, chosen).to_list()
     assert check.alternatives == 160
     assert check.p_value == pytest.approx(4 / 160)
-    assert check.verdict == "supported"
+    assert check.verdict == "agrees"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_cannot_be_checked_says_so() -> None:
         compare_all(*torch.rand(2, 1, 2, 2)),
     )
     assert (constant[0].verdict, constant[0].reason) == (
-        "unsupported",
+        "does not agree",
         "every patch has the same value",
     )
     assert tiny[0].alternatives < MIN_ALTERNATIVES
@@ -140,8 +140,8 @@ def test_leaving_patches_out_supports_itself_and_not_its_reverse(trained) -> Non
     evidence = occlusion_reference(forward, trained.classes[:40])
     assert evidence.name == "leave-one-out"
     drops = evidence.drops.reshape(40, 4, 4)
-    assert count_supported(check_map(drops, evidence).to_list()) > 0.6
-    assert count_supported(check_map(-drops, evidence).to_list()) == 0
+    assert count_agreeing(check_map(drops, evidence).to_list()) > 0.6
+    assert count_agreeing(check_map(-drops, evidence).to_list()) == 0
 
 
 def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:

@@ -1,5 +1,7 @@
 """Exports are exact, repeatable and survive interruptions and bad images."""
 
+import base64
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +73,10 @@ def write(bundle: Bundle, items: list[ImageItem], map_writer: MapWriter) -> list
 
 def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -> dict:
     options = Explainer(
-        bundle, ExplainOptions(**{"batch_size": 2, "sanity_checks": True} | choices)
+        bundle,
+        ExplainOptions(
+            **{"methods": ("rollout",), "batch_size": 2, "sanity_checks": True} | choices
+        ),
     ).options
     write(bundle, items_from_images(photos), MapWriter(output, bundle, options))
     return json.loads((output / "manifest.json").read_text())
@@ -109,7 +114,7 @@ def test_the_manifest_says_how_each_map_was_made(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     manifest = export(bundle, photos, tmp_path / "out")
-    assert manifest["schema_version"] == 3
+    assert manifest["schema_version"] == 4
     assert manifest["method"] == "rollout"
     assert manifest["model_sha256"] == "0" * 64
     assert manifest["parameters"]["residual"] == 0.5
@@ -146,7 +151,7 @@ def test_equal_stems_in_different_folders_do_not_collide(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     export(bundle, photos, tmp_path / "out", sanity_checks=False)
-    names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.rollout.png"))
     assert names == ["a-one.rollout.png", "b-one.rollout.png", "two.rollout.png", "é.rollout.png"]
 
 
@@ -159,7 +164,7 @@ def test_an_interrupted_export_continues_where_it_was(
 ) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
     options = Explainer(
-        bundle, ExplainOptions(batch_size=1, sanity_checks=True, resume=True)
+        bundle, ExplainOptions(methods=("rollout",), batch_size=1, sanity_checks=True, resume=True)
     ).options
     output = tmp_path / "parts"
     items = items_from_images(photos)
@@ -183,7 +188,7 @@ def test_continuing_with_other_settings_or_another_model_is_refused(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     export(bundle, photos, tmp_path / "out", sanity_checks=False)
-    options = ExplainOptions(batch_size=2, sanity_checks=False, resume=True)
+    options = ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=False, resume=True)
     assert len(MapWriter(tmp_path / "out", bundle, options).entries) == 4
     other = replace(options, map_options=MapOptions(residual=0.4))
     with pytest.raises(ValueError, match="another choice of residual"):
@@ -204,7 +209,7 @@ def test_an_export_of_an_older_version_is_refused(
         MapWriter(
             tmp_path / "out",
             bundle,
-            ExplainOptions(batch_size=2, sanity_checks=False, resume=True),
+            ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=False, resume=True),
         )
 
 
@@ -265,7 +270,8 @@ def test_scales_are_of_what_they_say(
         found = [of_image.maps[number] for of_image in seen]
         for one in found:
             assert one.scale is not None
-            values = np.stack([other.values for other in found]) if scale == "batch" else one.values
+            compared = found if scale == "batch" else [one]
+            values = np.stack([other.values / np.abs(other.values).mean() for other in compared])
             high = np.abs(values).max() if signed else values.max()
             assert np.isclose(one.scale.high, FIXED_END if scale == "fixed" else high)
             assert np.isclose(
@@ -276,7 +282,7 @@ def test_scales_are_of_what_they_say(
 
 def test_an_unknown_scale_or_method_is_said_before_any_work(bundle: Bundle) -> None:
     with pytest.raises(ValueError, match="unknown scale 'log'; known: batch, fixed, image"):
-        Explainer(bundle, ExplainOptions(scale="log"))
+        Explainer(bundle, ExplainOptions(scale="log", methods=("rollout",)))
     with pytest.raises(ValueError, match="unknown method 'lrp'"):
         Explainer(bundle, ExplainOptions(methods=("lrp",)))
 
@@ -351,7 +357,9 @@ def test_overlays_can_be_smaller_and_of_another_format(
 ) -> None:
     found = {}
     for name, formats, side in (("png", ("png",), 0), (picture, (picture, "npz"), 40)):
-        options = ExplainOptions(sanity_checks=False, formats=formats, max_side=side)
+        options = ExplainOptions(
+            methods=("rollout",), sanity_checks=False, formats=formats, max_side=side
+        )
         with MapWriter(tmp_path / name, bundle, options) as writer:
             explain_with(bundle, items_from_images(photos), options, writer.add)
         entry = json.loads((tmp_path / name / "manifest.json").read_text())["images"][0]
@@ -404,7 +412,7 @@ def test_threads_that_divide_a_batch_give_the_maps_of_one(
 def test_a_png_holds_the_picture_that_was_drawn(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
-    options = ExplainOptions(batch_size=2, sanity_checks=True)
+    options = ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=True)
     seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
     assert len(seen) == 4
     for of_image in seen:
@@ -412,3 +420,39 @@ def test_a_png_holds_the_picture_that_was_drawn(
         with Image.open(tmp_path / "out" / f"{of_image.maps[0].key}.png") as written:
             assert written.mode == "RGB"
             assert np.array_equal(np.asarray(written), np.asarray(drawn))
+
+
+def test_the_contact_sheet_shows_the_maps_of_all_calls(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    """Photo and maps beside each other, also of what was written before an interruption."""
+    methods = ("rollout", "gae")
+    photos = [path for path in photos if "broken" not in path and "/b/" not in path]
+    export(bundle, photos, tmp_path / "whole", methods=methods)
+    export(bundle, photos[:2], tmp_path / "parts", methods=methods)
+    options = ExplainOptions(methods=methods, batch_size=2, sanity_checks=True, resume=True)
+    writer = MapWriter(tmp_path / "parts", bundle, Explainer(bundle, options).options)
+    write(bundle, items_from_images(photos[2:], taken=writer.names.values()), writer)
+    with Image.open(tmp_path / "whole" / "index.png") as sheet:
+        # two rows of a photo and two maps beside each other, two below
+        assert sheet.width == pytest.approx(6 * 240, abs=40)
+        with Image.open(tmp_path / "parts" / "index.png") as same:
+            assert np.array_equal(np.asarray(same), np.asarray(sheet))
+
+    manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
+    captions = [result["caption"] for result in manifest["images"][0]["maps"]]
+    name = bundle.class_names[manifest["images"][0]["maps"][1]["target"]["index"]]
+    assert captions[0].startswith("where information flows from, for any class")
+    assert captions[1].startswith(f"what speaks for {name}")
+    assert [entry["title"] for entry in manifest["images"]] == [Path(path).name for path in photos]
+
+
+def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, photos: list[str]) -> None:
+    explanations = explain(bundle, [path for path in photos if "broken" not in path])
+    assert "4 images by rollout, libra-removal" in repr(explanations)
+    shown = explanations._repr_html_()
+    assert shown.startswith('<img alt="Explanations(4 images')
+    sheet = explanations.draw_sheet()
+    encoded = shown.partition("base64,")[2].removesuffix('">')
+    with Image.open(io.BytesIO(base64.b64decode(encoded))) as picture:
+        assert np.array_equal(np.asarray(picture), np.asarray(sheet))

@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from vit.bundle import MODEL_FILE, Bundle
 from vit.explanation.faithfulness.result import GAINS, FaithfulnessResult
+from vit.explanation.methods.registry import compute_maps
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
 
 # stands for the method in the file
 BEST = "best"
+# stands for what is shown where nobody asks for a method
+AUTO = "auto"
+MAX_IMAGES_OF_TWO_METHODS = 64
 
 
 @dataclass(frozen=True)
@@ -112,3 +119,34 @@ def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
     """`methods` with the one measured best in place of "best", each once."""
     names = [read_best_method(bundle).method if name == BEST else name for name in methods]
     return tuple(dict.fromkeys(names))
+
+
+def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
+    """`methods` as `replace_best`, with what a person sees first in place of "auto": rollout, which
+    people ask for, and of a few images also a map of the class."""
+    if AUTO not in methods:
+        return replace_best(methods, bundle)
+    chosen = ["rollout"]
+    if num_images <= MAX_IMAGES_OF_TWO_METHODS:
+        try:
+            chosen.append(read_best_method(bundle).method)
+        except (ValueError, OSError):
+            # nothing was measured of this model
+            if _has_removal_maps(bundle):
+                chosen.append("libra-removal")
+    names = [name for method in methods for name in (chosen if method == AUTO else [method])]
+    return replace_best(names, bundle)
+
+
+def _has_removal_maps(bundle: Bundle) -> bool:
+    """Whether the pooling of the model has gates, which is known of our own; others are asked with
+    a black image."""
+    if isinstance(bundle.model, VisionTransformer):
+        return True
+    device = next(bundle.model.parameters()).device
+    image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=device)
+    try:
+        compute_maps(bundle.model, image, methods=["libra-removal"])
+    except ValueError:
+        return False
+    return True

@@ -9,12 +9,12 @@ moved around the edges by whole patches and mirrored: they keep its values and s
 there is evidence of every patch, all are compared once more without what a quadratic in the
 position explains, so that a map of the middle does not pass for one of the object.
 
-benchmarks/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian are
-supported."""
+benchmarks/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian
+agree."""
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,15 +31,20 @@ from vit.explanation.methods.registry import Maps
 from vit.explanation.methods.removal import compute_removal_gradient
 
 # largest fractions of the alternatives that agree with the evidence as well
-SUPPORTED = 0.05
-WEAK = 0.25
+MAX_P_AGREES = 0.05
+MAX_P_AGREES_PARTLY = 0.25
 # fewer alternatives cannot show 5 %, more cost time
 MIN_ALTERNATIVES = 39
 MAX_ALTERNATIVES = 1000
 # patches: on grids of up to so many each is left out, on larger ones some where it must be
 LEAVE_OUT_ALL = 25
 LEAVE_OUT_SOME = 8
-VERDICTS = ("supported", "weak", "unsupported", "not checked")
+AGREES, AGREES_PARTLY, DOES_NOT_AGREE, NOT_CHECKED = VERDICTS = (
+    "agrees",
+    "agrees partly",
+    "does not agree",
+    "not checked",
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class SanityCheck:
     alternatives: int
     # leave-one-out or removal-gradient
     evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -199,17 +207,35 @@ def _leaves_all_out(forward: Forward) -> bool:
 def _find_verdict(p_value: float, alternatives: int, *, is_constant: bool) -> tuple[str, str]:
     """Verdict and reason."""
     if is_constant:
-        return "unsupported", "every patch has the same value"
+        return DOES_NOT_AGREE, "every patch has the same value"
     if alternatives < MIN_ALTERNATIVES:
         reason = f"a map of so few patches has only {alternatives} alternatives to compare with"
-        return "not checked", reason
-    agrees = "agrees with the effect of the patches"
-    if p_value > WEAK:
-        return "unsupported", f"{agrees} no better than copies of it moved elsewhere"
-    reason = f"{agrees}, better than {100 * (1 - p_value):.0f} % of its moved copies"
-    if p_value > SUPPORTED:
-        return "weak", reason
-    return "supported", reason
+        return NOT_CHECKED, reason
+    what = "with what leaving out single patches does"
+    if p_value > MAX_P_AGREES_PARTLY:
+        return DOES_NOT_AGREE, f"{what}, no better than copies of the map moved elsewhere"
+    # rounded down: 94.9 % are not the 95 % of the verdict
+    percent = math.floor(100 * (1 - p_value) + 1e-6)
+    reason = f"{what}, better than {percent} % of its copies moved elsewhere"
+    return (AGREES if p_value <= MAX_P_AGREES else AGREES_PARTLY), reason
+
+
+def count_agreeing(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each method: on how many maps it agrees.
+
+    Args:
+        verdicts: of each method's maps; those that were not checked don't count.
+    """
+    lines = []
+    for method, of_maps in verdicts.items():
+        checked = [verdict for verdict in of_maps if verdict != NOT_CHECKED]
+        if checked:
+            count = checked.count(AGREES)
+            lines.append(
+                f"{method} agrees with what leaving out single patches does on {count} of "
+                f"{len(checked)} images"
+            )
+    return lines
 
 
 def _correlate_alternatives(

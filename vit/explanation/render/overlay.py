@@ -1,6 +1,10 @@
 """From a map on the patch grid to a picture: the photo beside its heat map, with caption and
 legend. A map is laid on the pixels it came from: `Preprocess.geometry` says which box of the
-upright original the model saw. What the model did not see is shown in grey."""
+upright original the model saw. What the model did not see is shown pale and grey.
+
+Values are drawn in multiples of an even share: 1 is what each patch would have if all had the same.
+The opacity of the colours is in proportion to the value, so that photo and map are read together.
+"""
 
 import math
 import re
@@ -20,19 +24,30 @@ from vit.runtime.files import write_atomically
 
 PatchMap = Float[np.ndarray, "rows columns"]
 SCALES = ("image", "batch", "fixed")
-FIXED_END = 4.0  # the fixed scale ends at this multiple of a uniform map
+INTERPOLATIONS = ("smooth", "patches")
+FIXED_END = 4.0  # the fixed scale ends at this multiple of an even share
+# a map whose maximum is below this multiple of an even share is drawn flat: stretched to the whole
+# range of the colours, differences of some percent would look like an object
+FLAT_BELOW = 1.2
 MAX_SIDE = 512  # of a panel, in pixels
+MARGIN = 8
 # perceptually even, and told apart with any colour vision; blue is negative, red positive
 _SEQUENTIAL = "inferno"
 _DIVERGING = "RdBu_r"
-_OPACITY = 0.6
+# of the highest value
+_OPACITY = 0.8
+# how much colour the photo loses below a map, whose colours would be taken for its own
+_FADING = 0.75
+# the darkest colours of the sequential map would hide the photo rather than mark it
+_FIRST_COLOUR = 0.35
+_FLAT_STRENGTH = 0.25
+_MIN_CELL = 6  # pixels of a patch whose edges are drawn
+_EDGE_OPACITY = 0.35
 _MIN_SIDE = 224  # smaller photos are enlarged, or their captions would be cut
-_MARGIN = 8
 _FONT_SIZE = 14
 _LINE = 19
 _BAR_WIDTH = 96
 _BAR_HEIGHT = 12
-_WARNING_INK = "#b00020"
 
 
 @dataclass(frozen=True)
@@ -40,18 +55,21 @@ class ColourScale:
     """What the ends of the colour map stand for.
 
     Args:
-        low: the lowest value; of a signed map, minus the highest.
+        low: the lowest value, in multiples of an even share; of a signed map, minus the highest.
         high: the highest value.
         signed: whether zero is the middle of the colours.
-        label: words for the legend.
-        relative: whether values are drawn as multiples of a uniform map.
+        label: more words for the legend.
     """
 
     low: float
     high: float
     signed: bool
-    label: str
-    relative: bool = False
+    label: str = ""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the map is nearly even, so that its differences are not drawn."""
+        return not self.signed and self.high < FLAT_BELOW
 
 
 def save_overlay(
@@ -69,7 +87,7 @@ def save_overlay(
     Args:
         path: of the picture; its suffix says the format.
         image: a path, a PIL image or a uint8 array [H, W, 3].
-        values: the map on the patch grid, [rows, columns].
+        values: the map on the patch grid, [rows, columns]; drawn in multiples of its mean magnitude.
         preprocess: a bundle's, which says what part of the image the map lies on; by default the
             whole image.
         signed: whether zero is in the middle of the colours; by default where a value is negative.
@@ -85,7 +103,7 @@ def save_overlay(
         geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
     else:
         geometry = preprocess.geometry(photo.size)
-    array = torch.as_tensor(values).detach().float().cpu().numpy()
+    array = relative_to_uniform(torch.as_tensor(values).detach().float().cpu().numpy())
     if signed is None:
         signed = bool((array < 0).any())
     picture = draw_overlay(
@@ -106,19 +124,26 @@ def draw_overlay(
     *,
     scale: ColourScale,
     caption: Sequence[str],
-    warnings: Sequence[str] = (),
+    smooth: bool = True,
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
     """The photo, of at most `max_side` pixels (0: no limit), its heat map beside it, lines of
-    caption and warning, and the legend."""
-    longest = max(image.size)
-    scaling = min(max(longest, _MIN_SIDE), max_side or math.inf) / longest
-    width, height = (max(round(side * scaling), 1) for side in image.size)
+    caption, and the legend. Values are in the unit of the scale."""
+    width, height = panel_size(image.size, max_side)
     photo = image.resize((width, height), Image.Resampling.LANCZOS)
-    panels = Image.new("RGB", (2 * width + _MARGIN, height), "white")
+    panels = Image.new("RGB", (2 * width + MARGIN, height), "white")
     panels.paste(photo, (0, 0))
-    panels.paste(blend(photo, values, geometry, scale=scale), (width + _MARGIN, 0))
-    return _add_text(panels, scale=scale, caption=caption, warnings=warnings)
+    heat = blend(photo, values, geometry, scale=scale, smooth=smooth)
+    panels.paste(heat, (width + MARGIN, 0))
+    return _add_text(panels, values, scale=scale, caption=caption)
+
+
+def panel_size(size: tuple[int, int], max_side: int = MAX_SIDE) -> tuple[int, int]:
+    """(width, height) in which a photo of this size is drawn."""
+    longest = max(size)
+    scaling = min(max(longest, _MIN_SIDE), max_side or math.inf) / longest
+    width, height = (max(round(side * scaling), 1) for side in size)
+    return width, height
 
 
 def blend(
@@ -128,34 +153,83 @@ def blend(
     *,
     scale: ColourScale,
     opacity: float = _OPACITY,
+    smooth: bool = True,
 ) -> Image.Image:
-    """The map over the photo. With opacity 0 the pixels that the model saw are the photo's own. The
-    opacity of a signed map goes with its magnitude: where it is zero, the photo is visible."""
-    placed, coverage = place_map(values, geometry, size=photo.size)
-    if scale.signed:
-        strength = np.clip(np.abs(placed) / (scale.high or 1), 0, 1)
-        # from the middle of each half of the colours on: paler ones would whiten the photo
-        heat = draw_heat(np.sign(placed) * (0.5 + 0.5 * strength) * scale.high, scale)
-        mask = Image.fromarray((np.sqrt(strength) * opacity * 255).round().astype(np.uint8))
-        blended = Image.composite(heat, photo, mask)
-    else:
-        blended = Image.blend(photo, draw_heat(placed, scale), opacity)
+    """The map over the photo, which loses most of its colour there. With opacity 0 the pixels that
+    the model saw are the photo's own.
+
+    Args:
+        photo: the whole upright original, in any size.
+        values: the map, in the unit of the scale.
+        geometry: where the model's input lies on the original.
+        scale: of the colours.
+        opacity: of the highest value, 0 to 1; that of others is in proportion.
+        smooth: interpolate between the patches' centres; else each patch has one colour, and its
+            edges are drawn.
+    """
+    placed, coverage = place_map(values, geometry, size=photo.size, smooth=smooth)
+    heat, strength = _shade(placed, scale)
+    grey = photo.convert("L").convert("RGB")
+    faded = Image.blend(photo, grey, _FADING * min(opacity / _OPACITY, 1))
+    mask = Image.fromarray((strength * opacity * 255).round().astype(np.uint8))
+    blended = Image.composite(heat, faded, mask)
+    if not smooth and opacity > 0:
+        edges = _draw_edges(geometry, grid=(values.shape[0], values.shape[1]), size=photo.size)
+        blended = Image.composite(Image.new("RGB", photo.size, "white"), blended, edges)
     if coverage.all():
         return blended
-    unseen = Image.blend(photo.convert("L"), Image.new("L", photo.size, 192), 0.5).convert("RGB")
+    unseen = Image.blend(grey, Image.new("RGB", photo.size, (192, 192, 192)), 0.5)
     return Image.composite(blended, unseen, Image.fromarray((coverage * 255).astype(np.uint8)))
 
 
+def _shade(
+    values: Float[np.ndarray, "height width"], scale: ColourScale
+) -> tuple[Image.Image, Float[np.ndarray, "height width"]]:
+    """The colour of each value, and its strength: 0, where the photo is visible, to 1."""
+    if scale.is_flat:
+        strength = np.full_like(values, _FLAT_STRENGTH)
+    elif scale.signed:
+        strength = np.clip(np.abs(values) / (scale.high or 1), 0, 1)
+    else:
+        strength = np.clip((values - scale.low) / (scale.high - scale.low), 0, 1)
+    if scale.signed:
+        # from the middle of each half of the colours on, but not to their ends: paler ones would
+        # whiten the photo, darker ones hide it
+        fractions = 0.5 + np.sign(values) * (0.25 + 0.15 * strength)
+    else:
+        fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
+    return draw_heat(fractions, ColourScale(0.0, 1.0, scale.signed)), strength
+
+
+def _draw_edges(geometry: Geometry, *, grid: tuple[int, int], size: tuple[int, int]) -> Image.Image:
+    """The opacity of the lines between patches on a photo of this size; none where patches are
+    small."""
+    edges = Image.new("L", size)
+    draw = ImageDraw.Draw(edges)
+    ink = round(_EDGE_OPACITY * 255)
+    scale_x = size[0] / geometry.original_size[0]
+    scale_y = size[1] / geometry.original_size[1]
+    left, top, right, bottom = geometry.box
+    rows, columns = grid
+    if (right - left) / columns * scale_x < _MIN_CELL:
+        return edges
+    for x in np.linspace(left, right, columns + 1) * scale_x:
+        draw.line([(x, top * scale_y), (x, bottom * scale_y)], fill=ink)
+    for y in np.linspace(top, bottom, rows + 1) * scale_y:
+        draw.line([(left * scale_x, y), (right * scale_x, y)], fill=ink)
+    return edges
+
+
 def place_map(
-    values: PatchMap, geometry: Geometry, *, size: tuple[int, int]
+    values: PatchMap, geometry: Geometry, *, size: tuple[int, int], smooth: bool = True
 ) -> tuple[Float[np.ndarray, "height width"], Float[np.ndarray, "height width"]]:
-    """Lay a map on an image that shows the whole upright original, interpolated between the
-    patches' centres.
+    """Lay a map on an image that shows the whole upright original.
 
     Args:
         values: the map, [rows, columns].
         geometry: where the model's input lies on the original.
         size: (width, height) of the image.
+        smooth: interpolate between the patches' centres; else each pixel has its patch's value.
 
     Returns:
         The values (0 outside the box that the model saw) and the coverage, 1 inside it and 0
@@ -164,8 +238,8 @@ def place_map(
     left, top, right, bottom = map(float, geometry.box)
     width, height = geometry.original_size
     rows, columns = values.shape
-    across = _axis_weights(size[0], width, start=left, stop=right, cells=columns)
-    down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows)
+    across = _axis_weights(size[0], width, start=left, stop=right, cells=columns, smooth=smooth)
+    down = _axis_weights(size[1], height, start=top, stop=bottom, cells=rows, smooth=smooth)
     # not by @: numpy's threads for products would wait, busily, on the cores that the model works
     # on
     lines = np.einsum("hr,rc->hc", down, values.astype(np.float64))
@@ -177,13 +251,17 @@ def place_map(
 
 @lru_cache(maxsize=64)  # for photos of the same size
 def _axis_weights(
-    pixels: int, original: int, *, start: float, stop: float, cells: int
+    pixels: int, original: int, *, start: float, stop: float, cells: int, smooth: bool
 ) -> Float[np.ndarray, "pixels cells"]:
     """How much of each cell a pixel shows along one axis; a row of zeros for a pixel outside start
     … stop."""
     in_original = (np.arange(pixels) + 0.5) * original / pixels
     position = (in_original - start) / (stop - start) * cells  # cell i: i to i + 1
     is_inside = (position >= 0) & (position < cells)
+    if not smooth:
+        own_cell = np.floor(position)[:, None] == np.arange(cells)
+        own_weights: np.ndarray = (own_cell & is_inside[:, None]).astype(np.float64)
+        return own_weights
     weights = [
         is_inside * np.interp(position - 0.5, np.arange(cells), one_hot)
         for one_hot in np.eye(cells)
@@ -192,7 +270,7 @@ def _axis_weights(
 
 
 def fit_scale(
-    maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool, label: str = "scale of this image"
+    maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool, label: str = ""
 ) -> ColourScale:
     """From the lowest to the highest value of the maps, symmetric about zero when signed."""
     low = min(float(values.min()) for values in maps)
@@ -237,40 +315,53 @@ def draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> 
 
 
 def _add_text(
-    picture: Image.Image, *, scale: ColourScale, caption: Sequence[str], warnings: Sequence[str]
+    picture: Image.Image, values: PatchMap, *, scale: ColourScale, caption: Sequence[str]
 ) -> Image.Image:
-    """The picture on white, with lines of text and the colour bar under it."""
-    width = max(picture.width, 3 * _BAR_WIDTH) + 2 * _MARGIN
-    lines = [(line, "black") for text in caption for line in _wrap(text, width - 2 * _MARGIN)]
-    for text in warnings:
-        lines += [(line, _WARNING_INK) for line in _wrap(f"! {text}", width - 2 * _MARGIN)]
-    height = picture.height + 3 * _MARGIN + _LINE * (len(lines) + 1)
+    """The picture on white, with lines of text and the legend under it."""
+    width = max(picture.width, 3 * _BAR_WIDTH) + 2 * MARGIN
+    lines = [line for text in caption for line in wrap(text, width - 2 * MARGIN)]
+    height = picture.height + 3 * MARGIN + _LINE * (len(lines) + 1)
     page = Image.new("RGB", (width, height), "white")
-    page.paste(picture, (_MARGIN, _MARGIN))
+    page.paste(picture, (MARGIN, MARGIN))
+    top = picture.height + 2 * MARGIN
+    page.paste(draw_lines(lines, width - MARGIN), (MARGIN, top))
+    top += _LINE * len(lines)
 
-    top = picture.height + 2 * _MARGIN
-    for line, ink in lines:
-        page.paste(_draw_line(line, ink), (0, top))
-        top += _LINE
-
-    # the legend: the lowest value, the colours, the highest value and what they stand for
     draw = ImageDraw.Draw(page)
+    if scale.is_flat:
+        ends = f"{values.min():.3g} to {values.max():.3g} times an even share"
+        text = _shorten(f"nearly even, so drawn flat: {ends}", width - 2 * MARGIN)
+        draw.text((MARGIN, top), text, fill="black", font=_font())
+        return page
+
+    # the lowest value, the colours as they lie on white, the highest value and what they stand for
     low = f"{scale.low:.3g}"
-    draw.text((_MARGIN, top), low, fill="black", font=_font())
-    left = _MARGIN + round(_length(low)) + 4
+    draw.text((MARGIN, top), low, fill="black", font=_font())
+    left = MARGIN + round(_length(low)) + 4
     ramp = np.linspace(scale.low, scale.high, _BAR_WIDTH, dtype=np.float32)
-    page.paste(draw_heat(np.tile(ramp, (_BAR_HEIGHT, 1)), scale), (left, top + 3))
+    heat, strength = _shade(np.tile(ramp, (_BAR_HEIGHT, 1)), scale)
+    mask = Image.fromarray((strength * 255).round().astype(np.uint8))
+    page.paste(heat, (left, top + 3), mask)
     left += _BAR_WIDTH + 4
-    high = _shorten(f"{scale.high:.3g}  {scale.label}", width - left)
+    more = f", {scale.label}" if scale.label else ""
+    high = _shorten(f"{scale.high:.3g} times an even share{more}", width - left)
     draw.text((left, top), high, fill="black", font=_font())
     return page
 
 
+def draw_lines(lines: Sequence[str], width: int) -> Image.Image:
+    """Lines of text on white."""
+    block = Image.new("RGB", (width, _LINE * len(lines)), "white")
+    for number, line in enumerate(lines):
+        block.paste(_draw_line(line), (0, number * _LINE))
+    return block
+
+
 # FreeType takes longer than all the rest of a picture, and most lines are those of the last
 @lru_cache(maxsize=256)
-def _draw_line(text: str, ink: str) -> Image.Image:
-    line = Image.new("RGB", (math.ceil(_length(text)) + 2 * _MARGIN, _LINE), "white")
-    ImageDraw.Draw(line).text((_MARGIN, 0), text, fill=ink, font=_font())
+def _draw_line(text: str) -> Image.Image:
+    line = Image.new("RGB", (math.ceil(_length(text)) + MARGIN, _LINE), "white")
+    ImageDraw.Draw(line).text((0, 0), text, fill="black", font=_font())
     return line
 
 
@@ -280,7 +371,7 @@ def _length(text: str) -> float:
     return _font().getlength(text)
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """`text` in lines of at most `width` pixels, broken between words where possible and never
     before a %."""
     lines = []

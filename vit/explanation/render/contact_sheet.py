@@ -1,0 +1,60 @@
+"""One picture to look at first: rows of a photo and its maps, with words below each."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from PIL import Image
+
+from vit.explanation.render.overlay import MARGIN, draw_lines, wrap
+
+MAX_SHEET_IMAGES = 24
+_TILE = 232  # pixels, the longer side of a picture
+_MAX_TILES_ACROSS = 6
+
+
+class SheetRow(NamedTuple):
+    """A photo and its maps, with the lines of text below each."""
+
+    pictures: Sequence[Image.Image]
+    texts: Sequence[Sequence[str]]
+
+
+def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
+    """Rows of pictures with their texts; two rows side by side where they have few pictures."""
+    tiles = max(len(row.pictures) for row in rows)
+    columns = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
+    drawn = [_draw_row(row, tiles) for row in rows]
+    lines = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    heights = [max(row.height for row in line) for line in lines]
+
+    sheet = Image.new("RGB", (columns * drawn[0].width + MARGIN, sum(heights) + MARGIN), "white")
+    top = MARGIN
+    for line, height in zip(lines, heights, strict=True):
+        for column, row in enumerate(line):
+            sheet.paste(row, (column * row.width + MARGIN, top))
+        top += height
+    return sheet
+
+
+def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
+    pictures = [_reduce(picture) for picture in row.pictures]
+    texts = []
+    for lines in row.texts:
+        texts.append([part for line in lines for part in wrap(line, _TILE)])
+    picture_height = max(picture.height for picture in pictures)
+    text = [draw_lines(lines, _TILE + MARGIN) for lines in texts]
+    height = picture_height + MARGIN // 2 + max(block.height for block in text) + 2 * MARGIN
+
+    drawn = Image.new("RGB", (tiles * (_TILE + MARGIN) + MARGIN, height), "white")
+    for number, (picture, block) in enumerate(zip(pictures, text, strict=True)):
+        left = number * (_TILE + MARGIN)
+        drawn.paste(picture, (left, 0))
+        drawn.paste(block, (left, picture_height + MARGIN // 2))
+    return drawn
+
+
+def _reduce(picture: Image.Image) -> Image.Image:
+    scaling = _TILE / max(picture.size)
+    width, height = (max(math.floor(side * scaling), 1) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
