@@ -236,7 +236,8 @@ def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
     notes = [
         f"{first.name} and {second.name} are evaluations of one model file"
         for first, second in combinations(evaluations, 2)
-        if first.evaluation.model_sha256 == second.evaluation.model_sha256
+        # a model in memory has no file
+        if first.evaluation.model_sha256 == second.evaluation.model_sha256 != ""
     ]
     notes += [
         f"{member.name} has no loss: the model's outputs are not all finite numbers"
