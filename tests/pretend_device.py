@@ -13,9 +13,10 @@ A copy to the device from memory that is not pinned is a wait too: the host goes
 done.
 
 It can't show kernels that exist on one kind of device only, CUDA's own numerics, streams and
-overlap, or memory. `torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes
-its place meanwhile. Autocast casts what the matrix products, convolutions and the fused attention
-take, as it does on a CPU. torch's experimental
+overlap. Of memory it shows the sum of live tensors, where a test sets `MEMORY.limit`.
+`torch.inference_mode` and wrapper tensors don't go together, so `no_grad` takes its place
+meanwhile. Autocast casts what the matrix products, convolutions and the fused attention take, as it
+does on a CPU. torch's experimental
 `torch.utils.backend_registration._setup_privateuseone_for_python_backend` (2.10 and later) makes
 the device known to autograd; a TorchDispatchMode does the rest.
 """
@@ -23,6 +24,7 @@ the device known to autograd; a TorchDispatchMode does the rest.
 import collections
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +59,38 @@ _WAITS |= {
 }
 
 
+class _Memory:
+    """Bytes of the device's live tensors, by their storages; counted while there is a limit."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.allocated = self.peak = 0
+        self.num_tensors: collections.Counter[int] = collections.Counter()
+
+    def add(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        if self.limit is None:
+            return
+        storage = host.untyped_storage()
+        if not self.num_tensors[storage._cdata]:
+            if self.allocated + storage.nbytes() > self.limit:
+                raise torch.OutOfMemoryError("the pretend device has no memory left")
+            self.allocated += storage.nbytes()
+            self.peak = max(self.peak, self.allocated)
+        self.num_tensors[storage._cdata] += 1
+        weakref.finalize(tensor, self._release, storage._cdata, storage.nbytes())
+
+    def _release(self, storage: int, num_bytes: int) -> None:
+        self.num_tensors[storage] -= 1
+        if not self.num_tensors[storage]:
+            self.allocated -= num_bytes
+
+    def reset_peak(self) -> None:
+        self.peak = self.allocated
+
+
+MEMORY = _Memory()
+
+
 class _Backend:
     """What torch asks of a device's module."""
 
@@ -69,6 +103,13 @@ class _Backend:
     current_device = staticmethod(lambda: 0)
     manual_seed_all = synchronize = set_rng_state = staticmethod(lambda *_: None)
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    memory_allocated = memory_reserved = staticmethod(lambda *_: MEMORY.allocated)
+    max_memory_allocated = staticmethod(lambda *_: MEMORY.peak)
+    reset_peak_memory_stats = staticmethod(lambda *_: MEMORY.reset_peak())
+    empty_cache = staticmethod(lambda: None)
+    mem_get_info = staticmethod(
+        lambda *_: ((MEMORY.limit or 2**36) - MEMORY.allocated, MEMORY.limit or 2**36)
+    )
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
@@ -108,6 +149,7 @@ class DeviceTensor(torch.Tensor):
         )
 
     def __init__(self, host: torch.Tensor) -> None:
+        MEMORY.add(self, host)
         self.host = host
 
     def __repr__(self) -> str:
@@ -314,4 +356,5 @@ def pretend_device() -> Iterator[collections.Counter[str]]:
         patch.setattr(torch.inference_mode, "__enter__", _enter)
         patch.setattr(torch.inference_mode, "__exit__", _leave)
         patch.setattr(_Backend, "in_use", True)
+        patch.setattr(MEMORY, "limit", None)
         yield TRANSFERS

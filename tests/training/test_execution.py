@@ -40,24 +40,17 @@ def test_a_micro_batchs_widest_activation_takes_three_mebibytes_a_thread(
     model = VisionTransformer(size, patch, num_classes=10, embed_dim=width, depth=1, num_heads=2)
     assert (
         choose_grad_accum_steps(
-            model, batch_size=batch, image_size=(size, size), device=torch.device("cpu")
+            model,
+            batch_size=batch,
+            image_size=(size, size),
+            device=torch.device("cpu"),
+            precision="float32",
         )
         == steps
     )
     tokens = (size // patch) ** 2
     if steps > 1:
         assert -(-batch // steps) * tokens * 4 * width * 2 <= 6 * 2**20
-
-
-def test_other_devices_take_the_batch_whole():
-    with torch.device("meta"):
-        model = VisionTransformer(224, 16, num_classes=10)
-    assert (
-        choose_grad_accum_steps(
-            model, batch_size=1024, image_size=(224, 224), device=torch.device("cuda")
-        )
-        == 1
-    )
 
 
 def test_only_long_runs_on_known_devices_are_compiled():

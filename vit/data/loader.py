@@ -32,7 +32,7 @@ from vit.data.sources.base import FileReader, ImageReader
 from vit.data.sources.remote import RemoteError
 from vit.data.sources.shards import ShardReader
 from vit.data.transforms import TrainTransform, Transform, apply_transform, use_one_thread
-from vit.runtime.device import copy_to_device
+from vit.runtime.device import copy_to_device, count_free_bytes
 
 # of the free memory, that decoded pixels may take
 MAX_MEMORY_FRACTION = 0.4
@@ -397,7 +397,7 @@ class TrainLoader:
 
 def choose_pipeline(num_bytes: int, *, device: torch.device) -> tuple[Pipeline, str]:
     """Whether so many bytes of decoded pixels stay in the device's memory, and why in words."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()
+    free = _free_host_memory() if device.type == "cpu" else count_free_bytes(device)
     pipeline: Pipeline = "resident"
     verb = "fit"
     if num_bytes > MAX_MEMORY_FRACTION * free:

@@ -21,7 +21,7 @@ from vit.factory.model import build_model
 from vit.factory.recipe import find_recipe
 from vit.factory.run import build_plan, build_train_step
 from vit.runtime.arguments import as_pair
-from vit.runtime.device import choose_device
+from vit.runtime.device import choose_device, free_cached_memory
 from vit.runtime.processes import Process
 from vit.training.execution import estimate_seconds
 
@@ -267,6 +267,9 @@ def _measure_rate(config: Config, task: _Task) -> float:
     process = Process()
     train_step = build_train_step(config, model, plan=plan, process=process, device=task.device)
     seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
+    # free memory decides how the images of the run are kept
+    del train_step, model
+    free_cached_memory(task.device)
     return plan.batch_size * plan.total_steps / seconds
 
 

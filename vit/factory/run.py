@@ -221,14 +221,18 @@ def build_train_step(
         warmup_steps=min(warmup_steps, plan.total_steps - 1),
         total_steps=plan.total_steps,
     )
-    grad_accum_steps = train.grad_accum_steps
-    if grad_accum_steps == "auto":
+    if train.grad_accum_steps != "auto":
+        grad_accum_steps = train.grad_accum_steps
+    else:
         grad_accum_steps = choose_grad_accum_steps(
             model,
             batch_size=plan.batch_size // process.world_size,
             image_size=config.data.size,
             device=device,
+            precision=precision,
         )
+        # the free memory of several GPUs differs
+        grad_accum_steps = process.broadcast(grad_accum_steps)
     # several processes share the cores already, and compiled code keeps Python's lock
     threads = None
     if process.world_size == 1 and not compile:

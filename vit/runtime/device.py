@@ -1,5 +1,6 @@
 """Which device and precision a run uses, how they are named, and copies to and from it."""
 
+import gc
 import os
 import platform
 import re
@@ -137,6 +138,22 @@ def use_deterministic_algorithms(deterministic: bool) -> None:
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """The context in which a forward pass runs in `precision`; float32 changes nothing."""
     return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
+
+
+def count_free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory that tensors can take: what the driver has, and what torch keeps of
+    freed tensors."""
+    backend = torch.get_device_module(device)
+    cached = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0] + cached)
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give back to a GPU's driver what torch keeps of freed tensors."""
+    # tensors in circles of references are not freed yet
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def describe_device(device: torch.device) -> str:

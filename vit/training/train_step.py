@@ -1,6 +1,7 @@
 """One training step: forward pass, backward pass, update of the weights and of their average."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from vit.runtime.device import Precision, autocast
+from vit.runtime.device import Precision, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
 from vit.training.compiled_function import CompiledFunction
 from vit.training.loss_scale import LossScale
@@ -138,7 +139,7 @@ class TrainStep:
         self.optimizer.zero_grad()
 
         if self.threads is None or len(images) == 1:
-            loss, correct = self.forward_backward(images, targets)
+            loss, correct = self._forward_backward_in_memory(images, targets)
             return self.update(loss, correct)
 
         # on a CPU each thread differentiates a part of the batch; the update runs on the same
@@ -155,6 +156,36 @@ class TrainStep:
                 loss_scale=self.loss_scale,
             )
             return self.update(loss, correct)
+
+    def _forward_backward_in_memory(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward_backward`; on a GPU whose memory it doesn't fit, from now on in micro-batches of
+        half as many images. It is repeated with the random numbers that follow torch's last seed.
+        """
+        start_count = self.grad_accum_steps
+        while True:
+            try:
+                loss, correct = self.forward_backward(images, targets)
+                break
+            except torch.OutOfMemoryError:
+                # other processes may be waiting for this one's gradients, or a graph is captured
+                can_repeat = not isinstance(self.model, DistributedDataParallel)
+                if self.device.type == "cuda":
+                    can_repeat &= not torch.cuda.is_current_stream_capturing()
+                if not can_repeat or self.grad_accum_steps >= len(images):
+                    raise
+            # not above, where the error still keeps the tensors of the failed pass
+            self.grad_accum_steps = min(2 * self.grad_accum_steps, len(images))
+            self.optimizer.zero_grad()
+            free_cached_memory(self.device)
+            torch.manual_seed(torch.initial_seed())
+
+        if self.grad_accum_steps != start_count:
+            warnings.warn(
+                f"{len(images)} images did not fit the GPU's memory; training goes on in"
+                f" {self.grad_accum_steps} micro-batches a step (train.grad_accum_steps)",
+                stacklevel=2,
+            )
+        return loss, correct
 
     def forward_backward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and number of correct images of a batch; its gradients, times the loss scale, are in
@@ -241,6 +272,8 @@ class TrainStep:
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
             "nonfinite_steps": self.nonfinite_steps,
+            # which the memory that was free decided
+            "grad_accum_steps": self.grad_accum_steps,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
@@ -256,6 +289,7 @@ class TrainStep:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self.num_steps = state["num_steps"]
+        self.grad_accum_steps = state["grad_accum_steps"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])

@@ -1,0 +1,149 @@
+"""Batches that don't fit the device's memory: a pretend limit of it."""
+
+import gc
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretend_device import MEMORY
+from tests.runtime.conftest import Counter
+from tests.runtime.test_on_device_train import make
+from tests.training.conftest import flatten
+from vit.config import load_config
+from vit.data.loader import choose_pipeline
+from vit.factory.automatic import _measure_rate, _Task
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.optimizer import create_optimizer
+from vit.training.execution import choose_grad_accum_steps
+from vit.training.train_step import TrainStep
+
+NPU = torch.device("npu", 0)
+OVERRIDES = [
+    "train.batch_size=128",
+    "train.precision=float32",
+    "train.ema_decay=0.9",
+    "data.validation_fraction=0",
+    "model.drop_path_rate=0.2",
+]
+
+
+def build_model() -> VisionTransformer:
+    torch.manual_seed(0)
+    return VisionTransformer(
+        8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, drop_path_rate=0.5
+    ).to("npu")
+
+
+def build_step(grad_accum_steps: int = 1) -> TrainStep:
+    model = build_model()
+    optimizer = create_optimizer("adamw", model, lr=1e-3)
+    return TrainStep(
+        model, optimizer, lambda _: 1.0, precision="float32", grad_accum_steps=grad_accum_steps
+    )
+
+
+def draw_batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(64, 3, 8, 8, generator=generator)
+    return images.to("npu"), torch.randint(5, (64,), generator=generator).to("npu")
+
+
+def read_state(step: TrainStep) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in flatten(step.state_dict()).items()}
+
+
+def run_step(step: TrainStep, seed: int) -> None:
+    torch.manual_seed(seed)  # as a run does before each step
+    step(*draw_batch(seed))
+
+
+def test_a_batch_is_split_so_that_it_fits(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gc.collect()
+    monkeypatch.setattr(MEMORY, "limit", 2**20)
+    run = make(tmp_path, OVERRIDES, Path(), "npu")
+    train_step = run.trainer.train_step
+    count = train_step.grad_accum_steps
+    assert count > 1
+    MEMORY.reset_peak()
+    with warnings.catch_warnings(action="error"):
+        run.trainer.train()
+    assert train_step.grad_accum_steps == count
+    # whole, it takes 1.5 MiB; of a limited memory a good part is used
+    assert MEMORY.peak > 0.6 * 2**20
+    assert MEMORY.peak <= 2**20
+
+
+def test_a_step_that_does_not_fit_is_repeated_in_halves_and_says_so_once(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEMORY, "limit", 2**30)
+    step = build_step()
+    run_step(step, 1)
+    checkpoint = io.BytesIO()
+    torch.save(step.state_dict(), checkpoint)
+    monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + 2**18)
+    with pytest.warns(UserWarning, match="64 images did not fit the GPU's memory") as told:
+        run_step(step, 2)
+    assert len(told) == 1
+    count = step.grad_accum_steps
+    assert count in (2, 4, 8, 16)
+    with warnings.catch_warnings(action="error"):
+        run_step(step, 3)
+
+    monkeypatch.setattr(MEMORY, "limit", 2**30)
+    expected = build_step()
+    # a step of so many micro-batches from the start, with the same random numbers
+    checkpoint.seek(0)
+    expected.load_state_dict(torch.load(checkpoint))
+    expected.grad_accum_steps = count
+    run_step(expected, 2)
+    run_step(expected, 3)
+    states = read_state(step), read_state(expected)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    # a resumed run decides alike
+    resumed = build_step()
+    resumed.load_state_dict(step.state_dict())
+    assert resumed.grad_accum_steps == count
+
+
+def test_memory_for_not_one_image_is_an_error(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEMORY, "limit", 2**30)
+    model = build_model()
+    step = build_step()
+    gc.collect()
+    monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + 2**11)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_grad_accum_steps(
+            model, batch_size=64, image_size=(8, 8), device=NPU, precision="float32"
+        )
+    with pytest.raises(torch.OutOfMemoryError):
+        run_step(step, 1)
+
+
+def test_a_measured_rate_leaves_no_memory_taken(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEMORY, "limit", 2**30)
+    gc.collect()
+    before = MEMORY.allocated
+    task = _Task(100, 5, 8, NPU, 1.0, None, {})
+    config = load_config(None, ["data.image_size=8", "model.depth=1", "train.batch_size=8"])
+    assert _measure_rate(config, task) > 0
+    assert MEMORY.allocated == before
+
+
+def test_what_torch_keeps_of_freed_tensors_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"mem_get_info": (1000, 9000), "memory_reserved": 8000, "memory_allocated": 2000}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    device = torch.device("cuda", 0)
+    assert choose_pipeline(2800, device=device)[0] == "resident"
+    assert choose_pipeline(2801, device=device)[0] == "workers"
