@@ -271,3 +271,10 @@ def test_a_low_rank_adapter_is_read_as_its_merged_weight_is() -> None:
     _, _, merged = compute_maps(model, images, methods=methods)
     for one, other in zip(adapted, merged, strict=True):
         torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_convolutional_stem_is_read(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = build_ours(img_size=64, patch_size=8, stem="conv", global_pool="avg").eval()
+    assert run_forward(model, torch.randn(1, 3, 64, 64)).grid == (8, 8)
