@@ -226,7 +226,7 @@ def test_one_long_class_name_costs_no_more_than_itself(tmp_path: Path) -> None:
     )
     for index in range(600):
         (tmp_path / f"{index}.png").touch()
-    source = tables.find_tables(tmp_path, [tmp_path / "labels.csv"], None)
+    source = tables.find_tables(tmp_path, [tmp_path / "labels.csv"], None, allow_outside=False)
     assert peak_bytes(lambda: source.load("train")) < 2e6  # 600 texts as long as the longest: 48 MB
     labels, values = (
         [names[index % 2 if index else 2] for index in range(600)],

@@ -116,7 +116,7 @@ class TestImages:
         output = ["--output", tmp_path / "maps"] if command == "attention" else []
         outcome = cli.run(command, model_file, tmp_path / "pipe.jpg", "--device", "cpu", *output)
         assert "not a regular file" in outcome.out + outcome.err
-        assert outcome.code == (2 if output else 0)
+        assert outcome.code == (2 if output else 1)
 
     def test_damaged_files_of_odd_formats_are_rows_and_not_the_end(
         self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path

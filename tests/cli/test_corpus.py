@@ -47,7 +47,10 @@ def test_an_image_is_a_row_with_an_error(
     monkeypatch.setattr(
         "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program is started")
     )
-    (line,) = cli.succeed("predict", tiny_model_file, path, "--device", "cpu").out.splitlines()
+    outcome = cli.run("predict", tiny_model_file, path, "--device", "cpu")
+    # no image could be read
+    assert outcome.code == 1
+    (line,) = outcome.out.splitlines()
     error = json.loads(line)["error"]
     assert path.name in error
     assert "0x" not in error

@@ -126,7 +126,7 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
     empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     outcome = cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run")
-    for word in ("parameters", "training", "validation", "minutes", "MiB"):
+    for word in ("parameters", "training", "validation", "seconds", "MiB"):
         assert word in outcome.text
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.png"]
     with Image.open(tmp_path / "dry" / "dry_run.png") as picture:

@@ -90,11 +90,14 @@ def test_a_planted_training_image_is_found(
         class_names=bundle.class_names,
         progress=False,
     )
-    found = count_duplicates(tested, training.hashes)
+    is_correct = np.arange(len(tested)) % 2 == 0
+    found = count_duplicates(tested, training.hashes, is_correct=is_correct)
     assert (found.exact, found.near) == (1, 1)
     assert found.examples == ["2/copy.png", "1/recoded.jpg"]
     assert bundle.training_hashes is not None
-    assert count_duplicates(images, np.stack(bundle.training_hashes)).exact == 0
+    hashes = np.stack(bundle.training_hashes)
+    is_correct = np.ones(len(images), dtype=bool)
+    assert count_duplicates(images, hashes, is_correct=is_correct).exact == 0
 
 
 def test_names_of_any_bytes_become_text() -> None:

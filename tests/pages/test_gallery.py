@@ -44,7 +44,9 @@ def make_items(names: list[str], *, size: tuple[int, int] = (60, 40)) -> list[Im
     random = np.random.default_rng(0)
     pictures = [random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8) for _ in names]
     return [
-        ImageItem(name, f"image-{number}", lambda p=picture: (Image.fromarray(p), "0" * 64))
+        ImageItem(
+            name, clean_name(Path(name).stem), lambda p=picture: (Image.fromarray(p), "0" * 64)
+        )
         for number, (name, picture) in enumerate(zip(names, pictures, strict=True))
     ]
 
@@ -115,10 +117,10 @@ def test_names_are_shown_as_text(page: tuple, tmp_path: Path) -> None:
 def test_values_equal_the_arrays_to_eight_bits(page: tuple) -> None:
     _, data, arrays = page
     checked = 0
-    for number, image in enumerate(data["images"]):
+    for image in data["images"]:
         for found in image["maps"]:
             cells = decode(found["values"])
-            name = f"image-{number}.{found['method']}"
+            name = f"{clean_name(Path(image['title']).stem)}.{found['method']}"
             if found["target"]:
                 name += f".{clean_name(found['target']['name'])}"
             restored = found["low"] + cells / 255 * (found["high"] - found["low"])
@@ -170,7 +172,7 @@ def test_the_first_images_of_very_many_are_shown(
     path, data, arrays = write_gallery(
         tmp_path, make_bundle(), make_items(list("abcdefgh")), sanity_checks=False
     )
-    assert [image["title"] for image in data["images"]] == [f"image-{n}" for n in range(4)]
+    assert [image["title"] for image in data["images"]] == list("abcd")
     assert "The first 4 of 8 images" in path.read_text()
     assert len(arrays) == 8 * (1 + 3 + 3)
 
@@ -265,7 +267,9 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     rollout = browser.execute_script(PIXELS, first)
     choose(browser, "method", "cdam")
     choose(browser, "class", "</script><b>dog")
-    assert about(browser).startswith("class-discriminative attention map, for </script><b>dog ")
+    assert about(browser).startswith(
+        "class-discriminative attention map: what speaks for </script><b>dog"
+    )
     dog = browser.execute_script(PIXELS, first)
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
@@ -305,9 +309,7 @@ def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) 
     found = next(
         each for each in page[1]["images"][0]["maps"] if each["method"] == method
     )  # the most probable class
-    name = f"image-0.{method}" + (
-        f".{clean_name(found['target']['name'])}" if found["target"] else ""
-    )
+    name = f"a.{method}" + (f".{clean_name(found['target']['name'])}" if found["target"] else "")
     scale = ColourScale(*found["ends"], found["signed"])
     geometry = Preprocess(image_size=(32, 32)).geometry((60, 40))
     picture = Image.fromarray(photo.astype(np.uint8))
@@ -376,7 +378,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     choose(browser, "class", "bird")
     choose(browser, "minus", "cat")
     assert about(browser) == "class-discriminative attention map: red speaks for bird, blue for cat"
-    bird, cat = (page[2][f"image-0.cdam.{name}"].ravel() for name in ("bird", "cat"))
+    bird, cat = (page[2][f"a.cdam.{name}"].ravel() for name in ("bird", "cat"))
     even = np.abs(bird).mean()
     view, tolerance = (
         read_view(browser),
@@ -385,12 +387,12 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     assert view["values"] == pytest.approx((bird - cat) / even, abs=tolerance)
     assert view["high"] == -view["low"] == pytest.approx(np.abs(view["values"]).max())
     choose(browser, "method", "gae")  # maps of one sign are compared by their shares
-    bird, cat = (page[2][f"image-0.gae.{name}"].ravel() for name in ("bird", "cat"))
+    bird, cat = (page[2][f"a.gae.{name}"].ravel() for name in ("bird", "cat"))
     assert read_view(browser)["values"] == pytest.approx(
         bird / bird.mean() - cat / cat.mean(), abs=0.05
     )
     choose(browser, "minus", "nothing")
-    assert about(browser).startswith("generic attention explanation, for bird ")
+    assert about(browser).startswith("generic attention explanation: what speaks for bird")
 
 
 @pytest.mark.browser
@@ -600,7 +602,7 @@ def test_each_images_own_class_is_no_menu_of_classes(browser, many: tuple) -> No
     assert [label.is_displayed() for label in labels] == [False, False]
     for number, image in enumerate(many[1]["images"][:3]):
         assert about(browser, number).startswith(
-            f"generic attention explanation, for {image['predicted']['name']} "
+            f"generic attention explanation: what speaks for {image['predicted']['name']}"
         )
 
 

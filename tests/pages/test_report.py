@@ -401,4 +401,4 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
         assert f"<tr><td>{name}<td>{getattr(case.evaluation, name):.4f}" in page
     assert len(page) < 2000
     explanations = Explanations(tiny_bundle, ExplainOptions(), [], [("a.png", "broken")])
-    assert repr(explanations) == "Explanations(0 images by rollout; 1 could not be read)"
+    assert repr(explanations) == "Explanations(0 images by auto; 1 could not be read)"

@@ -160,7 +160,8 @@ def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
 ) -> None:
     rewrite(latest(half), CHANGES[name])
     run = make_run(half)
-    if name == "expanded":  # no checkpoint at all: the one before it serves
+    # no checkpoint at all: the one before it serves
+    if name in ("expanded", "a list", "a tensor"):
         assert run.trainer.resume()
         assert run.trainer.progress.step == 5
     else:

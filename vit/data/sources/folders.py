@@ -221,7 +221,8 @@ def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
 
     def check_link(link: str) -> None:
         target = os.path.realpath(link)
-        if f"{os.path.realpath(os.path.dirname(link))}/".startswith(f"{target}/"):
+        # a folder above it, or one that a link above it leads to
+        if any(os.path.realpath(parent) == target for parent in Path(link).absolute().parents):
             text = f"{link} leads back to {target}, in which it lies"
             raise ValueError(f"{text}; remove the link")
         # whose folder the link leads into, from the inside out

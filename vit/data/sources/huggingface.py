@@ -174,7 +174,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
     except ImportError as error:
         hint = "pip install 'vit-pipeline[datasets]'"
         raise ValueError(
-            f"data.root {root} is read by the library datasets, which is not installed: {hint}"
+            f"data.root {root} is read by the library datasets, which is not installed; {hint}"
         ) from error
 
     path = Path(root).expanduser()
