@@ -444,7 +444,7 @@ class Card {
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
     if (check) facts.push(`evidence: ${check.evidence}`);
     if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
-    this.part("facts").textContent = facts.join(" · ");
+    this.part("facts").textContent = facts.filter(Boolean).join(" · ");
     this.part("numbers").hidden = !facts.length;
   }
 
