@@ -76,14 +76,17 @@ class CheckpointStore:
         Raises:
             ValueError: all checkpoints are damaged.
         """
-        checkpoints = self._list()
-        for number, path in reversed(checkpoints):
+        damaged = []
+        for number, path in reversed(self._list()):
             state = self.load(number)
-            if state is not None:
-                return state
-            warn(f"checkpoint {path.name} is damaged; falling back to the one before")
+            if state is None:
+                damaged.append(path.name)
+                continue
+            for name in damaged:
+                warn(f"checkpoint {name} is damaged; falling back to the one before")
+            return state
 
-        if checkpoints:
+        if damaged:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )

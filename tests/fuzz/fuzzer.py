@@ -135,9 +135,10 @@ class Corpus:
         Launcher().succeed(*command, "--output", directory / "maps")
 
 
-def run_command(*arguments: object) -> str | None:
+def run_command(*arguments: object, may_fail: bool = False) -> str | None:
     """The command inside this process: its output where it succeeds, None where it refuses in one
-    line."""
+    line. `may_fail`: exit code 1 counts as success, as of `vit predict` where no image is readable.
+    """
     from tests.conftest import Launcher
 
     outcome = Launcher().run(*arguments)
@@ -147,7 +148,8 @@ def run_command(*arguments: object) -> str | None:
         assert len(outcome.err) < 3000
         assert " at 0x" not in outcome.err, outcome.err
         return None
-    assert outcome.code == 0, f"exit code {outcome.code}: {outcome.err}"
+    allowed = (0, 1) if may_fail else (0,)
+    assert outcome.code in allowed, f"exit code {outcome.code}: {outcome.err}"
     return outcome.out
 
 
@@ -178,7 +180,8 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             assert read_image(path).mode == "RGB"
 
     def predict(rng: random.Random, folder: Path) -> None:
-        out = run_command("predict", corpus.model, damage(rng.choice(corpus.images), folder, rng))
+        path = damage(rng.choice(corpus.images), folder, rng)
+        out = run_command("predict", corpus.model, path, may_fail=True)
         for line in (out or "").splitlines():
             for found in json.loads(line).get("predictions", []):
                 assert math.isfinite(found["probability"])

@@ -40,6 +40,12 @@ _MAX_SAVING_FRACTION = 0.05
 _MAX_WAITING_BATCHES = 2
 
 
+class _Class(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    probability: float
+
+
 class _Map(BaseModel):
     model_config = ConfigDict(extra="allow")
     map_key: str
@@ -53,7 +59,8 @@ class _Entry(BaseModel):
     path: str
     name: str
     title: str
-    size: list[int]
+    size: tuple[int, int]
+    predicted: _Class
     maps: list[_Map]
 
 
@@ -172,6 +179,14 @@ class MapWriter:
         keys = {result["map_key"] for entry in self.entries for result in entry["maps"]}
         if "npz" in self.options.formats and not keys <= self.arrays.keys():
             raise ValueError(f"{arrays_path} lacks maps of the manifest; use --overwrite")
+        # the contact sheet is cut out of the overlays
+        overlays = [result["overlay"] for entry in self.entries for result in entry["maps"]]
+        if self._picture_format:
+            for overlay in overlays:
+                if overlay is None or not (self.output / overlay).is_file():
+                    raise ValueError(
+                        f"{self.output} lacks overlays of the images in its manifest; use --overwrite"
+                    )
 
     def _wait(self, max_waiting: int) -> None:
         """Until the overlays of at most so many batches are not yet written."""
