@@ -1,5 +1,5 @@
-"""From uint8 images to float32 logits, in the only inference loop: for evaluation, validation, and
-the class probabilities of images outside any data set."""
+"""From uint8 images to float32 logits, in the only inference loop: for evaluation, validation,
+features, and the class probabilities of images outside any data set."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import softmax
-from torch import nn
+from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, Preprocess, list_images, read_image
@@ -78,7 +78,6 @@ class Predictor:
             tta=tta,
         )
 
-    @torch.inference_mode()
     def predict(
         self,
         read: Callable[[int, int], Pixels],
@@ -88,24 +87,59 @@ class Predictor:
     ) -> Logits:
         """Compute the logits of images.
 
-        In a process group every process takes every world_size-th batch and gets all logits back.
-        Batches are cut the same way whatever the number of processes, so the logits are the same to
-        the last bit; none is padded, so no image counts twice.
-
         Args:
-            read: `read(start, stop)` gives these images, uint8 [B, H, W, 3], as the model sees
-                them. On a CPU several threads call it.
-            count: number of images.
-            on_progress: receives how many images are done, over all processes; on a CPU from
-                several threads.
+            read, count, on_progress: as in `compute`.
 
         Returns:
             Logits [count, num_classes], float32.
         """
+
+        def compute_batch(images: Tensor) -> Tensor:
+            batch_logits = compute_logits(self.model, images)
+            if self.tta == "hflip":
+                mirrored = compute_logits(self.model, images.flip(-1))
+                batch_logits = (batch_logits + mirrored) / 2
+            return batch_logits
+
+        logits = self.compute(
+            compute_batch,
+            read,
+            shape=(count, self.num_classes),
+            on_progress=on_progress,
+        )
+        return cast(Logits, logits.numpy())
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        function: Callable[[Tensor], Tensor],
+        read: Callable[[int, int], Pixels],
+        *,
+        shape: tuple[int, ...],
+        on_progress: Callable[[int], object] = lambda done: None,
+    ) -> Tensor:
+        """Compute something of each image.
+
+        In a process group every process takes every world_size-th batch and gets all results back.
+        Batches are cut the same way whatever the number of processes, so the results are the same
+        to the last bit; none is padded, so no image counts twice.
+
+        Args:
+            function: from normalised images [B, 3, H, W] to their results; it calls the model.
+            read: `read(start, stop)` gives these images, uint8 [B, H, W, 3], as the model sees
+                them. On a CPU several threads call it.
+            shape: of all results: the number of images, then the shape of one's.
+            on_progress: receives how many images are done, over all processes; on a CPU from
+                several threads.
+
+        Returns:
+            The results of all images on the CPU, float32.
+        """
+        count = shape[0]
         process = current_process()
         world_size = process.world_size
-        logits_device = self.device if world_size > 1 else torch.device("cpu")
-        logits = torch.zeros(count, self.num_classes, device=logits_device)
+        results_device = self.device if world_size > 1 else torch.device("cpu")
+        results = torch.zeros(shape, device=results_device)
         # a batch of each process
         images_a_round = world_size * self.batch_size
 
@@ -122,11 +156,7 @@ class Predictor:
                         continue
                     pixels = torch.from_numpy(np.array(read(start, stop)))
                     images = self.preprocess.normalize(copy_to_device(pixels, self.device))
-                    batch_logits = compute_logits(self.model, images)
-                    if self.tta == "hflip":
-                        mirrored = compute_logits(self.model, images.flip(-1))
-                        batch_logits = (batch_logits + mirrored) / 2
-                    logits[start:stop] = batch_logits.to(logits_device)
+                    results[start:stop] = function(images).to(results_device)
                     on_progress(min(images_a_round, count - start))
 
         rounds = range(0, count, images_a_round)
@@ -140,8 +170,8 @@ class Predictor:
             run(rounds)
         if world_size > 1:
             # all processes but one hold zero for an image: this sum rounds nothing
-            dist.all_reduce(logits)
-        return cast(Logits, logits.cpu().numpy())
+            dist.all_reduce(results)
+        return results.cpu()
 
     def predict_images(self, images: Sequence[Pixels]) -> Logits:
         """`predict` for images in memory, uint8 [H, W, 3] each."""

@@ -6,6 +6,7 @@ timm's, so that its weights load as they are.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -199,12 +200,26 @@ class VisionTransformer(nn.Module):
         logits: Tensor
         if self.head_dist is not None:
             logits = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
-        elif self.global_pool == "token":
-            logits = self.head(self.fc_norm(tokens[:, 0]))
         else:
-            mean = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-            logits = self.head(self.fc_norm(mean))
+            logits = self.head(self.pool(tokens, self.global_pool))
         return logits
+
+    def pool(self, tokens: Tokens, global_pool: str) -> Float[Tensor, "B D"]:
+        """What the head reads of the tokens of `forward_features`: "token" the class token, "avg"
+        the mean of the patches."""
+        if global_pool == "token":
+            pooled = tokens[:, 0]
+        else:
+            pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
+        normed: Tensor = self.fc_norm(pooled)
+        return normed
+
+    def forward_intermediates(self, images: Images) -> Iterator[Tokens]:
+        """The tokens after each block, first block first, before the final norm."""
+        tokens = self._embed(images)
+        for block in self.blocks:
+            tokens = block(tokens)
+            yield tokens
 
     def forward_with_attention(
         self, images: Images

@@ -1,0 +1,96 @@
+"""Pooled features of each block, from one forward pass: what a model that ends there would classify
+by."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit.model.logits import at_least_float32
+from vit.model.model_info import count_classes
+from vit.model.vision_transformer import VisionTransformer
+
+# the number of blocks that an image has passed, and how its tokens are pooled: "token" is the class
+# token, "avg" the mean of the patches
+Readout = tuple[int, str]
+# of a model that isn't ours: what its last linear layer reads
+PRE_LOGITS: Readout = (0, "pre_logits")
+
+
+def list_readouts(model: nn.Module) -> list[Readout]:
+    """What `compute_block_features` gives of a model, in its order: first block first."""
+    if not isinstance(model, VisionTransformer):
+        return [PRE_LOGITS]
+    poolings = ["token", "avg"]
+    if model.cls_token is None:
+        poolings = ["avg"]
+    # a distilled model can't read the mean
+    elif model.dist_token is not None:
+        poolings = ["token"]
+    return [(depth, pool) for depth in range(1, len(model.blocks) + 1) for pool in poolings]
+
+
+def compute_block_features(
+    model: nn.Module, images: Float[Tensor, "B C height width"]
+) -> Float[Tensor, "B R D"]:
+    """The features of images at each of the model's R readouts, float32.
+
+    They are what the head of the model would read if it had only so many blocks: after its final
+    norm, or after the pooling's.
+
+    Args:
+        model: In evaluation mode. Of models that aren't ours there is one readout: what the last
+            linear layer reads.
+        images: Normalised, as the model takes them.
+
+    Raises:
+        ValueError: for a model that isn't ours without a last linear layer that reads [B, D].
+    """
+    if not isinstance(model, VisionTransformer):
+        return _compute_pre_logits(model, images)[:, None]
+    poolings = [pool for depth, pool in list_readouts(model) if depth == 1]
+    features = []
+    for tokens in model.forward_intermediates(images):
+        normed = model.norm(tokens)
+        # as of `compute_logits`: the pooling and what follows run in float32
+        with torch.autocast(images.device.type, enabled=False):
+            normed = at_least_float32(normed)
+            features += [model.pool(normed, pool) for pool in poolings]
+    return torch.stack(features, dim=1)
+
+
+def count_channels(model: nn.Module) -> int:
+    """The width D of the features. Raises ValueError as `compute_block_features`."""
+    if isinstance(model, VisionTransformer):
+        return model.embed_dim
+    return _find_classifier(model).in_features
+
+
+def _find_classifier(model: nn.Module) -> nn.Linear:
+    """The last linear layer of a model that isn't ours, which makes its logits."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    num_classes = count_classes(model)
+    if not linear or num_classes not in (None, linear[-1].out_features):
+        raise ValueError(
+            f"{type(model).__name__} has no last linear layer, whose inputs would be its features; "
+            "take a vision transformer of vit or timm"
+        )
+    return linear[-1]
+
+
+def _compute_pre_logits(model: nn.Module, images: Tensor) -> Float[Tensor, "B D"]:
+    inputs: list[Tensor] = []
+
+    def keep_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs.append(arguments[0])
+
+    hook = _find_classifier(model).register_forward_pre_hook(keep_input)
+    try:
+        model(images)
+    finally:
+        hook.remove()
+    if not inputs or inputs[-1].ndim != 2:
+        raise ValueError(
+            f"the last linear layer of {type(model).__name__} doesn't read one feature vector an "
+            "image; take a vision transformer of vit or timm"
+        )
+    return at_least_float32(inputs[-1])
