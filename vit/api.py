@@ -310,7 +310,7 @@ def explain(
         >>> result.maps["rollout"].shape  # [1, rows, columns]
     """
     if max_side < 0:
-        raise ValueError(f"max_side {max_side} is negative; 0 is no limit")
+        raise ValueError(f"max_side {max_side} is negative; 0 means no limit")
     bundle = _load(model, device, random_weights=random_weights)
     trained_on = bundle.config.get("data", {})
     # listed once: a folder of many images takes a while

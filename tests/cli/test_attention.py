@@ -1,8 +1,9 @@
 """`vit attention` on images of every kind."""
 
+import io
 import json
 import re
-import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,20 +178,16 @@ def test_the_list_of_commands_has_both_names(cli: Launcher, attention: Attention
 
 
 def test_paths_are_read_from_standard_input(
-    cli: Launcher, model_file: Path, photos: Path, tmp_path: Path
+    attention: Attention,
+    model_file: Path,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As `tests/cli/test_predict.py` does through a pipe, for another program."""
     output = tmp_path / "out"
-    program = cli.start(
-        "attention",
-        model_file,
-        "-",
-        "-o",
-        output,
-        "--no-checks",
-        "--device",
-        "cpu",
-        stdin=subprocess.PIPE,
-    )
-    cli.finish(program, input=f"{photos / 'grey.png'}\n{photos / 'deep.png'}\n")
+    listed = f"{photos / 'grey.png'}\n{photos / 'deep.png'}\n".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(listed)))
+    attention(model_file, "-", "-o", output, "--no-checks", "--device", "cpu")
     manifest = json.loads((output / "manifest.json").read_text())
     assert [Path(image["path"]).name for image in manifest["images"]] == ["deep.png", "grey.png"]

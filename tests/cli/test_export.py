@@ -175,6 +175,8 @@ def test_a_pipeline_of_transformers_predicts_as_vit_does(
     assert best["score"] == pytest.approx(told["predictions"][0]["probability"], abs=1e-5)
 
 
+# beside the folder of tests/export/test_onnx_folder.py, which has another stem
+@pytest.mark.extended
 def test_onnx_runs_any_number_of_images_with_equal_probabilities(
     save: Save, export: Export, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

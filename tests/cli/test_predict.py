@@ -94,16 +94,20 @@ def test_a_list_on_standard_input_goes_through_a_pipe(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes are Linux's")
 def test_a_name_that_is_no_text_passes_through(
-    cli: Launcher, model_file: Path, folder: Path
+    predict: Callable[..., Outcome],
+    model_file: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = os.fsencode(folder) + b"/caf\xe9.png"
     Path(os.fsdecode(name)).write_bytes((folder / "b.png").read_bytes())
     try:
         for kind in ("jsonl", "csv"):
-            arguments = ("predict", model_file, "-", "--device", "cpu", "--format", kind)
-            program = cli.start(*arguments, stdin=subprocess.PIPE, text=False)
-            done = cli.finish(program, input=name + b"\n")
-            assert b"caf\xe9.png" in done.out or rb"caf\udce9.png" in done.out
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(name + b"\n"), "utf-8"))
+            outcome = predict(model_file, "-", "--format", kind)
+            assert outcome.code == 0
+            out = os.fsencode(outcome.out)
+            assert b"caf\xe9.png" in out or rb"caf\udce9.png" in out
     finally:
         os.unlink(name)
 

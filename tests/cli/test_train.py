@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,33 +39,47 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_a_run_leaves_what_it_promises(empty_yaml: Path, tmp_path: Path, cli: Launcher) -> None:
-    output = tmp_path / "run"
-    outcome = cli.succeed("train", empty_yaml, *TINY, "--output", output)
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, empty_yaml: Path, cli: Launcher) -> Path:
+    """Of two epochs. Not to be written to."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    cli.succeed("train", empty_yaml, *TINY, "--output", output)
+    return output
+
+
+def test_a_run_leaves_what_it_promises(run: Path, cli: Launcher) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {
         *("epoch", "step", "train_loss", "val_loss", "val_top1"),
         *("learning_rate", "images_per_second", "elapsed_seconds"),
     } <= rows[0].keys()
-    assert list((output / "tensorboard").glob("events.*"))
-    assert len(list((output / "checkpoints").glob("step-*.pt"))) == 2
-    bundle = load_bundle(output)
+    assert list((run / "tensorboard").glob("events.*"))
+    assert len(list((run / "checkpoints").glob("step-*.pt"))) == 2
+    bundle = load_bundle(run)
     assert bundle.class_names == tuple("0123456789")
     assert len(bundle.data["fingerprint"]) == 64
-    assert bundle.config == load_config(output / "config.yaml").model_dump(mode="json")
-    outcome = cli.succeed("info", output)
+    assert bundle.config == load_config(run / "config.yaml").model_dump(mode="json")
+    outcome = cli.succeed("info", run)
     assert bundle.data["fingerprint"] in "".join(outcome.out.split())
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_threads_that_divide_the_batch_resume_to_the_same_run(
     empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     """As on every machine of several cores; the other tests train with one thread."""
 
     def train(output: Path, *arguments: str) -> str:
-        command = ["train", *arguments, "--output", output]
-        return cli.finish(cli.start(*command, env={"OMP_NUM_THREADS": "2"})).text
+        return cli.succeed("train", *arguments, "--output", output).text
 
     overrides = [*TINY, "model.drop_path_rate=0.2", "optimizer.name=muon", "train.device=cpu"]
     text = train(tmp_path / "whole", str(empty_yaml), *overrides)
@@ -76,22 +91,17 @@ def test_threads_that_divide_the_batch_resume_to_the_same_run(
 
 
 def test_the_resolved_configuration_gives_the_same_run(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
+    run: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    cli.succeed("train", empty_yaml, *TINY, "--output", first)
-    cli.succeed("train", first / "config.yaml", "--output", second)
-    weights = [load_bundle(path).model.state_dict() for path in (first, second)]
+    cli.succeed("train", run / "config.yaml", "--output", tmp_path / "again")
+    weights = [load_bundle(path).model.state_dict() for path in (run, tmp_path / "again")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_tensorboard_shows_curves_and_pictures(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
-) -> None:
+def test_tensorboard_shows_curves_and_pictures(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert {
         *("epoch/train_loss", "epoch/val_loss", "epoch/val_top1", "epoch/images_per_second"),
         *("step/loss", "step/learning_rate", "step/gradient_norm"),

@@ -81,9 +81,9 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, cli: Launcher, empty_yaml: Path) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "alone"
-    train(directory, processes=1)
+    cli.succeed("train", empty_yaml, *OVERRIDES, "--output", directory)
     assert read_metrics(directory)[-1]["step"] == 50
     return directory
 

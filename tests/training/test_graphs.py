@@ -36,6 +36,8 @@ SHORT = [
 ]
 # one for a CPU, one for a GPU; all others are extended tests
 COMMON_RECIPES = ("cifar10/cpu", "cifar10/speedrun")
+# compiling takes seconds
+COMPILED_RECIPE = "cifar10/speedrun"
 RECIPES = [
     pytest.param(name, marks=[] if name in COMMON_RECIPES else pytest.mark.extended)
     for name in list_recipes()
@@ -46,7 +48,13 @@ def flatten(model: torch.nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == COMPILED_RECIPE else pytest.mark.extended)
+        for name in list_recipes()
+    ],
+)
 def test_forward_loss_and_backward_are_one_graph_for_each_image_size(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +141,14 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
 
 
 # Muon with an average and mixed images; AdamW with clipping; Muon alone
-@pytest.mark.parametrize("name", ["cifar10/speedrun", "folder/finetune", "digits"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cifar10/speedrun",
+        "folder/finetune",
+        pytest.param("digits", marks=pytest.mark.extended),
+    ],
+)
 def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
     config = load_recipe(name, *SHORT, "train.precision=float32")
     _, size = list_sizes(config)[0]

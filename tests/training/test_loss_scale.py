@@ -186,6 +186,7 @@ def train_on_digits(precision: str) -> float:
     return float((predictions == labels[1400:]).float().mean())
 
 
+@pytest.mark.extended
 def test_digits_are_learnt_as_in_float32() -> None:
     accuracies = [train_on_digits(precision) for precision in ("float32", "float16")]
     assert min(accuracies) > 0.45  # of 0.1 by chance

@@ -43,8 +43,9 @@ def build_command(function: Callable[..., None]) -> Callable[..., None]:
             continue
         kind, option = _split_hint(hints[name])
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            own = _Parameter(name, kind, option, parameter.default, help_texts[name])
-            built.append(_build_option(own))
+            built.append(
+                _build_option(_Parameter(name, kind, option, parameter.default, help_texts[name]))
+            )
         else:
             info = typer.Argument(help=help_texts[name])
             built.append(parameter.replace(annotation=Annotated[kind, info]))

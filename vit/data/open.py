@@ -95,18 +95,18 @@ class DatasetSplits:
             ValueError: the split is unknown, isn't there or would be empty.
         """
         split = name or self.default_split
-        own_splits = self.source.origins
+        source_splits = self.source.origins
         check_choice(split, SPLITS, name="split")
         if split in self._listed:
             return self._listed[split]
 
         # a split that is held out is listed together with the rest of the training images
         if split == "all":
-            self._listed[split] = join_datasets([self._load(own) for own in own_splits])
-        elif split in own_splits and split != "train":
+            self._listed[split] = join_datasets([self._load(part) for part in source_splits])
+        elif split in source_splits and split != "train":
             self._listed[split] = replace(self._load(split), split=split)
-        elif "train" not in own_splits:
-            raise ValueError(f"there is no {split} split here, only {', '.join(own_splits)}")
+        elif "train" not in source_splits:
+            raise ValueError(f"there is no {split} split here, only {', '.join(source_splits)}")
         else:
             self._hold_out()
 
@@ -165,8 +165,8 @@ class DatasetSplits:
     def _held_out(self) -> dict[str, float]:
         """Split → the fraction of the remaining training images that is held out for it."""
         fractions = {"test": self.test_fraction, "validation": self.validation_fraction}
-        own_splits = self.source.origins
-        return {split: part for split, part in fractions.items() if split not in own_splits}
+        source_splits = self.source.origins
+        return {split: part for split, part in fractions.items() if split not in source_splits}
 
     def _load(self, split: str) -> ImageDataset:
         """A split that the data set has of its own."""

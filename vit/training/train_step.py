@@ -196,10 +196,10 @@ class TrainStep:
         micro_targets = targets.chunk(self.grad_accum_steps)
         for number, micro_batch in enumerate(zip(micro_images, micro_targets, strict=True), 1):
             # processes exchange gradients once, with the last micro-batch
-            exchange: AbstractContextManager[None] = nullcontext()
+            gradient_sync: AbstractContextManager[None] = nullcontext()
             if isinstance(self.model, DistributedDataParallel) and number < len(micro_images):
-                exchange = self.model.no_sync()
-            with exchange:
+                gradient_sync = self.model.no_sync()
+            with gradient_sync:
                 micro_loss, micro_correct = self._forward(*micro_batch)
                 micro_loss = micro_loss * (len(micro_batch[0]) / len(images))
                 scaled_loss: Tensor = micro_loss

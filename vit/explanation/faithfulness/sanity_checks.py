@@ -227,8 +227,8 @@ def count_agreeing(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
         verdicts: of each method's maps; those that were not checked don't count.
     """
     lines = []
-    for method, of_maps in verdicts.items():
-        checked = [verdict for verdict in of_maps if verdict != NOT_CHECKED]
+    for method, map_verdicts in verdicts.items():
+        checked = [verdict for verdict in map_verdicts if verdict != NOT_CHECKED]
         if checked:
             count = checked.count(AGREES)
             lines.append(

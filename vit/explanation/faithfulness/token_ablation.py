@@ -78,18 +78,18 @@ def build_predictor(
                 contexts.enter_context(keep_tokens(model, every_patch.expand(len(batch), -1)))
                 contexts.enter_context(change_tokens(model, record_tokens))
             all_logits.append(compute_logits(model, batch))
-    logits_of_whole = torch.cat(all_logits)
-    tokens_of_whole = torch.cat(all_tokens) if all_tokens else None
-    num_prefix_tokens = 0 if tokens_of_whole is None else tokens_of_whole.shape[1] - num_patches
+    image_logits = torch.cat(all_logits)
+    image_tokens = torch.cat(all_tokens) if all_tokens else None
+    num_prefix_tokens = 0 if image_tokens is None else image_tokens.shape[1] - num_patches
     mean_colour = images.mean(dim=(-1, -2), keepdim=True)
 
     def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
-        if tokens_of_whole is None:
+        if image_tokens is None:
             painted = _paint_over(images[rows], mean_colour[rows], kept, grid)
             return compute_logits(model, painted)
 
-        prefix = tokens_of_whole[rows, :num_prefix_tokens]
-        patches = tokens_of_whole[rows[:, None], num_prefix_tokens + kept]
+        prefix = image_tokens[rows, :num_prefix_tokens]
+        patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
         tokens = torch.cat([prefix, patches], dim=1)
         if isinstance(model, VisionTransformer):
             # its convolutional stem may cost as much as its blocks, so it isn't run again
@@ -103,12 +103,12 @@ def build_predictor(
     def compute_removals(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
         # every patch is kept, in whatever order
         if kept.shape[1] == num_patches:
-            return logits_of_whole.repeat(len(kept) // len(images), 1)
+            return image_logits.repeat(len(kept) // len(images), 1)
 
         # the encoder takes as many tokens at a time as a batch of whole images has
         work_per_row = 1.0
-        if tokens_of_whole is not None:
-            work_per_row = (num_prefix_tokens + kept.shape[1]) / tokens_of_whole.shape[1]
+        if image_tokens is not None:
+            work_per_row = (num_prefix_tokens + kept.shape[1]) / image_tokens.shape[1]
         rows_at_once = max(int(batch_size / work_per_row), 1)
         logits = []
         all_rows = torch.arange(len(kept), device=images.device)

@@ -55,7 +55,7 @@ def check_one_class_each(model: nn.Module, class_names: Sequence[str]) -> None:
     if problem in ("regression", "multi_label_classification"):
         raise ValueError(
             f"{type(model).__name__} is for {problem.replace('_', ' ')}, so the softmax of its "
-            "logits is no probability; maps are made for one class of several"
+            "logits is not a probability; maps are made for one class of several"
         )
 
 
