@@ -19,6 +19,7 @@ from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import load_images, select_correct_images
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
+from vit.evaluation.sorting import PhotoSorter
 from vit.explanation.explainer import Explainer, choose_explain_batch_size
 from vit.explanation.faithfulness.benchmark import Benchmark
 from vit.explanation.faithfulness.best_method import choose_methods, write_best_method
@@ -204,6 +205,8 @@ def predict(
     images: ImageInputs,
     *,
     top_k: int = 5,
+    coverage: float = 0.95,
+    sort_into: str | Path | None = None,
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -214,6 +217,11 @@ def predict(
         model: as of `vit.evaluate`.
         images: paths, folders, PIL images, uint8 arrays [H, W, 3] or [n, H, W, 3], or one of them.
         top_k: classes an image.
+        coverage: how often a `prediction_set` is to hold the right class, 0.9 or 0.95.
+        sort_into: a directory into which the photos are copied: into a folder for each class, that
+            of the set's only class; "unsure", where the set has several or none; "unknown", where
+            the photo is unlike the training's: its `p_value` is at most 1 - coverage. Nothing is
+            ever overwritten.
         batch_size: images at a time.
         device: as of `vit.evaluate`.
         precision: as of `vit.evaluate`.
@@ -223,7 +231,8 @@ def predict(
         `error` instead of classes.
 
     Raises:
-        ValueError: a model that can't be opened, or what is no image.
+        ValueError: a model that can't be opened, what is no image, or a model without prediction
+            sets by which photos could be sorted.
 
     Example:
         >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
@@ -238,13 +247,19 @@ def iterate_predictions(
 ) -> Iterator[Prediction]:
     """`predict` for any number of images, one batch in memory at a time."""
     bundle = _load(model, options.device)
-    yield from predict_images(
+    predictions = predict_images(
         bundle,
         images,
         top_k=options.top_k,
+        coverage=options.coverage,
         batch_size=options.batch_size,
         precision=options.precision,
     )
+    if options.sort_into is not None:
+        sorter = PhotoSorter(Path(options.sort_into), bundle, coverage=options.coverage)
+        sorter.check(images)
+        predictions = map(sorter.copy, predictions)
+    yield from predictions
 
 
 @torch.inference_mode(False)  # a model that is loaded in it could not be differentiated

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from vit.data.images import Preprocess
 from vit.model.model_file import MODEL_FILE as MODEL_FILE
-from vit.model.model_file import Hashes, ModelFile, hash_weights, read_model_file, write_model_file
+from vit.model.model_file import (
+    Hashes,
+    Likeness,
+    ModelFile,
+    hash_weights,
+    read_model_file,
+    write_model_file,
+)
 from vit.model.model_info import count_classes, find_class_names, find_preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit, check_fit
@@ -40,6 +47,7 @@ class Bundle:
         data: The data that it was trained on: name, splits, fingerprints.
         metadata: All that its file records.
         training_hashes: SHA-256 digests and dHashes of the training images.
+        likeness: By what images unlike those of the training are found.
     """
 
     model: nn.Module
@@ -51,6 +59,7 @@ class Bundle:
     data: Values = field(default_factory=dict)
     metadata: Values = field(default_factory=dict)
     training_hashes: Hashes | None = None
+    likeness: Likeness | None = None
 
     @classmethod
     def from_model(
@@ -183,6 +192,7 @@ def load_bundle(
         data=metadata["data"],
         metadata=metadata,
         training_hashes=content.training_hashes,
+        likeness=content.likeness,
     )
 
 
@@ -232,12 +242,19 @@ def save_bundle(
     write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
 
 
-def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
+def update_metadata(
+    path: Path,
+    values: Values,
+    *,
+    target: Path | None = None,
+    likeness: Likeness | None = None,
+) -> None:
     """Set metadata values (a fitted temperature, say) in the model file at `path`, atomically, or
-    in a copy of it at `target`."""
+    in a copy of it at `target`; and `likeness`, unless it is None."""
     content = read_model_file(path)
     metadata = {**content.metadata, **values}
-    write_model_file(target or path, dataclasses.replace(content, metadata=metadata))
+    changed = dataclasses.replace(content, metadata=metadata, likeness=likeness or content.likeness)
+    write_model_file(target or path, changed)
 
 
 def collect_versions() -> dict[str, str]:

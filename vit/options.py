@@ -92,12 +92,16 @@ class PredictOptions:
 
     Args:
         top_k: classes an image
+        coverage: how often a prediction set is to hold the right class, 0.9 or 0.95
+        sort_into: copy the photos into folders here: one a class, unsure and unknown
         batch_size: images at a time
         device: auto, cpu, cuda or cuda:N
         precision: auto, float32, bfloat16 or float16
     """
 
     top_k: Annotated[int, Option(min=1)] = 5
+    coverage: float = 0.95
+    sort_into: str | Path | None = None
     batch_size: Annotated[int, Option(min=1)] = 64
     device: str = "auto"
     precision: str = "auto"

@@ -14,8 +14,9 @@ from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.explanation.items import clean_name, items_from_dataset, items_from_images, name_images
+from vit.explanation.items import items_from_dataset, items_from_images, name_images
 from vit.explanation.methods.targets import build_target_chooser
+from vit.runtime.files import clean_name
 
 
 def test_a_stem_is_the_name_where_it_is_the_only_one() -> None:

@@ -18,12 +18,13 @@ from tests.explanation.collector import explain_with
 from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.items import ImageItem, clean_name
+from vit.explanation.items import ImageItem
 from vit.explanation.render.overlay import relative_to_uniform
 from vit.explanation.writer import MapWriter
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions
 from vit.pages.gallery import Gallery
+from vit.runtime.files import clean_name
 
 NASTY = "<img src=x onerror=alert(1)>.png"
 CLASSES = ("cat", "</script><b>dog", "bird")

@@ -19,6 +19,10 @@ def predict(
 ) -> None:
     """Predict the most probable classes of images, in the order given.
 
+    prediction_set names the classes that hold the right one as often as --coverage says, and p_value
+    says how likely a photo like the training's is to be as far from them; both are null where the
+    model file has no thresholds.
+
     An image that can't be read gets a line with an error in its place; if none can, the exit code is
     1. Progress goes to standard error.
 

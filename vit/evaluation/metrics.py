@@ -62,6 +62,21 @@ class Scores:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def subset(self, chosen: NDArray[np.bool_]) -> Scores:
+        """Those of the images where `chosen` is true, [n]."""
+        return Scores(
+            labels=self.labels[chosen],
+            predicted=self.predicted[chosen],
+            confidence=self.confidence[chosen],
+            label_probability=self.label_probability[chosen],
+            loss=self.loss[chosen],
+            nll=self.nll[chosen],
+            brier=self.brier[chosen],
+            rank=self.rank[chosen],
+            num_classes=self.num_classes,
+            temperature=self.temperature,
+        )
+
 
 @dataclass(frozen=True)
 class ClassMetrics:

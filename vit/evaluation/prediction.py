@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, Preprocess, list_images, read_image
-from vit.model.logits import compute_logits
+from vit.evaluation.conformal import answer_images, read_threshold
+from vit.model.logits import (
+    compute_logits,
+    compute_logits_and_features,
+    count_features,
+)
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, choose_precision, copy_to_device
 from vit.runtime.files import prepare_output, write_atomically
@@ -180,6 +185,21 @@ class Predictor:
             count=len(images),
         )
 
+    def predict_with_features(self, images: Sequence[Pixels]) -> tuple[Logits, NDArray[np.float32]]:
+        """`predict_images`, and the pooled features [n, D] that the head reads."""
+
+        def compute_batch(batch: Tensor) -> Tensor:
+            # side by side, so that they are copied at once
+            return torch.cat(compute_logits_and_features(self.model, batch), dim=1)
+
+        width = self.num_classes + count_features(self.model)
+        results = self.compute(
+            compute_batch,
+            lambda start, stop: np.stack(images[start:stop]),
+            shape=(len(images), width),
+        ).numpy()
+        return results[:, : self.num_classes], results[:, self.num_classes :]
+
 
 def choose_batch_size(device: torch.device) -> int:
     """Images a forward pass: on a CPU the 64 that its caches hold, else 256."""
@@ -194,6 +214,11 @@ class Prediction:
     path: str
     classes: Classes
     error: str | None = None
+    # names of the classes that hold the right one as often as `coverage` says, the most probable
+    # first; None where the model file has no threshold of them
+    prediction_set: list[str] | None = None
+    # of being like the training images; None where the model file holds none of these
+    p_value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +244,7 @@ def predict_images(
     images: ImageInputs,
     *,
     top_k: int = 5,
+    coverage: float = 0.95,
     batch_size: int = 64,
     precision: str = "auto",
 ) -> Iterator[Prediction]:
@@ -228,20 +254,29 @@ def predict_images(
         bundle: the model, on its device.
         images: paths, folders, PIL images or arrays.
         top_k: classes an image.
+        coverage: how often a prediction set is to hold the right class, 0.9 or 0.95.
         batch_size: images a forward pass.
         precision: "float32", "bfloat16", "float16", or "auto" for the device's.
 
     Returns:
         A prediction for each image, in order; of one that can't be read, its error.
     """
+    # an unknown coverage is said before any photo is read
+    read_threshold(bundle.metadata, coverage)
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     numbered = enumerate(list_images(images))
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(numbered, batch_size)):
             decoded = list(pool.map(lambda pair: _decode(pair[1], predictor.preprocess), batch))
             readable = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            logits = predictor.predict_images(readable).astype(np.float64)
-            probabilities = iter(softmax(logits / bundle.temperature, axis=1))
+            if bundle.likeness is None:
+                logits = predictor.predict_images(readable)
+                features = None
+            else:
+                logits, features = predictor.predict_with_features(readable)
+            scaled = logits.astype(np.float64) / bundle.temperature
+            probabilities = iter(softmax(scaled, axis=1))
+            answers = iter(answer_images(bundle, logits, features, coverage=coverage))
             for (number, image), pixels in zip(batch, decoded, strict=True):
                 path = image if isinstance(image, str) else f"image {number}"
                 if isinstance(pixels, str):
@@ -252,7 +287,11 @@ def predict_images(
                 classes = [
                     (index, bundle.class_names[index], float(values[index])) for index in best
                 ]
-                yield Prediction(path, classes)
+                answer = next(answers)
+                prediction_set = None
+                if answer.prediction_set is not None:
+                    prediction_set = [bundle.class_names[index] for index in answer.prediction_set]
+                yield Prediction(path, classes, None, prediction_set, answer.p_value)
 
 
 def describe_classes(classes: Classes) -> list[dict[str, int | str | float]]:
@@ -269,6 +308,8 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
             record["predictions"] = describe_classes(prediction.classes)
+            record["prediction_set"] = prediction.prediction_set
+            record["p_value"] = prediction.p_value
         else:
             record["error"] = prediction.error
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -276,14 +317,19 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
 
 
 def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write one line for each class of an image: path, rank from 1, name, probability, error."""
+    """Write one line for each class of an image: path, rank from 1, name, probability, whether it is
+    in the image's prediction set (true, false, or empty where there is none), the image's p-value,
+    error."""
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("path", "rank", "name", "probability", "error"))
+    writer.writerow(("path", "rank", "name", "probability", "in_set", "p_value", "error"))
     for prediction in predictions:
+        chosen = prediction.prediction_set
+        p_value = "" if prediction.p_value is None else prediction.p_value
         for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
-            writer.writerow((prediction.path, rank, name, probability, ""))
+            in_set = "" if chosen is None else str(name in chosen).lower()
+            writer.writerow((prediction.path, rank, name, probability, in_set, p_value, ""))
         if prediction.error is not None:
-            writer.writerow((prediction.path, "", "", "", prediction.error))
+            writer.writerow((prediction.path, "", "", "", "", "", prediction.error))
         yield prediction
 
 

@@ -14,7 +14,7 @@ from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.layers import find_attention_layers
 from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
-from vit.explanation.items import ImageItem, clean_name, items_from_images
+from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.methods.targets import (
     build_target_chooser,
@@ -34,6 +34,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions, MapOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import autocast, choose_precision, copy_to_device, copy_to_host
+from vit.runtime.files import clean_name
 from vit.runtime.progress import show_progress
 from vit.runtime.threads import BatchThreads
 

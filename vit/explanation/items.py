@@ -18,10 +18,7 @@ from PIL import Image
 from vit.data.dataset import ImageDataset
 from vit.data.images import read_image
 from vit.data.open import open_for_model
-from vit.runtime.files import read_bytes
-
-# bytes; file systems allow 255, with the method, the class and what marks a temporary file
-_MAX_NAME = 120
+from vit.runtime.files import clean_name, read_bytes
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,6 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
     # a name with folders may be another's stem
     are_unique = len({name.casefold() for name in names}) == len(names)
     return names if are_unique else with_hashes
-
-
-def clean_name(name: str) -> str:
-    """`name` without characters that file systems and shells don't allow, at most 120 bytes."""
-    name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
-    return name.encode()[:_MAX_NAME].decode(errors="ignore") or "image"
 
 
 def _unique_or(

@@ -131,7 +131,7 @@ def build_data(
         step = max(1, len(train) // _MEASURED_IMAGES)
         mean, std = measure_mean_and_std(train.pixels[::step])
     elif pretrained is None:
-        sample = train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES))
+        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
@@ -170,7 +170,7 @@ def build_train_loader(
     train = data.train
     if transform is not None:  # refused now rather than in a worker
         if train.pixels is None:
-            image = next(train.read_sample(_choose_evenly(len(train), _SAMPLED_IMAGES)))
+            image = next(train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES)))
         else:
             image = Image.fromarray(train.pixels[0])
         apply_transform(transform, image, seed=0)
@@ -207,7 +207,7 @@ def _decode(
     )
 
 
-def _choose_evenly(count: int, num_chosen: int) -> list[int]:
+def choose_evenly(count: int, num_chosen: int) -> list[int]:
     """At most `num_chosen` evenly spaced indices of `count`."""
     num_chosen = min(num_chosen, count)
     return [place * count // num_chosen for place in range(num_chosen)]

@@ -20,7 +20,7 @@ from vit.factory.model import build_model
 from vit.factory.model_writer import BundleWriter
 from vit.factory.pictures import TensorBoardWithPictures
 from vit.factory.user_objects import UserObjects
-from vit.factory.validation import ImageValidator
+from vit.factory.validation import HeldAside, ImageValidator
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
@@ -50,6 +50,8 @@ class Run:
     config: Config  # with the pipeline that was chosen
     data: TrainingData
     trainer: Trainer
+    # None without validation images
+    held_aside: HeldAside | None
 
 
 def build_run(
@@ -112,8 +114,10 @@ def build_run(
     )
 
     validator = None
+    held_aside = None
     if data.validation is not None:
-        validator = ImageValidator(data, device, train_step.precision)
+        held_aside = HeldAside(config.train.select_by)
+        validator = ImageValidator(data, device, train_step.precision, held_aside)
     if observers is None:
         tensorboard = TensorBoardWithPictures(directory, train_loader, validator)
         observers = [ProgressBar(), MetricsFile(directory), tensorboard, *objects.callbacks]
@@ -140,7 +144,7 @@ def build_run(
         process=process,
         identity=identity,
     )
-    return Run(config, data, trainer)
+    return Run(config, data, trainer, held_aside)
 
 
 def build_plan(

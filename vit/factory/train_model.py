@@ -1,5 +1,6 @@
 """A training run from its configuration to its end."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vit.config import (
 )
 from vit.data.sources.folders import check_not_inside
 from vit.factory.automatic import choose_config, find_device
+from vit.factory.model_answers import complete_model_file
 from vit.factory.pictures import save_first_images
 from vit.factory.recipe import ConfigLike, find_recipe, names_images
 from vit.factory.run import build_run
@@ -110,6 +112,7 @@ def train_model(
             return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
+        complete_model_file(run, output, process, module=copy.deepcopy(objects.model))
 
     best_top1 = None if progress.best.top1 < 0 else progress.best.top1
     return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, objects.model)

@@ -1,5 +1,6 @@
 """From images to logits, for models of this project, timm, torchvision and Hugging Face."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,3 +49,47 @@ def compute_logits(
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Half precision as float32; others as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def has_features(model: nn.Module) -> bool:
+    """Whether `compute_logits_and_features` can take a model: one of ours, or of timm."""
+    net: Any = model
+    if hasattr(net, "num_out_tokens"):
+        return True
+    head = getattr(net, "forward_head", None)
+    return head is not None and "pre_logits" in inspect.signature(head).parameters
+
+
+def count_features(model: nn.Module) -> int:
+    """The width D of the features of `compute_logits_and_features`."""
+    net: Any = model
+    # timm's name for them, which includes what a head adds
+    return int(
+        getattr(net, "head_hidden_size", None) or getattr(net, "num_features", net.embed_dim)
+    )
+
+
+def compute_logits_and_features(
+    model: nn.Module, images: Float[Tensor, "B C height width"]
+) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B D"]]:
+    """The logits of `compute_logits`, to the last bit, and the pooled features that the head reads,
+    from one forward pass.
+
+    Args:
+        model: For which `has_features` is true.
+        images: Normalised, as the model takes them.
+    """
+    net: Any = model
+    is_ours = hasattr(net, "num_out_tokens")
+    if is_ours:
+        tokens = net.forward_features(images, num_out_tokens=net.num_out_tokens)
+    else:
+        tokens = net.forward_features(images)
+    with torch.autocast(images.device.type, enabled=False):
+        tokens = at_least_float32(tokens)
+        logits: Tensor = net.forward_head(tokens)
+        if is_ours:
+            features = net.pool(tokens, net.global_pool)
+        else:
+            features = net.forward_head(tokens, pre_logits=True)
+    return logits, features.flatten(1)

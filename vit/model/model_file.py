@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -31,20 +31,31 @@ SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
+_LIKENESS = ("likeness/training_features", "likeness/distances")
 
 StateDict = dict[str, Tensor]
 Metadata = Mapping[str, Any]
 Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
+class Likeness(NamedTuple):
+    """By what an image is found to be unlike those of the training (`vit.evaluation.conformal`)."""
+
+    # float16 [m, D], of length one: some of the training images
+    training_features: NDArray[np.float16]
+    # float32 [n], of images that were not trained on to their k-th nearest of these
+    distances: NDArray[np.float32]
+
+
 @dataclass(frozen=True)
 class ModelFile:
-    """Weights by name, the JSON object (`_Schema`), and the hashes of the training images: SHA-256
-    digests and dHashes."""
+    """Weights by name, the JSON object (`_Schema`), the hashes of the training images (SHA-256
+    digests and dHashes), and by what images unlike them are found."""
 
     weights: StateDict
     metadata: Metadata = field(default_factory=dict)
     training_hashes: Hashes | None = None
+    likeness: Likeness | None = None
 
 
 def read_model_file(path: Path) -> ModelFile:
@@ -89,11 +100,23 @@ def read_model_file(path: Path) -> ModelFile:
         raise ValueError(
             f"{path} is damaged: the hashes of its training images are not pairs of integers"
         )
+    likeness = _take_likeness(tensors, origin=str(path))
     metadata = check_metadata(metadata, origin=str(path))
     if len(hashes) < 2:
-        return ModelFile(tensors, metadata)
+        return ModelFile(tensors, metadata, likeness=likeness)
     digests, perceptual = (part.numpy().view(np.uint64) for part in hashes)
-    return ModelFile(tensors, metadata, (digests, perceptual))
+    return ModelFile(tensors, metadata, (digests, perceptual), likeness)
+
+
+def _take_likeness(tensors: StateDict, *, origin: str) -> Likeness | None:
+    """What `write_model_file` has put among the weights, removed from them."""
+    parts = [tensors.pop(name) for name in _LIKENESS if name in tensors]
+    if not parts:
+        return None
+    kinds = [(part.dtype, part.ndim, len(part) > 0) for part in parts]
+    if kinds != [(torch.float16, 2, True), (torch.float32, 1, True)]:
+        raise ValueError(f"{origin} is damaged: its features of training images are not a table")
+    return Likeness(*(part.numpy() for part in parts))
 
 
 def write_model_file(path: Path, content: ModelFile) -> None:
@@ -102,6 +125,9 @@ def write_model_file(path: Path, content: ModelFile) -> None:
     if content.training_hashes is not None:
         for name, hashes in zip(_HASHES, content.training_hashes, strict=True):
             tensors[name] = torch.from_numpy(hashes.view(np.int64))
+    if content.likeness is not None:
+        for name, values in zip(_LIKENESS, content.likeness, strict=True):
+            tensors[name] = torch.from_numpy(values)
     # the checksum is that of the values as JSON gives them back
     metadata = json.loads(json.dumps({**content.metadata, "schema_version": SCHEMA_VERSION}))
     metadata[_CHECKSUM] = compute_checksum(tensors, metadata)
@@ -182,6 +208,18 @@ class _Config(BaseModel):
     train: _Train | None = None
 
 
+class _Conformal(BaseModel):
+    """Of how many images the thresholds are, and what they are (`vit.evaluation.conformal`)."""
+
+    num_images: int = Field(ge=0)
+    # coverage → the least probability that puts a class into the set
+    thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    num_training_features: int = Field(0, ge=0)
+    num_distances: int = Field(0, ge=0)
+    # why there are none of these; empty where there are
+    no_likeness: str = ""
+
+
 class _Schema(BaseModel):
     """The JSON object of every model file."""
 
@@ -192,6 +230,7 @@ class _Schema(BaseModel):
     versions: dict[str, str] = {}
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     temperature_fitted_on: dict[str, str | int | float] = {}
+    conformal: _Conformal | None = None
     run_id: str | None = None
 
 

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
 
 # of a file that is read at once
 _MAX_BYTES = 2**30
+# bytes; file systems allow 255, with the method, the class and what marks a temporary file
+_MAX_NAME = 120
 # in a directory that vit made, and may therefore clear
 _MARK = ".vit-output"
+
+
+def clean_name(name: str) -> str:
+    """`name` without characters that file systems and shells don't allow, at most 120 bytes."""
+    name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
+    return name.encode()[:_MAX_NAME].decode(errors="ignore") or "image"
 
 
 def open_regular(path: Path, *, encoding: str | None = None) -> Any:

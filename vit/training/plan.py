@@ -92,6 +92,10 @@ class Validation(NamedTuple):
         return getattr(self, select_by), -self.loss
 
 
+# worse than any
+NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
+
+
 # checked when it is made, since its values may come from a file
 @dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Progress:
@@ -106,7 +110,7 @@ class Progress:
     step_in_epoch: NonNegativeInt = 0
     step: NonNegativeInt = 0  # over the whole run, as are all numbers of steps but the one above
     best_step: NonNegativeInt = 0  # 0: there is no model yet
-    best: Validation = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)  # at `best_step`
+    best: Validation = NO_VALIDATION  # at `best_step`
     evaluations_since_best: NonNegativeInt = 0
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0

@@ -8,7 +8,7 @@ same torch; on a GPU with `train.deterministic`, without which its kernels add u
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -38,6 +38,13 @@ class Validator(Protocol):
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
         """Called in all processes; `warn` is told of images that turn out to be unreadable."""
         ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps from one validation to the next, for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state_dict` gave."""
 
 
 class ModelWriter(Protocol):
@@ -230,6 +237,8 @@ class Trainer:
                 "state": self.train_step.state_dict(),
                 "identity": self.identity.to_dict(),
             }
+            if self.validator is not None:
+                checkpoint["validator"] = self.validator.state_dict()
             self.checkpoints.save(checkpoint, step=progress.step, best_step=progress.best_step)
         self.process.wait()
 
@@ -276,6 +285,8 @@ class Trainer:
             self.identity.check(checkpoint["identity"], origin=origin)
             self.progress = Progress(**checkpoint["progress"])
             self.train_step.load_state_dict(checkpoint["state"])
+            if self.validator is not None:
+                self.validator.load_state_dict(checkpoint["validator"])
         except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(

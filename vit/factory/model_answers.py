@@ -1,0 +1,117 @@
+"""What lets a trained model say that it isn't sure, put into its file at the end of the run:
+thresholds of prediction sets, and features by which images unlike the training's are found."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
+from vit.data.dataset import ImageDataset
+from vit.evaluation.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
+from vit.evaluation.prediction import Pixels, Predictor
+from vit.factory.data import choose_evenly
+from vit.factory.run import Run
+from vit.model.logits import compute_logits_and_features, count_features, has_features
+from vit.model.model_file import Likeness
+from vit.runtime.arguments import first_line
+from vit.runtime.processes import Process
+
+# of the training images: 0.8 MB in the model file at 192 channels, 3 MB at 768
+_MAX_TRAINING_FEATURES = 2000
+_MAX_DISTANCES = 5000
+
+
+def complete_model_file(
+    run: Run, directory: Path, process: Process, *, module: nn.Module | None
+) -> None:
+    """Put the thresholds and features into the model file of a run. Its weights stay as they are.
+
+    Args:
+        run: that has come to its end.
+        directory: of the run.
+        process: all processes take part; the main one writes.
+        module: that takes the weights, as in `load_bundle`.
+    """
+    path = directory / MODEL_FILE
+    device = run.trainer.train_step.device
+    bundle = load_bundle(path, model=module, device=device)
+    probabilities = np.zeros(0)
+    if run.held_aside is not None:
+        probabilities = run.held_aside.probabilities
+    thresholds = {}
+    for coverage in LEVELS:
+        threshold = find_threshold(probabilities, coverage=coverage)
+        if threshold is not None:
+            thresholds[str(coverage)] = threshold
+
+    likeness, problem = _measure_likeness(run, bundle)
+    conformal: dict[str, object] = {
+        "num_images": len(probabilities),
+        "thresholds": thresholds,
+        "no_likeness": problem,
+    }
+    if likeness is not None:
+        conformal["num_training_features"] = len(likeness.training_features)
+        conformal["num_distances"] = len(likeness.distances)
+    if process.is_main:
+        update_metadata(path, {"conformal": conformal}, likeness=likeness)
+    process.wait()
+
+
+def _measure_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:
+    """The features, or why there are none: a run that has ended must not fail for want of them."""
+    try:
+        return _compute_likeness(run, bundle)
+    except (OSError, ValueError, RuntimeError) as error:
+        return None, first_line(error)
+
+
+def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:
+    data = run.data
+    if data.validation is None:
+        return None, "there are no validation images"
+    if not has_features(bundle.model):
+        return None, f"a {type(bundle.model).__name__} gives no features"
+    if data.train.reader.is_remote and data.train.pixels is None:
+        return None, "the training images are in object storage"
+
+    # as many of a class as there are in training
+    by_class = np.argsort(data.train.labels, kind="stable")
+    chosen = by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)]
+    training_features = _compute_features(bundle, data.train.subset(np.sort(chosen)))
+    validation = data.decoded_validation
+    held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
+    features = _compute_features(bundle, validation.subset(held_aside))
+    if not len(training_features):
+        return None, "the training images can't be read again"
+    kept = normalize_rows(training_features).astype(np.float16)
+    return Likeness(kept, compute_distances(features, kept).astype(np.float32)), ""
+
+
+def _compute_features(bundle: Bundle, dataset: ImageDataset) -> NDArray[Any]:
+    """The pooled features of those images that can be read, [n, D]."""
+    predictor = Predictor.from_bundle(bundle)
+    preprocess = bundle.preprocess
+    is_readable = np.ones(len(dataset), dtype=bool)
+
+    def read(start: int, stop: int) -> Pixels:
+        if dataset.pixels is not None:
+            return preprocess.crop(dataset.pixels[start:stop])
+        # of images that were decoded as training went, some may be gone
+        pixels = np.zeros((stop - start, *preprocess.image_size, 3), dtype=np.uint8)
+        for index in range(start, stop):
+            try:
+                pixels[index - start] = preprocess.to_uint8(dataset.image(index))
+            except (OSError, ValueError):
+                is_readable[index] = False
+        return pixels
+
+    def compute(images: Tensor) -> Tensor:
+        return compute_logits_and_features(bundle.model, images)[1]
+
+    shape = (len(dataset), count_features(bundle.model))
+    features = predictor.compute(compute, read, shape=shape)
+    return features.numpy()[is_readable]
