@@ -25,14 +25,14 @@ SIZES = [
 
 
 class Pixels(nn.Module):
-    """Gives its input, which is the model's, in place of logits."""
+    """Gives its input, which is the model's, between what stands for logits and features."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
 
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return images.flatten(1)[:, :2], images
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return images.flatten(1)[:, :2], images, images.flatten(1)
 
 
 @pytest.mark.parametrize(

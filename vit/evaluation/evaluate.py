@@ -26,6 +26,7 @@ from vit.evaluation.calibration import (
     measure_calibration,
     save_temperature,
 )
+from vit.evaluation.conformal import measure_sets
 from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
@@ -211,6 +212,7 @@ def evaluate_bundle(
         per_class=compute_per_class(scores, bundle.class_names),
         reliability=compute_reliability(scores),
         calibration=measure_calibration(bundle, logits, images.labels),
+        prediction_sets=measure_sets(bundle, logits, images.labels),
         num_images=len(images),
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         duplicates_of_training=overlap,

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.evaluation.calibration import Calibration
+from vit.evaluation.conformal import SetMetrics
 from vit.evaluation.images import TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Examples, Scores
 from vit.runtime.arguments import shorten
@@ -89,6 +90,9 @@ class Evaluation(BaseModel):
     reliability: list[Bin]
     # null where no temperature was ever fitted
     calibration: Calibration | None
+
+    # null where the model file holds no thresholds
+    prediction_sets: list[SetMetrics] | None = None
 
     # images evaluated: the denominator of every metric
     num_images: int

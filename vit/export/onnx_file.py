@@ -16,7 +16,9 @@ from torch import nn
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
+from vit.export.answers import COVERAGE, Answers, LogitsAndFeatures
 from vit.export.photo_model import PhotoModel
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically
 from vit.runtime.version import __version__
 
@@ -44,15 +46,17 @@ def export_onnx(
     images: ImageDataset | None,
 ) -> Mapping[str, Any]:
     """Write model.onnx: from "images" in RGB, uint8 [batch, height, width, 3] of any size, to
-    "probabilities" [batch, classes].
+    "probabilities" [batch, classes]. In float32, of a model whose file holds thresholds, also to
+    "prediction_set", bool [batch, classes], and "p_value" [batch]: those of other weights would
+    need other thresholds.
 
     Args:
         bundle: The model.
         directory: Where the file goes.
         precision: Of the weights; "int8" is onnxruntime's dynamic quantisation of the linear
             layers.
-        with_maps: The model with attention maps after its logits, the second output "attention"
-            [batch, rows, columns]; None: without.
+        with_maps: The model with attention maps between its logits and features, the second output
+            "attention" [batch, rows, columns]; None: without.
         images: On which the accuracy of int8 is measured beside that of float32; None: it isn't.
 
     Returns:
@@ -60,12 +64,14 @@ def export_onnx(
     """
     path = directory / "model.onnx"
     accuracy = None
+    answers = None
     if precision == "float32":
-        _write_onnx(path, bundle, with_maps)
+        answers = Answers.from_bundle(bundle)
+        _write_onnx(path, bundle, with_maps, answers)
     else:
         # a smaller file may be less accurate: both are measured, by the runtime that will run them
         float_path = directory / ".float32.onnx"
-        _write_onnx(float_path, bundle, with_maps)
+        _write_onnx(float_path, bundle, with_maps, None)
         _quantise(float_path, path)
         if images is not None:
             accuracy = {
@@ -90,19 +96,27 @@ def export_onnx(
         "precision": precision,
         "attention": with_maps is not None,
         "accuracy": accuracy,
+        "coverage": None if answers is None else COVERAGE,
     }
     _write_metadata(path, facts)
     return facts
 
 
-def _write_onnx(path: Path, bundle: Bundle, with_maps: nn.Module | None) -> None:
+def _write_onnx(
+    path: Path, bundle: Bundle, with_maps: nn.Module | None, answers: Answers | None
+) -> None:
     """The file in float32, without metadata."""
     outputs = ["probabilities"]
     model = bundle.model
     if with_maps is not None:
         outputs.append("attention")
         model = with_maps
-    model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature)
+    elif answers is not None:
+        assert isinstance(model, VisionTransformer)
+        model = LogitsAndFeatures(model)
+    if answers is not None:
+        outputs += answers.output_names
+    model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature, answers=answers)
     # sizes that differ from each other and from the model's, or the tracer takes them for the same
     height, width = bundle.preprocess.image_size
     example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)

@@ -24,16 +24,26 @@ class PhotoModel(nn.Module):
     """From pixels to probabilities.
 
     Args:
-        model: Takes normalised images [B, 3, H, W] to logits or to a tuple that begins with them.
+        model: Takes normalised images [B, 3, H, W] to logits, or to a tuple that begins with them
+            and ends with features.
         preprocess: What it was trained with.
         temperature: What the logits are divided by before the softmax.
+        answers: What is computed of logits and features; None: nothing.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, model: nn.Module, preprocess: Preprocess, *, temperature: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        preprocess: Preprocess,
+        *,
+        temperature: float,
+        answers: nn.Module | None = None,
+    ) -> None:
         super().__init__()
+        self.answers = answers
         self.model = model
         self.preprocess = preprocess
         self.temperature = temperature
@@ -42,14 +52,21 @@ class PhotoModel(nn.Module):
         self.register_buffer("shift", shift.view(3, 1, 1))
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
-        """Probabilities [B, C] of images in RGB, and what `model` gives after its logits."""
+        """Probabilities [B, C] of images in RGB, what `model` gives between its logits and features,
+        and the answers."""
         pixels = images.permute(0, 3, 1, 2).float()  # [B, 3, height, width]
         normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
         outputs = self.model(normalised)
         if not isinstance(outputs, tuple):
-            outputs = (outputs,)
-        logits, *others = outputs
-        return (logits / self.temperature).softmax(dim=-1), *others
+            return (self._compute_probabilities(outputs),)
+        logits, *others, features = outputs
+        probabilities = self._compute_probabilities(logits)
+        if self.answers is None:
+            return probabilities, *others
+        return probabilities, *others, *self.answers(logits, features)
+
+    def _compute_probabilities(self, logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
+        return (logits / self.temperature).softmax(dim=-1)
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
         """`Preprocess.to_uint8` of each image: the box that covers the aspect is resized to

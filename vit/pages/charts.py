@@ -4,11 +4,15 @@ colours."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
-from vit.evaluation.metrics import Bin
+from vit.evaluation.metrics import Bin, Floats
 
 Points = Sequence[tuple[float, float]]
+_MIN_ANSWERED = 10
+_MAX_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,32 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     diagonal = [Mark(place_x(value), place_y(value)) for value in (0, 1)]
     ideal = Line("perfectly calibrated", diagonal, style=1)
     return Chart("Reliability", "confidence", "accuracy", x_ticks, y_ticks, [ideal], bars)
+
+
+def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Chart:
+    """Accuracy of the most confident share of the images against that share (the risk-coverage
+    curve of El-Yaniv & Wiener 2010, upside down)."""
+    order = np.argsort(-confidence, kind="stable")
+    counts = np.arange(1, len(order) + 1)
+    accuracy = np.cumsum(correct[order]) / counts
+    # equally confident images are answered together
+    is_last = np.append(np.diff(confidence[order]) != 0, True)
+    ends = np.flatnonzero(is_last)
+    # the curve of a few images jumps
+    ends = ends[counts[ends] >= min(_MIN_ANSWERED, len(order))]
+    ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
+    place_x, x_ticks = _fit_axis((0, 1), Chart.left, Chart.right)
+    place_y, y_ticks = _fit_axis([*accuracy[ends].tolist(), 1.0], Chart.bottom, Chart.top)
+    marks = []
+    for end in ends.tolist():
+        share = counts[end] / len(order)
+        least = confidence[order[end]]
+        text = f"{share:.0%} answered, confidence {least:.3f} or more: {accuracy[end]:.1%} correct"
+        marks.append(Mark(place_x(share), place_y(float(accuracy[end])), text))
+    line = Line("the most confident images", marks, style=0)
+    return Chart(
+        "Accuracy of those answered", "share answered", "accuracy", x_ticks, y_ticks, [line]
+    )
 
 
 def _fit_axis(

@@ -18,7 +18,12 @@ from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend
 from vit.options import ExplainOptions
-from vit.pages.charts import Chart, build_history_chart, build_reliability_chart
+from vit.pages.charts import (
+    Chart,
+    build_history_chart,
+    build_reliability_chart,
+    build_selective_chart,
+)
 from vit.pages.confusion import describe_confusion
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.training.run_directory import METRICS_FILE, load_metrics
@@ -48,6 +53,7 @@ def build_report(result: EvaluationResult) -> str:
         "history": _chart_history(load_history(evaluation.model)),
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "reliability": build_reliability_chart(evaluation.reliability),
+        "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
         "pictures": pictures,
         "maps": maps,
         "maps_missing": maps_missing,

@@ -91,10 +91,14 @@ def build_app(
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         (prediction,) = predict_images(bundle, photo, top_k=top_k, batch_size=1)
-        classes = describe_classes(prediction.classes)
+        facts = {
+            "classes": describe_classes(prediction.classes),
+            "prediction_set": prediction.prediction_set,
+            "p_value": prediction.p_value,
+        }
         if explainer is None or form == "none":
-            return {"classes": classes, "map": None}
-        return {"classes": classes, "map": _explain(explainer, photo, form)}
+            return {**facts, "map": None}
+        return {**facts, "map": _explain(explainer, photo, form)}
 
     @app.get("/")
     def show_page() -> HTMLResponse:

@@ -169,8 +169,8 @@ def _is_plain_mean(options: MapOptions) -> bool:
 
 
 class LogitsAndRollout(nn.Module):
-    """Logits and rollout as part of the model's own computation, without hooks: a module that
-    exporters can trace.
+    """Logits, rollout and pooled features as part of the model's own computation, without hooks: a
+    module that exporters can trace.
 
     Args:
         model: the model whose attention is rolled up, with the default options.
@@ -180,8 +180,8 @@ class LogitsAndRollout(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: Images) -> tuple[Tensor, Tensor]:
-        """Logits [B, C] and maps [B, rows, columns]."""
+    def forward(self, images: Images) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, C], maps [B, rows, columns] and features [B, D]."""
         model = self.model
         tokens, attentions = model.forward_features_with_attention(images)
         pool_weights = compute_pool_weights(
@@ -191,7 +191,7 @@ class LogitsAndRollout(nn.Module):
         maps, _ = split_prefix(
             relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size
         )
-        return model.forward_head(tokens), maps
+        return model.forward_head(tokens), maps, model.pool(tokens, model.global_pool)
 
 
 def mixing_matrix(

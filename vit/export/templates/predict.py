@@ -1,5 +1,4 @@
-"""Predict the classes of photographs: python predict.py IMAGE ... prints a JSON line for each, most
-probable first."""
+"""Predict the classes of photographs: python predict.py IMAGE ... prints a JSON line for each."""
 
 import json
 import sys
@@ -29,11 +28,17 @@ def read_pixels(path):
 
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
 names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
+kinds = [output.name for output in session.get_outputs()]
 for path in sys.argv[1:]:
     try:
-        (scores,) = session.run(["probabilities"], {"images": read_pixels(path)})[0]
-        best = np.argsort(-scores, kind="stable")[:5].tolist()
-        classes = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in best]
-        print(json.dumps({"path": path, "predictions": classes}, ensure_ascii=False))
+        outputs = dict(zip(kinds, session.run(kinds, {"images": read_pixels(path)}), strict=True))
+        scores = outputs["probabilities"][0]
+        order = np.argsort(-scores, kind="stable").tolist()
+        best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in order[:5]]
+        answer = {"path": path, "predictions": best, "prediction_set": None, "p_value": None}
+        if "p_value" in outputs:
+            answer["prediction_set"] = [names[i] for i in order if outputs["prediction_set"][0, i]]
+            answer["p_value"] = float(outputs["p_value"][0])
     except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
-        print(json.dumps({"path": path, "error": str(error)}, ensure_ascii=False))
+        answer = {"path": path, "error": str(error)}
+    print(json.dumps(answer, ensure_ascii=False))
