@@ -71,7 +71,8 @@ def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
     rank = math.ceil(round((count + 1) * coverage, 9))
     if rank > count:
         return None
-    return float(np.sort(probabilities)[count - rank])
+    # of a model that gives NaN, nothing is likely
+    return float(np.sort(np.nan_to_num(probabilities))[count - rank])
 
 
 def count_needed(coverage: float) -> int:

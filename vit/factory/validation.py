@@ -52,7 +52,7 @@ class HeldAside:
     def state_dict(self) -> dict[str, Any]:
         """As checkpoints hold it."""
         return {
-            "probabilities": torch.from_numpy(self.probabilities),
+            "probabilities": torch.from_numpy(self.probabilities.copy()),
             "best": [tuple(validation) for validation in self.best],
         }
 
