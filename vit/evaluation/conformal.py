@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.evaluation.metrics import Floats, Ints, chunk_rows, compute_log_probabilities
+from vit.model.model_file import NUM_NEIGHBOURS
 
 # how often a set is to hold the right class
 LEVELS = (0.9, 0.95)
-# the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
-NUM_NEIGHBOURS = 5
 # distances computed at once: 32 MiB
 _BLOCK = 1 << 23
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.evaluation.conformal import NUM_NEIGHBOURS, normalize_rows, read_threshold
+from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
 
 # of the sets
@@ -50,13 +50,15 @@ class Answers(nn.Module):
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Self | None:
         """Those of a model file; None where it doesn't hold both."""
-        threshold = read_threshold(bundle.metadata, COVERAGE)
+        thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
+        threshold = thresholds.get(str(COVERAGE))
         if threshold is None or bundle.likeness is None:
             return None
-        training_features = normalize_rows(bundle.likeness.training_features)
+        training_features = torch.from_numpy(bundle.likeness.training_features).float()
         return cls(
             threshold,
-            torch.from_numpy(training_features),
+            # float16 has rounded them
+            nn.functional.normalize(training_features),
             torch.from_numpy(bundle.likeness.distances),
         )
 

@@ -31,6 +31,8 @@ SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
+# the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
+NUM_NEIGHBOURS = 5
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 
 StateDict = dict[str, Tensor]
