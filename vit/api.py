@@ -13,7 +13,7 @@ from torch import nn
 
 from vit.bundle import Bundle, collect_versions, load_model
 from vit.data.images import ImageInputs, list_images
-from vit.data.open import DatasetSplits, open_for_model
+from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.data.transforms import Transform
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
@@ -33,6 +33,7 @@ from vit.options import (
     TTA,
     EvaluateOptions,
     ExplainOptions,
+    FaithfulnessOptions,
     MapOptions,
     PredictOptions,
     TrainOptions,
@@ -41,7 +42,7 @@ from vit.options import (
 )
 from vit.pages.explanation_files import write_explanations
 from vit.pages.report import render_pages
-from vit.runtime.arguments import check_choice
+from vit.runtime.arguments import check_choice, check_kind
 from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import prepare_output
 from vit.runtime.memory import keep_freed_memory
@@ -54,6 +55,8 @@ ModelLike = str | Path | Bundle | nn.Module
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
+
+_CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
 
 
 def train(
@@ -90,10 +93,11 @@ def train(
         transform: called on every training image, uint8 [H, W, 3], before the augmentation of the
             configuration; of albumentations, torchvision, or any function.
         dataset: images in place of those of the configuration: a map-style data set of torch with
-            items (PIL image or uint8 array, label), a pair of them (training, validation), or a
-            pair of arrays (images uint8 [n, H, W, 3], labels [n]).
-        class_names: of `dataset`, in the order of the labels. None: its attribute `classes`, or
-            "class 0" and so on.
+            items (image, label), a pair of them (training, validation), or a pair of arrays
+            (images, labels [n]). An image is a PIL image, a uint8 array [H, W, 3], or a tensor
+            [3, H, W] of uint8 or of values from 0 to 1; a label is an integer or a class name.
+        class_names: of `dataset`, in the order of the labels. None: its attribute `classes`, the
+            labels where they are names, or "class 0" and so on.
         model: a module from images [B, 3, H, W] to logits [B, C], which is trained itself. None: a
             vision transformer as the configuration has it.
         callbacks: see the run's events, and may end it.
@@ -115,10 +119,18 @@ def train(
     from vit.factory.train_model import train_model
     from vit.factory.user_objects import UserObjects
 
-    arguments = locals()
-    options = pick(TrainOptions, arguments)
+    options = pick(TrainOptions, locals())
+    check_kind(output, (str, Path), name="output", expected="the path of a directory")
+    expected = 'a list of texts, such as ["train.epochs=20"]'
+    check_kind(overrides, (list, tuple), name="overrides", expected=expected)
     # what no configuration file can hold
-    objects = pick(UserObjects, arguments)
+    objects = UserObjects(
+        transform=transform,
+        dataset=dataset,
+        class_names=class_names,
+        model=model,
+        callbacks=callbacks,
+    )
     return train_model(config, overrides, Path(output), options, objects)
 
 
@@ -128,6 +140,8 @@ def evaluate(
     data: str | Path | None = None,
     root: str | Path | None = None,
     split: str | None = None,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
     calibrate: bool = False,
     in_place: bool = False,
     corruptions: bool = False,
@@ -145,7 +159,10 @@ def evaluate(
         data: a data set's name, a folder or shards. None: what the model was trained on.
         root: where the data set that `data` names is. None: its usual place.
         split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without
-            one.
+            one; of images passed to `vit.train` those that were held out for validation.
+        dataset: images in place of `data`, as `vit.train` takes them: the split "test", or of a
+            pair "validation".
+        class_names: of `dataset`, where it doesn't name its classes. None: the model's.
         calibrate: fit a temperature on one half of the validation split, and keep it if it lowers
             the loss of the other half beyond noise, and the other way round. `.save` writes the
             model file with it.
@@ -173,23 +190,24 @@ def evaluate(
         >>> result = vit.evaluate("runs/digits", tta="hflip")
         >>> result.evaluation.top1, result.evaluation.intervals["top1"]
     """
+    _check_data(data, dataset)
     options = pick(EvaluateOptions, locals())
     check_choice(tta, TTA, name="tta")
     # the temperature is fitted on the validation images: they can't be measured on as well
     has_no_file = str(model).startswith("timm:")
     if calibrate and (has_no_file or split in ("validation", "all")):
-        raise ValueError(
-            "--calibrate needs a model file to keep the temperature in, and --split test"
-        )
+        raise ValueError(_CALIBRATION_HINT)
     # in a process group all processes share the images
     with join_processes(device) as (process, device_name):
         bundle = _load(model, device_name)
-        dataset = _open_data(bundle, data, root)
+        data_splits = _open_data(bundle, data, root, dataset, class_names)
+        if calibrate and (split or data_splits.default_split) == "validation":
+            raise ValueError(_CALIBRATION_HINT)
         # decoded before anything is computed, so that what can't be read is said first
         splits = [split, "validation"] if calibrate else [split]
         images = [
             load_images(
-                dataset,
+                data_splits,
                 split,
                 preprocess=bundle.preprocess,
                 class_names=bundle.class_names,
@@ -344,12 +362,20 @@ def explain(
     # whatever is wrong with the options is said before an earlier result is replaced
     explainer = Explainer(bundle, options)
     if output is None:
-        items = find_items(inputs, trained_on=trained_on, count=count)
+        items = find_items(
+            inputs, trained_on=trained_on, count=count, passed_images=bundle.passed_images
+        )
         return explainer.explain(items)
 
     map_writer = MapWriter(output, bundle, options)
     # of an interrupted export, what is written is left out
-    items = find_items(inputs, trained_on=trained_on, count=count, written=map_writer.names)
+    items = find_items(
+        inputs,
+        trained_on=trained_on,
+        count=count,
+        written=map_writer.names,
+        passed_images=bundle.passed_images,
+    )
     if not resume:
         prepare_output(Path(output), overwrite=overwrite)
     return write_explanations(explainer, items, map_writer)
@@ -382,6 +408,8 @@ def measure_faithfulness(
     data: str | Path | None = None,
     root: str | Path | None = None,
     split: str | None = None,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
     methods: str | Sequence[str] = "all",
     count: int = 128,
     batch_size: int | None = None,
@@ -396,6 +424,8 @@ def measure_faithfulness(
         data: as of `vit.evaluate`; so are `root` and `split`.
         root: where the data set that `data` names is.
         split: of the data.
+        dataset: as of `vit.evaluate`, as is `class_names`.
+        class_names: of `dataset`.
         methods: names of methods. "all": every one; then the best is kept beside the model file,
             for `vit.explain(methods="best")`.
         count: correctly predicted images to measure on, at least 8.
@@ -415,11 +445,14 @@ def measure_faithfulness(
         >>> result = vit.measure_faithfulness("runs/digits", methods=("rollout", "gae"), count=64)
         >>> print(result.table)
     """
-    names = list(METHODS) if as_tuple(methods) == ("all",) else list(as_tuple(methods))
+    _check_data(data, dataset)
+    methods = as_tuple(methods)
+    pick(FaithfulnessOptions, locals())
+    names = list(METHODS) if methods == ("all",) else list(methods)
     # a wrong name is said before the model is loaded
     find_methods(names)
     bundle = _load(model, device, random_weights=random_weights)
-    source = _open_data(bundle, data, root).split(split)
+    source = _open_data(bundle, data, root, dataset, class_names).split(split)
     batch_size = batch_size or choose_explain_batch_size(bundle.preprocess.image_size)
     # of wrong predictions there is no right evidence
     images, classes, ids = select_correct_images(
@@ -464,5 +497,24 @@ def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bun
     return load_model(model, device=torch_device, random_weights=random_weights)
 
 
-def _open_data(bundle: Bundle, data: str | Path | None, root: str | Path | None) -> DatasetSplits:
+def _check_data(data: str | Path | None, dataset: Any) -> None:
+    if data is None:
+        return
+    expected = "a name or path; pass images from Python as dataset=…"
+    check_kind(data, (str, Path), name="data", expected=expected)
+    if dataset is not None:
+        raise ValueError("data names images and dataset passes others; give one of them")
+
+
+def _open_data(
+    bundle: Bundle,
+    data: str | Path | None,
+    root: str | Path | None,
+    dataset: Any,
+    class_names: Sequence[str] | None,
+) -> DatasetSplits:
+    if dataset is not None:
+        return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
+    if data is None and bundle.passed_images is not None:
+        return bundle.passed_images
     return open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.data.images import Preprocess
+from vit.data.open import DatasetSplits
 from vit.model.model_file import MODEL_FILE as MODEL_FILE
 from vit.model.model_file import (
     Hashes,
@@ -25,6 +26,7 @@ from vit.model.model_file import (
 from vit.model.model_info import count_classes, find_class_names, find_preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit, check_fit
+from vit.runtime.arguments import check_kind
 from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
@@ -48,6 +50,8 @@ class Bundle:
         metadata: All that its file records.
         training_hashes: SHA-256 digests and dHashes of the training images.
         likeness: By what images unlike those of the training are found.
+        passed_images: What `vit.train` was passed from Python, while its result is in memory: the
+            images that were held out are evaluated and explained by default.
     """
 
     model: nn.Module
@@ -60,6 +64,7 @@ class Bundle:
     metadata: Values = field(default_factory=dict)
     training_hashes: Hashes | None = None
     likeness: Likeness | None = None
+    passed_images: DatasetSplits | None = None
 
     @classmethod
     def from_model(
@@ -126,6 +131,8 @@ def load_model(
         raise ValueError("random_weights needs a model file, a training directory or timm:NAME")
     if isinstance(model, nn.Module):
         return Bundle.from_model(model.to(device))
+    expected = "a path, timm:NAME, a Bundle or an nn.Module; of a run, pass its .bundle"
+    check_kind(model, Bundle, name="model", expected=expected)
     model.model.to(device)
     return model
 
@@ -152,6 +159,7 @@ def load_bundle(
         FileNotFoundError: where there is no such file.
         ValueError: with what is wrong with the file.
     """
+    check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     torch.manual_seed(0)
     if str(source).startswith("timm:"):
         from vit.model.timm_weights import create_timm  # timm takes a second to import

@@ -7,7 +7,6 @@ the checksum, so that one rename makes content and checksum appear together.
 
 import hashlib
 import io
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from typing import Any
 
 import torch
 
+from vit.model.model_file import CHECKPOINT_NAME
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
-
-_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
 
 
 @dataclass(frozen=True)
@@ -108,5 +106,8 @@ class CheckpointStore:
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, file) of every checkpoint, oldest first."""
-        matches = [(_NAME.fullmatch(path.name), path) for path in self.directory.glob("step-*.pt")]
+        matches = [
+            (CHECKPOINT_NAME.fullmatch(path.name), path)
+            for path in self.directory.glob("step-*.pt")
+        ]
         return sorted((int(match[1]), path) for match, path in matches if match)

@@ -5,10 +5,12 @@ help is its text under `Args:`. The functions of `vit.api` make a record from th
 what they call takes it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+
+from vit.runtime.arguments import shorten
 
 Record = TypeVar("Record")
 
@@ -207,9 +209,11 @@ class ExportOptions(DataOptions):
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    """One name, or several."""
+    """One name, or several. Raises ValueError for what is neither."""
     if isinstance(values, str):
         return (values,)
+    if not isinstance(values, Iterable) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{shorten(repr(values))} is neither a name nor a list of names")
     return tuple(values)
 
 
@@ -217,7 +221,30 @@ def pick(record: type[Record], arguments: Mapping[str, Any]) -> Record:
     """A record of those `arguments` that are its fields.
 
     Args:
-        record: of this module, for example.
+        record: of this module.
         arguments: of a function that has all fields among its parameters: its `locals()`.
+
+    Raises:
+        ValueError: an argument of another type, or outside its bounds.
     """
-    return record(**{field.name: arguments[field.name] for field in fields(record)})  # type: ignore[arg-type]  # a dataclass
+    kinds = get_type_hints(record, include_extras=True)
+    return record(**{name: _check_value(name, arguments[name], kinds[name]) for name in kinds})
+
+
+def _check_value(name: str, value: Any, kind: Any) -> Any:
+    # pydantic takes longer to import than `vit --help` may take
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        checked = TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        problem = problem[:1].lower() + problem[1:]
+        raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
+
+    option = next((part for part in get_args(kind) if isinstance(part, Option)), Option())
+    if checked is not None and option.min is not None and checked < option.min:
+        raise ValueError(f"{name} {value} must be at least {option.min}")
+    if checked is not None and option.max is not None and checked > option.max:
+        raise ValueError(f"{name} {value} must be at most {option.max}")
+    return checked

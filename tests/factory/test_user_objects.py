@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
     "labels missing": (lambda a: (a[0], a[1][:80]), "80 labels"),
     "label fractions": (lambda a: (a[0], a[1] / 2), "not integers"),
     "label too large": (lambda a: (a[0], a[1] + 1), "labels from 1 to 3, and 3 class names"),
-    "a number": (lambda a: 3, "dataset is a int"),
+    "a number": (lambda a: 3, "dataset is an int"),
     "paths": (lambda a: [("a.png", 0)], "item 0 of dataset holds 'a.png'"),
     "float images": (lambda a: Colours(a, convert=lambda pixels: pixels / 255), "array of float64"),
 }

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vit.runtime.arguments import MAX_SIDE, check_choice
+from vit.runtime.arguments import MAX_SIDE, check_choice, check_kind
 from vit.runtime.files import open_regular
 
 if TYPE_CHECKING:
@@ -377,6 +377,8 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     elif hasattr(images, "__array__"):
         yield from _list_array(np.asarray(images))
     else:
+        expected = "a path, an image, an array or a list of them"
+        check_kind(images, Iterable, name="images", expected=expected)
         for image in images:
             if isinstance(image, str | Path) and os.path.isdir(image):
                 yield from _list_folder(image) or [str(image)]

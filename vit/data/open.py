@@ -33,7 +33,7 @@ from vit.data.sources.base import (
     read_words,
     resolve_class_names,
 )
-from vit.data.sources.python_objects import FROM_PYTHON
+from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import default_cache_dir
 
@@ -229,7 +229,7 @@ def open_dataset(
         OSError: a download fails.
     """
     if name == FROM_PYTHON:
-        hint = "pass them to vit.train(dataset=…) again, or name other images with --data"
+        hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
     check_choice(name, FINDERS, name="data.name")
     if root is None and name in (*_NAMED_BY_ROOT, "imagenet"):
@@ -342,6 +342,33 @@ def open_for_model(
     splits = open_named(kind, root=data)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
+
+
+def open_passed(
+    dataset: Any, *, class_names: Sequence[str] | None, model_classes: Sequence[str]
+) -> DatasetSplits:
+    """Images passed from Python to a trained model: the split "test", or of a pair "train" and
+    "validation", which is the default then.
+
+    Args:
+        dataset: as of `find_python_objects`.
+        class_names: its classes, where it doesn't name them.
+        model_classes: those of the model, which labels count where nothing names them.
+
+    Raises:
+        ValueError: as `find_python_objects`.
+    """
+    source = find_python_objects(dataset, class_names, split="test", numbered_classes=model_classes)
+    default_split = "test" if "test" in source.origins else "validation"
+    return DatasetSplits(
+        FROM_PYTHON,
+        source,
+        validation_fraction=0.0,
+        split_seed=0,
+        cache_dir=default_cache_dir(),
+        default_split=default_split,
+        title=FROM_PYTHON,
+    )
 
 
 def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:

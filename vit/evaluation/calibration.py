@@ -117,7 +117,7 @@ def find_model_file(bundle: Bundle) -> Path:
     path = Path(bundle.name)
     if path.is_dir():
         path = path / MODEL_FILE
-    if not path.is_file():
+    if path.suffix != ".safetensors" or not path.is_file():
         raise ValueError(
             f"{bundle.name} is not a model file; calibration keeps the temperature in one"
         )

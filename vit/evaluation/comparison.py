@@ -27,6 +27,7 @@ from vit.evaluation.schema import (
     load_evaluation,
     load_predictions,
 )
+from vit.runtime.arguments import check_kind
 from vit.runtime.files import prepare_output, write_text
 
 COMPARISON_FILE = "comparison.json"
@@ -165,6 +166,11 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
         ValueError: there are fewer than two, or their images differ.
         OSError: one can't be read.
     """
+    expected = "a list of results of vit.evaluate, or of their directories"
+    check_kind(evaluations, (list, tuple), name="evaluations", expected=expected)
+    for item in evaluations:
+        expected = "a result of vit.evaluate or the directory of one"
+        check_kind(item, (str, Path, EvaluationResult), name="an evaluation", expected=expected)
     if len(evaluations) < 2:
         raise ValueError("a comparison needs two or more evaluations")
     folders = [Path(item).resolve() for item in evaluations if isinstance(item, str | Path)]

@@ -168,6 +168,12 @@ def evaluate_bundle(
         tta=options.tta,
     )
     notes = list(images.dataset.notes)
+    validation_split = bundle.data.get("splits", {}).get("validation", {})
+    if images.dataset.fingerprint == validation_split.get("fingerprint"):
+        notes.append(
+            "these images chose the best epoch of this model, which favours it: quote its accuracy"
+            " on others"
+        )
     has_new_temperature = False
     if validation is not None:
         model_file = find_model_file(bundle)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset
 from vit.data.images import read_image
-from vit.data.open import open_for_model
+from vit.data.open import DatasetSplits, open_for_model
 from vit.runtime.files import clean_name, read_bytes
 
 
@@ -50,6 +50,7 @@ def find_items(
     trained_on: Mapping[str, Any],
     count: int,
     written: Mapping[str, str] | None = None,
+    passed_images: DatasetSplits | None = None,
 ) -> list[ImageItem]:
     """The images to explain.
 
@@ -59,10 +60,14 @@ def find_items(
         trained_on: the data section of the model's configuration, which describes that split.
         count: how many of the test split.
         written: the names of the images that are left out, by their paths.
+        passed_images: what the model was trained on, where that was passed from Python.
     """
     written = written or {}
     if images is None:
-        source = open_for_model(None, trained_on=trained_on).split("test")
+        if passed_images is not None:
+            source = passed_images.split()
+        else:
+            source = open_for_model(None, trained_on=trained_on).split("test")
         items = items_from_dataset(source, count=count)
         return [item for item in items if item.path not in written]
     # images in memory have no path to be known by: all are explained again

@@ -67,13 +67,16 @@ def build_dataset(
             allow_outside=data.allow_outside,
             cache_dir=data.cache_dir,
         )
-    # images passed from Python have no test split: whoever has them can evaluate on others
+    # images passed from Python have no test split: whoever has them can evaluate on others, and
+    # without others on those that are held out for validation
     return DatasetSplits(
         FROM_PYTHON,
         find_python_objects(user_dataset, class_names),
         data.validation_fraction,
         data.split_seed,
         data.cache_dir or default_cache_dir(),
+        default_split="validation",
+        title=FROM_PYTHON,
         test_fraction=0.0,
     )
 

@@ -8,7 +8,7 @@ from vit.data.images import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import as_pair, check_choice, resolve_image_sizes
+from vit.runtime.arguments import as_pair, check_choice, first_line, resolve_image_sizes
 
 
 def build_model(
@@ -90,9 +90,16 @@ def _check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> 
     image_size = config.data.size
     images = torch.zeros(2, 3, *image_size, device=next(model.parameters()).device)
     was_training = model.training
-    with torch.no_grad():
-        output = model.eval()(images)
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            output = model.eval()(images)
+    except Exception as error:  # modules answer images of another size with nearly any
+        raise ValueError(
+            f"{name} does not take images {list(images.shape)} ({first_line(error)}); "
+            "set data.image_size to the size that it was built for"
+        ) from error
+    finally:
+        model.train(was_training)
 
     shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if shape != [2, num_classes]:

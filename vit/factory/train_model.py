@@ -22,6 +22,7 @@ from vit.factory.summary import print_plan
 from vit.factory.user_objects import UserObjects
 from vit.model.model_file import MODEL_FILE
 from vit.options import TrainOptions
+from vit.runtime.arguments import check_kind
 from vit.runtime.files import write_text
 from vit.runtime.processes import join_processes
 from vit.training.execution import estimate_seconds
@@ -48,6 +49,9 @@ def train_model(
         objects: what was passed from Python and replaces parts of the configuration.
         shows_plan: print what the run will do before it starts; of a dry run with the minutes.
     """
+    if source is not None:
+        expected = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+        check_kind(source, (str, Path, Mapping, Config), name="config", expected=expected)
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     if options.init is not None:
@@ -114,8 +118,14 @@ def train_model(
         progress = trainer.train()
         complete_model_file(run, output, process, module=copy.deepcopy(objects.model))
 
-    best_top1 = None if progress.best.top1 < 0 else progress.best.top1
-    return TrainingResult(output, progress.step, progress.elapsed_seconds, best_top1, objects.model)
+    return TrainingResult(
+        output,
+        steps=progress.step,
+        seconds=progress.elapsed_seconds,
+        best_top1=None if progress.best.top1 < 0 else progress.best.top1,
+        module=objects.model,
+        passed_images=None if objects.dataset is None else run.data.splits,
+    )
 
 
 def resolve_config(

@@ -9,6 +9,7 @@ from torch import nn
 
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.data.transforms import Transform
+from vit.runtime.arguments import check_kind, describe_kind
 from vit.training.observers import Observer
 
 
@@ -21,6 +22,19 @@ class UserObjects:
     class_names: Sequence[str] | None = None
     model: nn.Module | None = None
     callbacks: Sequence[Observer] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is of another kind."""
+        if self.transform is not None and not callable(self.transform):
+            kind = describe_kind(self.transform)
+            raise ValueError(f"transform is {kind}, not a function of an image")
+        if self.model is not None:
+            check_kind(self.model, nn.Module, name="model", expected="an object of an nn.Module")
+        expected = "a list of objects of vit.Observer's subclasses"
+        check_kind(self.callbacks, (list, tuple), name="callbacks", expected=expected)
+        for callback in self.callbacks:
+            expected = "an object of a subclass of vit.Observer"
+            check_kind(callback, Observer, name="a callback", expected=expected)
 
     def mark_sections(self, sections: dict[str, Any]) -> None:
         """Say in a configuration's sections what is replaced, so that its file doesn't name images

@@ -7,6 +7,7 @@ it. Other safetensors files are read too: their metadata is empty.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,11 @@ from vit.config import DataConfig
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import MAX_SIDE
 from vit.runtime.documents import check_schema, parse_json
-from vit.runtime.files import open_regular, write_atomically
+from vit.runtime.files import compute_sha256, open_regular, read_tensors, write_atomically
 
 MODEL_FILE = "model.safetensors"
+# global step and the first digits of the SHA-256
+CHECKPOINT_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
@@ -61,7 +64,7 @@ class ModelFile:
 
 
 def read_model_file(path: Path) -> ModelFile:
-    """Read and check a model file, or another safetensors file.
+    """Read and check a model file, another safetensors file, or a checkpoint of a run.
 
     Raises:
         ValueError: for a file that is cut off or damaged, has NaN among its weights, describes a
@@ -69,6 +72,8 @@ def read_model_file(path: Path) -> ModelFile:
         OSError: for one that isn't there or isn't a regular file.
     """
     open_regular(path).close()  # a pipe would never end
+    if CHECKPOINT_NAME.fullmatch(path.name):
+        return _read_checkpoint(path)
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "{}")
@@ -119,6 +124,38 @@ def _take_likeness(tensors: StateDict, *, origin: str) -> Likeness | None:
     if kinds != [(torch.float16, 2, True), (torch.float32, 1, True)]:
         raise ValueError(f"{origin} is damaged: its features of training images are not a table")
     return Likeness(*(part.numpy() for part in parts))
+
+
+def _read_checkpoint(path: Path) -> ModelFile:
+    """The averaged weights of a checkpoint, with what the model file of its run says of them."""
+    model_file = path.absolute().parents[1] / MODEL_FILE
+    if not model_file.is_file():
+        raise ValueError(
+            f"{path} is the checkpoint of a run whose {MODEL_FILE}, from its first evaluation, is "
+            f"not in {model_file.parent}; leave checkpoints in their run's directory"
+        )
+    content = read_model_file(model_file)
+
+    digits = path.stem.rpartition("-")[2]
+    if not compute_sha256(path).startswith(digits):
+        raise ValueError(f"{path} is damaged: its name says another checksum; use an earlier one")
+    try:
+        checkpoint = read_tensors(path)
+        weights = checkpoint["state"]["average"]
+        run_id = checkpoint["identity"]["run_id"]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of vit") from error
+    if run_id != content.metadata.get("run_id"):
+        raise ValueError(f"{path} is of run {run_id}, and {model_file} of another")
+    check_finite(weights, origin=str(path))
+
+    # these were fitted to the weights of the model file
+    metadata = {
+        key: value
+        for key, value in content.metadata.items()
+        if key not in ("temperature", "temperature_fitted_on", "conformal")
+    }
+    return ModelFile(weights, metadata, content.training_hashes)
 
 
 def write_model_file(path: Path, content: ModelFile) -> None:

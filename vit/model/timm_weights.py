@@ -18,7 +18,7 @@ from vit.model.model_info import find_preprocess
 from vit.model.patch_embed import Size
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import build_to_fit, check_fit, infer_architecture, read_weights
-from vit.runtime.arguments import first_line
+from vit.runtime.arguments import check_kind, first_line
 from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"
@@ -71,6 +71,7 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
         OSError: where weights can't be downloaded or read.
     """
     if not isinstance(source, nn.Module):
+        check_kind(source, (str, Path), name="source", expected="a path, a name or an nn.Module")
         if Path(source).is_file():
             model, _ = _load_file(Path(source))
             return model

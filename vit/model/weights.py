@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vit.model.model_file import ModelFile, StateDict, check_finite, read_model_file
+from vit.model.model_file import (
+    CHECKPOINT_NAME,
+    ModelFile,
+    StateDict,
+    check_finite,
+    read_model_file,
+)
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
@@ -37,7 +43,7 @@ def read_weights(path: Path) -> ModelFile:
         ValueError: for a file that is neither, and for weights that are not finite.
         OSError: for one that isn't there or isn't a regular file.
     """
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         content = read_model_file(path)
         return content if content.metadata else ModelFile(_convert_torchvision(content.weights))
     try:

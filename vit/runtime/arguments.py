@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
+from types import FunctionType
 from typing import Literal
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -94,6 +95,32 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int, hint: str =
     """Raise ValueError where a value is not a multiple of another."""
     if value % unit:
         raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}{hint}")
+
+
+def describe_kind(value: object) -> str:
+    """What a value is, for a message about one of the wrong kind."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
+    return f"{article} {kind}"
+
+
+def check_kind(value: object, kinds: type | tuple[type, ...], *, name: str, expected: str) -> None:
+    """Raise ValueError where an argument from Python is of another type.
+
+    Args:
+        value: of the argument.
+        kinds: types that it may have.
+        name: the argument's.
+        expected: what it may be, and perhaps what to pass instead.
+    """
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} is {describe_kind(value)}, not {expected}")
 
 
 def check_choice(value: str, known: Collection[str], *, name: str) -> None:

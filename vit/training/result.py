@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
+from vit.data.open import DatasetSplits
 from vit.runtime.files import prepare_output
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
@@ -24,6 +25,7 @@ class TrainingResult:
         seconds: of training, over all resumptions.
         best_top1: from 0 to 1, on the validation images; None without any.
         module: the model that was passed from Python, with the weights of the last step.
+        passed_images: those that were passed from Python.
     """
 
     directory: Path
@@ -31,6 +33,7 @@ class TrainingResult:
     seconds: float
     best_top1: float | None
     module: nn.Module | None = None
+    passed_images: DatasetSplits | None = None
 
     @property
     def model_path(self) -> Path:
@@ -40,7 +43,8 @@ class TrainingResult:
     @cached_property
     def bundle(self) -> Bundle:
         """The best model, on the CPU."""
-        return load_bundle(self.model_path, model=copy.deepcopy(self.module))
+        bundle = load_bundle(self.model_path, model=copy.deepcopy(self.module))
+        return replace(bundle, passed_images=self.passed_images)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

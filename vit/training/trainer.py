@@ -7,6 +7,7 @@ same torch; on a GPU with `train.deterministic`, without which its kernels add u
 """
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -386,6 +387,9 @@ class Trainer:
                 if observer.is_essential:
                     raise
                 self.observers.remove(observer)
+                # whoever wrote it needs the line; ours fail for want of a disk
+                if not type(observer).__module__.startswith("vit."):
+                    traceback.print_exception(error)
                 self._message(
                     f"{type(observer).__name__} failed ({first_line(error)});"
                     " training goes on without it"

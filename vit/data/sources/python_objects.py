@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
 from vit.data.sources.base import ImageReader
+from vit.options import as_tuple
+from vit.runtime.arguments import describe_kind, shorten
 
 # the data.name of such a run
 FROM_PYTHON = "from-python"
@@ -40,54 +43,76 @@ class DatasetReader(ImageReader):
         return DatasetReader(self.dataset, self.indices[indices], self.digests)
 
 
-def find_python_objects(dataset: Any, class_names: Sequence[str] | None) -> SourceSplits:
+def find_python_objects(
+    dataset: Any,
+    class_names: Sequence[str] | None,
+    *,
+    split: str = "train",
+    numbered_classes: Sequence[str] | None = None,
+) -> SourceSplits:
     """The splits of images passed from Python.
 
     Args:
-        dataset: a data set of torch of (PIL image or uint8 array, label), a pair of them (train,
-            validation), or arrays: images uint8 [n, H, W, 3] and labels [n].
-        class_names: names of the classes; None takes those in its `classes`, else "class 0" and so
+        dataset: a data set of torch of (image, label), a pair of them (train, validation), or
+            arrays: images and labels [n]. An image is a PIL image, a uint8 array [H, W, 3] or a
+            tensor [3, H, W], of uint8 or of values from 0 to 1; a label is an integer from 0 or a
+            class name.
+        class_names: names of the classes; None takes those in its `classes`, or the labels that are
+            names, in their alphabetical order.
+        split: of a data set that isn't a pair.
+        numbered_classes: names of the classes that have none otherwise; None for "class 0" and so
             on.
 
     Raises:
         ValueError: the images or labels are of another kind, or the validation images have other
             classes.
     """
+    if class_names is not None:
+        class_names = as_tuple(class_names)
     # (train, validation) and (images, labels) are both pairs; images are an array
     is_pair = isinstance(dataset, tuple) and len(dataset) == 2
     if is_pair and not hasattr(dataset[0], "__array__"):
         parts = {"train": dataset[0], "validation": dataset[1]}
     else:
-        parts = {"train": dataset}
+        parts = {split: dataset}
 
     datasets: dict[str, ImageDataset] = {}
-    for split, part in parts.items():
+    for name, part in parts.items():
         names = class_names or getattr(part, "classes", None)
         if "train" in datasets:
             names = names or datasets["train"].class_names
-        datasets[split] = read_map_style(part, split, names)
+        datasets[name] = read_map_style(part, name, names, numbered_classes=numbered_classes)
 
-    train = datasets["train"]
-    validation = datasets.get("validation", train)
-    if validation.class_names != train.class_names:
-        theirs = ", ".join(validation.class_names)
-        ours = ", ".join(train.class_names)
-        raise ValueError(f"the validation images have classes {theirs}, the training images {ours}")
+    first, *others = datasets.values()
+    for other in others:
+        if other.class_names != first.class_names:
+            theirs = ", ".join(other.class_names)
+            ours = ", ".join(first.class_names)
+            text = f"the validation images have classes {theirs}, the training images {ours}"
+            raise ValueError(text)
     return SourceSplits(
         dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
     )
 
 
-def read_map_style(dataset: Any, split: str, class_names: Sequence[str] | None) -> ImageDataset:
+def read_map_style(
+    dataset: Any,
+    split: str,
+    class_names: Sequence[str] | None,
+    *,
+    numbered_classes: Sequence[str] | None = None,
+) -> ImageDataset:
     """The images of one split, as `find_python_objects` takes them; each is read once."""
     if isinstance(dataset, tuple) and len(dataset) == 2:
         images, labels = dataset
         if len(images) != len(labels):
             raise ValueError(f"dataset holds {len(images)} images and {len(labels)} labels")
-        dataset = list(zip(np.asarray(images), labels, strict=True))
+        # tensors have their channels first, arrays last
+        images = images if _is_tensor(images) else np.asarray(images)
+        dataset = list(zip(images, labels, strict=True))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise ValueError(f"dataset is a {kind}, not (images, labels) nor a map-style data set")
+        kind = describe_kind(dataset)
+        raise ValueError(f"dataset is {kind}, not (images, labels) nor a map-style data set")
 
     # every item is read once: labels are needed now, and hashes tell the images from others
     digests = np.zeros(len(dataset), dtype=np.uint64)
@@ -98,13 +123,7 @@ def read_map_style(dataset: Any, split: str, class_names: Sequence[str] | None) 
         labels.append(label)
     if not labels:
         raise ValueError("dataset holds no images")
-    try:
-        numbers = np.array([operator.index(label) for label in labels], dtype=np.int64)
-    except TypeError:
-        raise ValueError("the labels of dataset are not integers from 0") from None
-
-    # without names, as many classes as the labels count
-    names = tuple(class_names or (f"class {number}" for number in range(numbers.max() + 1)))
+    numbers, names = _number_labels(labels, class_names, numbered_classes)
     if numbers.min() < 0 or numbers.max() >= len(names):
         text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
         raise ValueError(f"dataset has {text}")
@@ -118,9 +137,77 @@ def read_map_style(dataset: Any, split: str, class_names: Sequence[str] | None) 
     )
 
 
+def _number_labels(
+    labels: Sequence[Any],
+    class_names: Sequence[str] | None,
+    numbered_classes: Sequence[str] | None,
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels as numbers, int64 [n], and the class names that these count."""
+    if all(isinstance(label, str) for label in labels):
+        own_names = sorted(set(map(str, labels)))
+        # the model's order, where it knows them all: evaluations are then comparable
+        if numbered_classes is not None and set(own_names) <= set(numbered_classes):
+            own_names = list(numbered_classes)
+        names = tuple(class_names or own_names)
+        number_of = {name: number for number, name in enumerate(names)}
+        unknown = [label for label in labels if label not in number_of]
+        if unknown:
+            known = shorten(", ".join(map(str, names)))
+            raise ValueError(
+                f"the label {unknown[0]!r} of dataset is not one of its classes {known}"
+            )
+        return np.array([number_of[label] for label in labels], dtype=np.int64), names
+
+    try:
+        numbers = np.array([operator.index(label) for label in labels], dtype=np.int64)
+    except TypeError:
+        text = "the labels of dataset are not integers from 0, nor all of them class names"
+        raise ValueError(text) from None
+    # without names, as many classes as the labels count
+    counted = (f"class {number}" for number in range(numbers.max() + 1))
+    return numbers, tuple(class_names or numbered_classes or counted)
+
+
 def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
-    image, label = dataset[index]
+    item = dataset[index]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        kind = describe_kind(item)
+        raise ValueError(f"item {index} of dataset is {kind}, not a pair (image, label)")
+    image, label = item
+    expected = "a PIL image, a uint8 array or a tensor [3, H, W]"
+    if isinstance(image, str | Path):
+        raise ValueError(f"item {index} of dataset holds {image!r}, not {expected}")
+    if _is_tensor(image):
+        image = _tensor_to_pixels(image, index)
+    elif not isinstance(image, Image.Image) and not hasattr(image, "__array__"):
+        raise ValueError(f"item {index} of dataset holds {describe_kind(image)}, not {expected}")
     rgb = next(list_images(image))
-    if isinstance(rgb, str):
-        raise ValueError(f"item {index} of dataset holds {image!r}, not a PIL image or uint8 array")
+    assert not isinstance(rgb, str)
     return rgb, label
+
+
+def _is_tensor(value: Any) -> bool:
+    # takes a second to import, which listing data sets does without
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _tensor_to_pixels(image: Any, index: int) -> np.ndarray:
+    """uint8 [H, W, 3] or [H, W] of what torchvision's ToTensor and PILToTensor give; a uint8 tensor
+    [H, W, 3] passes as it is."""
+    pixels: np.ndarray = image.detach().cpu().numpy()
+    is_float = np.issubdtype(pixels.dtype, np.floating)
+    if is_float:
+        low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=1.0))
+        # NaN compares as False
+        if not (low >= 0 and high <= 1):
+            text = f"item {index} of dataset is a tensor of values from {low:.3g} to {high:.3g}"
+            raise ValueError(f"{text}, not 0 to 1; leave Normalize out, vit normalises by itself")
+        pixels = np.rint(pixels * 255).astype(np.uint8)
+    is_channels_first = pixels.ndim == 3 and pixels.shape[0] in (1, 3)
+    if is_channels_first and (is_float or pixels.shape[-1] != 3):
+        pixels = pixels.transpose(1, 2, 0)
+        # one channel is grey
+        pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    return pixels

@@ -1,0 +1,313 @@
+"""Images, models and callbacks from Python: a run is trained, evaluated, measured and explained on
+what was passed, and what is of the wrong kind is one sentence."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.transforms import v2
+
+import vit
+from vit.model.model_file import read_model_file
+from vit.training.result import TrainingResult
+
+CONFIG: dict[str, Any] = {
+    "data": {"image_size": 8},
+    "model": {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
+    "optimizer": {"lr": 3e-3},
+    "train": {"epochs": 2, "batch_size": 16, "device": "cpu", "precision": "float32"},
+}
+NAMES = ("red", "green", "blue")
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+class Colours(torch.utils.data.Dataset[tuple[Any, Any]]):
+    """Images and labels, each converted."""
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        convert: Callable[[np.ndarray], Any] = Image.fromarray,
+        label: Callable[[int], Any] = int,
+    ) -> None:
+        self.arrays, self.convert, self.label = arrays, convert, label
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        images, labels = self.arrays
+        return self.convert(images[index]), self.label(labels[index])
+
+
+@pytest.fixture(autouse=True)
+def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an image costs is measured for no longer than it takes once."""
+    monkeypatch.setattr("vit.evaluation.evaluate._SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    """Noise that is brighter in the channel of its class."""
+    random, labels = np.random.default_rng(0), np.arange(90) % 3
+    images = random.integers(0, 120, (90, 12, 12, 3), dtype=np.uint8)
+    images[np.arange(90), :, :, labels] += 60
+    return images, labels
+
+
+@pytest.fixture(scope="module")
+def others() -> Arrays:
+    random, labels = np.random.default_rng(1), np.arange(30) % 3
+    images = random.integers(0, 180, (30, 12, 12, 3), dtype=np.uint8)
+    return images, labels
+
+
+@pytest.fixture(scope="module")
+def run(arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    output = tmp_path_factory.mktemp("python") / "run"
+    return vit.train(CONFIG, output=output, dataset=arrays, class_names=NAMES)
+
+
+def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
+    run: TrainingResult, arrays: Arrays
+) -> None:
+    result = vit.evaluate(run.bundle)
+    assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
+    assert result.evaluation.top1 == run.best_top1
+    assert any("chose the best epoch" in note for note in result.evaluation.notes)
+    assert vit.explain(run.bundle, count=2, sanity_checks=False).maps["rollout"].shape[0] == 2
+    faithfulness = vit.measure_faithfulness(run.bundle, split="train", methods="rollout", count=8)
+    assert faithfulness.conditions["split"] == "train"
+    # without the images in memory, they have to be passed again
+    with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
+        vit.evaluate(run.directory)
+    with pytest.raises(ValueError, match="--split test"):
+        vit.evaluate(run.bundle, calibrate=True)
+
+
+def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: Arrays) -> None:
+    images, labels = others
+    channels_first = torch.from_numpy(images).permute(0, 3, 1, 2)
+    to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    forms = {
+        "arrays": others,
+        "tensors": (channels_first, torch.from_numpy(labels)),
+        "ToTensor": Colours(others, to_tensor),
+        "PILToTensor": Colours(others, lambda pixels: v2.functional.pil_to_tensor(Image.fromarray(pixels))),
+        "names": Colours(others, label=NAMES.__getitem__),
+        "a list": list(zip(images, labels.tolist(), strict=True)),
+    }  # fmt: skip
+    results = {name: vit.evaluate(run.bundle, dataset=form) for name, form in forms.items()}
+    expected = vit.predict(run.bundle, images, top_k=1).predictions
+    correct = [
+        int(item.classes[0][0] == label) for item, label in zip(expected, labels, strict=True)
+    ]
+    for name, result in results.items():
+        evaluation = result.evaluation
+        assert evaluation.top1 == pytest.approx(np.mean(correct)), name
+        assert evaluation.split == "test"
+        assert evaluation.fingerprint == results["arrays"].evaluation.fingerprint, name
+    # a set that the model saw is told from one that it didn't
+    assert results["arrays"].evaluation.duplicates_of_training is not None
+    assert results["arrays"].evaluation.duplicates_of_training.exact == 0
+
+    pair = (others, (images[:12], labels[:12]))
+    assert vit.evaluate(run.directory, dataset=pair).evaluation.num_images == 12
+    measured = vit.measure_faithfulness(run.directory, dataset=others, methods="rollout", count=8)
+    assert measured.conditions["data"] == "from-python"
+
+
+def test_tensors_and_names_train_the_model_that_arrays_train(
+    run: TrainingResult, arrays: Arrays, tmp_path: Path
+) -> None:
+    # of names, the order is alphabetical unless class_names says another
+    dataset = Colours(arrays, v2.Compose([v2.ToImage()]), NAMES.__getitem__)
+    other = vit.train(CONFIG, output=tmp_path / "run", dataset=dataset, class_names=NAMES)
+    weights = run.bundle.model.state_dict()
+    for name, tensor in other.bundle.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    sorted_names = vit.train(
+        CONFIG, output=tmp_path / "sorted", overrides=["train.epochs=1"], dataset=dataset
+    )
+    assert sorted_names.bundle.class_names == ("blue", "green", "red")
+
+
+class Small(nn.Module):
+    pass
+
+
+def a_function(metrics: Any) -> None:
+    pass
+
+
+# name → (function that is called, arguments from the run and the arrays, sentence)
+MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] = {
+    "a result as model": (
+        lambda r, a, p: vit.evaluate(r),
+        r"model is a TrainingResult, .*its \.bundle",
+    ),
+    "a number as model": (lambda r, a, p: vit.evaluate(3), "model is an int, not a path"),
+    "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is the class Small"),
+    "a data set as data": (
+        lambda r, a, p: vit.evaluate(r.bundle, data=Colours(a)),
+        "data is a Colours, .*dataset=…",
+    ),
+    "both": (lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a), "give one of them"),
+    "batch size": (
+        lambda r, a, p: vit.evaluate(r.bundle, batch_size="x"),
+        "batch_size 'x': input should be a valid integer",
+    ),
+    "no batch": (
+        lambda r, a, p: vit.evaluate(r.bundle, batch_size=0),
+        "batch_size 0 must be at least 1",
+    ),
+    "too few": (
+        lambda r, a, p: vit.measure_faithfulness(r.bundle, count=3),
+        "count 3 must be at least 8",
+    ),
+    "images": (lambda r, a, p: vit.predict(r.bundle, 3), "images is an int, not a path"),
+    "methods": (
+        lambda r, a, p: vit.explain(r.bundle, a[0], methods=3),
+        "3 is neither a name nor a list",
+    ),
+    "evaluations": (lambda r, a, p: vit.compare([3, 4]), "an evaluation is an int"),
+    "another class": (
+        lambda r, a, p: vit.evaluate(r.bundle, dataset=[(a[0][0], "pink")]),
+        "doesn't know 'pink'",
+    ),
+    "a data set as configuration": (
+        lambda r, a, p: vit.train(Colours(a), output=p),
+        "config is a Colours, .*dataset=…",
+    ),
+    "output": (lambda r, a, p: vit.train(CONFIG, output=3, dataset=a), "output is an int"),
+    "overrides": (
+        lambda r, a, p: vit.train(CONFIG, output=p, overrides="train.epochs=3"),
+        "overrides is a str",
+    ),
+    "a function as callback": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[a_function]),
+        "a callback is the function a_function",
+    ),
+    "a class as callback": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[vit.Observer]),
+        "a callback is the class Observer",
+    ),
+    "a callback alone": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=vit.Observer()),
+        "callbacks is an Observer, not a list",
+    ),
+    "an untrained class": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, model=Small),
+        "model is the class Small, not an object",
+    ),
+    "transform": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, transform=3),
+        "transform is an int",
+    ),
+    "a model of another size": (
+        lambda r, a, p: vit.train(
+            CONFIG, output=p, dataset=a, model=timm.create_model("test_vit", num_classes=3)
+        ),
+        r"does not take images \[2, 3, 8, 8\] \(Input height .*set data\.image_size",
+    ),
+    "normalised": (
+        lambda r, a, p: vit.train(
+            CONFIG,
+            output=p,
+            dataset=Colours(a, lambda pixels: torch.from_numpy(pixels).permute(2, 0, 1) / 100),
+        ),
+        "a tensor of values from 0 to .*leave Normalize out",
+    ),
+    "no pairs": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
+        r"item 0 of dataset is an int, not a pair \(image, label\)",
+    ),
+    "mixed labels": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "a"), (a[0][1], 2)]),
+        "nor all of them class names",
+    ),
+    "a label without class": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "pink")], class_names=NAMES),
+        "'pink' of dataset is not one of its classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(
+    run: TrainingResult, arrays: Arrays, tmp_path: Path, name: str
+) -> None:
+    call, sentence = MISTAKES[name]
+    with pytest.raises(ValueError, match=sentence) as error:
+        call(run, arrays, tmp_path / "run")
+    assert len(str(error.value).splitlines()) == 1
+
+
+class Failing(vit.Observer):
+    def on_step(self, metrics: Any) -> None:
+        raise KeyError("missing")
+
+
+def test_a_callbacks_exception_is_shown_with_its_traceback(
+    arrays: Arrays, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[Failing()])
+    text = capsys.readouterr().err
+    assert text.count("Traceback (most recent call last)") == 1
+    assert 'raise KeyError("missing")' in text
+    assert "Failing failed ('missing'); training goes on without it" in text
+
+
+def test_a_checkpoint_is_opened_like_a_model_file(
+    run: TrainingResult, others: Arrays, tmp_path: Path
+) -> None:
+    checkpoints = sorted((run.directory / "checkpoints").glob("step-*.pt"))
+    best = max(run.metrics, key=lambda row: (row["val_top1"], -row["val_loss"]))["step"]
+    for path in checkpoints:
+        step = int(path.name.split("-")[1])
+        expected = torch.load(path, weights_only=True)["state"]["average"]
+        bundle = vit.load_bundle(path)
+        for name, tensor in bundle.model.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+        evaluation = vit.evaluate(path, dataset=others)
+        evaluation.save(tmp_path / path.stem)
+        is_best = (
+            evaluation.evaluation.loss == vit.evaluate(run.bundle, dataset=others).evaluation.loss
+        )
+        assert is_best or step != best
+        assert vit.explain(path, others[0][:1], sanity_checks=False).maps["rollout"].shape == (
+            1,
+            2,
+            2,
+        )
+    (pair,) = vit.compare([tmp_path / path.stem for path in checkpoints]).pairs
+    assert -1 <= pair.difference <= 1
+
+    # weights to start from, with the architecture that the model file of the run knows
+    started = vit.train(
+        CONFIG | {"train": CONFIG["train"] | {"max_steps": 1}, "optimizer": {"lr": 1e-9}},
+        output=tmp_path / "started", dataset=others, class_names=NAMES, init=checkpoints[-1],
+    )  # fmt: skip
+    assert started.bundle.metadata["architecture"]["num_heads"] == 2
+    torch.testing.assert_close(
+        started.bundle.model.state_dict()["head.weight"], expected["head.weight"], rtol=0, atol=1e-6
+    )
+
+    with pytest.raises(ValueError, match="not a model file; calibration"):
+        vit.evaluate(checkpoints[0], dataset=(others, others), split="train", calibrate=True)
+    alone = tmp_path / "alone" / checkpoints[0].name
+    alone.parent.mkdir()
+    alone.write_bytes(checkpoints[0].read_bytes())
+    with pytest.raises(ValueError, match="leave checkpoints in their run's directory"):
+        read_model_file(alone)
+    (tmp_path / "model.safetensors").write_bytes(run.model_path.read_bytes())
+    assert read_model_file(alone).weights.keys() == expected.keys()
+    alone.write_bytes(checkpoints[0].read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is damaged: its name says another checksum"):
+        read_model_file(alone)
