@@ -24,6 +24,10 @@ import vit.runtime.memory
 # its largest size
 vit.runtime.memory.keep_freed_memory = lambda: False
 
+# a disk takes some 10 ms for each of thousands of calls. What is flushed, and when, is what
+# tests/training/test_power_cut.py notes; programs of their own flush as ever
+os.fsync = lambda descriptor: None
+
 # before any module below is imported: each annotated call then checks its array shapes, which takes
 # a seventh of the time of their tests
 install_import_hook(
