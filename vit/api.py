@@ -83,8 +83,9 @@ def train(
             for which a configuration is chosen. None with `resume`: the run's own.
         output: the run's directory.
         overrides: changes of the configuration, such as "train.epochs=20".
-        init: weights to start from: a model file, a run directory or "timm:NAME". None: random
-            ones, or those of `model.init`.
+        init: weights to start from: "timm:NAME", a folder of timm or Hugging Face, a file of
+            weights, a model file, a run directory or a checkpoint in one. None: random ones, or
+            those of `model.init`.
         minutes: of training, where `config` names images. None: 5 on a CPU, 20 on a GPU.
         resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
             `dataset`, `model` and `callbacks` are passed again.

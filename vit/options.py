@@ -34,7 +34,7 @@ class TrainOptions:
     """How `vit train` starts a run.
 
     Args:
-        init: weights to start from: a model file, a run directory or timm:NAME
+        init: weights to start from: timm:NAME, a folder or file of weights, or a run
         minutes: of training, where images are named; default: 5 on a CPU, 20 on a GPU
         resume: continue from the last checkpoint
         overwrite: replace the run that is there

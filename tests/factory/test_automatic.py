@@ -1,11 +1,14 @@
 """Images alone: the configuration is chosen for them, says why, and is one that could have been
 written by hand."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
@@ -99,7 +102,15 @@ def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None
         "enough for 44 images; 5 minutes (--minutes) on this CPU, 150 images/s, hold 767"
         in choices["length"]
     )
-    assert set(choices) == {"recipe", "image size", "length", "batch", "regularisation"}
+    expected = {"recipe", "image size", "length", "batch", "regularisation", "pretrained weights"}
+    assert set(choices) == expected
+    # the download that is named is of this size and licence
+    assert "88 MB, Apache-2.0" in choices["pretrained weights"]
+    name = re.findall(r"timm:(\w+)", choices["pretrained weights"])[0]
+    with torch.device("meta"):
+        parameters = timm.create_model(name, pretrained=False).parameters()
+    assert round(sum(parameter.numel() for parameter in parameters) * 4 / 1e6) == 88
+    assert timm.get_pretrained_cfg(name).license == "apache-2.0"
 
 
 def test_the_minutes_decide_the_epochs_and_at_last_the_size(photos: Path, speed: Any) -> None:
@@ -130,6 +141,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
         0.1,
     )
     assert "more than in the recipe for so few" in choices["regularisation"]
+    assert "pretrained weights" not in choices
     speed(1.0)
     config, choices, _ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)

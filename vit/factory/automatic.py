@@ -38,6 +38,11 @@ _SAMPLE = 64
 # seed). Cutmix, weight decay of 0.1 and 80 epochs gave 84.7 and 82.4 % on 1,525 and 1,601 other
 # images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
 _ENOUGH_PHOTOS = 3000
+# of 4 × 200 photos of Imagenette's, with a ViT-S of DINOv2's layout, 2 Zen 4 cores, one seed
+_PRETRAINED_HINT = (
+    "4 × 200 photos gave 92 % from a pretrained ViT-S and 82 % without, in 5 minutes on 2 cores; "
+    "--init timm:vit_small_patch16_224 starts from one (a download of 88 MB, Apache-2.0, once)"
+)
 
 # what is chosen for the images, whatever the recipe: its name → the keys
 _CHOSEN_KEYS = {
@@ -334,4 +339,6 @@ def _explain_choices(
         # only where the user set all of them
         is_given = user_keys.issuperset(keys)
         choices[name] = f"{text} ({'given' if is_given else reasons[name]})"
+    if _is_small(candidate, task):
+        choices["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
     return choices

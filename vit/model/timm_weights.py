@@ -13,6 +13,7 @@ from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from vit.model.attention import NORM_EPS
+from vit.model.huggingface_weights import is_huggingface, read_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.model_info import find_preprocess
 from vit.model.patch_embed import Size
@@ -48,9 +49,13 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
         with offline_if_unreachable() if downloads else nullcontext():
             module: nn.Module = timm.create_model(name, pretrained=pretrained)
     except OSError as error:
+        config = timm.get_pretrained_cfg(name)
+        command = ""
+        if config is not None and config.hf_hub_id:
+            command = f" (hf download {config.hf_hub_id} --local-dir FOLDER)"
         raise OSError(
             f"the weights of {name!r} cannot be downloaded ({first_line(error)}); "
-            "download their file on another machine and give its path"
+            f"download their file on another machine{command} and give its path"
         ) from error
     except Exception as error:  # timm answers an odd config.json with nearly any
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
@@ -61,9 +66,10 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
     """Our VisionTransformer with timm's weights, in evaluation mode.
 
     Args:
-        source: A module of timm, one of its names, a folder with its config.json, or a file of
-            weights (safetensors or torch; timm's or torchvision's names). A file doesn't tell the
-            number of heads: 64 channels each are assumed, as in every preset.
+        source: A module of timm, one of its names, a folder with its config.json or Hugging Face's
+            of a ViT, DeiT or DINOv2, or a file of weights (safetensors or torch; the names of timm,
+            torchvision or DINOv2's authors). A file doesn't tell the number of heads: 64 channels
+            each are assumed, as in every preset.
         pretrained: False: a name gives the architecture with timm's random weights.
 
     Raises:
@@ -74,6 +80,9 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
         check_kind(source, (str, Path), name="source", expected="a path, a name or an nn.Module")
         if Path(source).is_file():
             model, _ = _load_file(Path(source))
+            return model
+        if is_huggingface(Path(source)):
+            model, _ = _load_huggingface(Path(source))
             return model
         source = create_timm(str(source), pretrained=pretrained)
     return _build(describe_timm(source), source.state_dict(), origin="the timm model")
@@ -105,7 +114,10 @@ def load_pretrained(
     if path.is_dir() and not (path / "config.json").is_file():
         path = path / MODEL_FILE
     preprocess: Mapping[str, Any] | None
-    if str(source).startswith("timm:") or path.is_dir():
+    if is_huggingface(path):
+        original, preprocess = _load_huggingface(path)
+        original.set_input_size(tuple(preprocess["image_size"]))
+    elif str(source).startswith("timm:") or path.is_dir():
         module = create_timm(str(source).removeprefix("timm:"), pretrained=True)
         original = load_timm(module)
         preprocess = find_preprocess(module)
@@ -216,6 +228,12 @@ def _build(architecture: Architecture, weights: StateDict, *, origin: str) -> Vi
     model = build_to_fit(architecture, weights, origin=origin)
     model.load_state_dict(weights)
     return model.eval()
+
+
+def _load_huggingface(folder: Path) -> tuple[VisionTransformer, Mapping[str, Any]]:
+    """The model of a folder, and the values of its `Preprocess`."""
+    weights, architecture, preprocess = read_huggingface(folder)
+    return _build(architecture, weights, origin=str(folder)), preprocess
 
 
 def _load_file(path: Path) -> tuple[VisionTransformer, Mapping[str, Any] | None]:

@@ -45,7 +45,7 @@ def read_weights(path: Path) -> ModelFile:
     """
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         content = read_model_file(path)
-        return content if content.metadata else ModelFile(_convert_torchvision(content.weights))
+        return content if content.metadata else ModelFile(_convert_names(content.weights))
     try:
         state = read_tensors(path)
         # trainers put the weights under a key, DataParallel puts "module." before each name
@@ -66,7 +66,7 @@ def read_weights(path: Path) -> ModelFile:
             f"{path} holds no weights that can be read ({first_line(error)})"
         ) from error
     check_finite(weights, origin=str(path))
-    return ModelFile(_convert_torchvision(weights))
+    return ModelFile(_convert_names(weights))
 
 
 def build_to_fit(
@@ -179,9 +179,11 @@ def infer_architecture(
     }
 
 
-def _convert_torchvision(weights: StateDict) -> StateDict:
-    """torchvision's names (`encoder.layers.encoder_layer_0.self_attention…`) to ours; others pass
-    unchanged."""
+def _convert_names(weights: StateDict) -> StateDict:
+    """The names of torchvision (`encoder.layers.encoder_layer_0.self_attention…`) and of DINOv2's
+    authors to ours; others pass unchanged."""
+    if "mask_token" in weights and "patch_embed.proj.weight" in weights:
+        return _convert_dinov2(weights)
     if "conv_proj.weight" not in weights:
         return weights
     converted = {}
@@ -189,4 +191,20 @@ def _convert_torchvision(weights: StateDict) -> StateDict:
         for theirs, ours in _TORCHVISION_NAMES:
             name = name.replace(theirs, ours)
         converted[name] = tensor
+    return converted
+
+
+def _convert_dinov2(weights: StateDict) -> StateDict:
+    """DINOv2's file: timm's names but for registers and SwiGLU, with a token for masked training."""
+    converted = {}
+    for name, tensor in weights.items():
+        name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+        converted[name] = tensor
+    del converted["mask_token"]
+    if "register_tokens" in converted:
+        converted["reg_token"] = converted.pop("register_tokens")
+        # positions are of the class token and the patches; ours are of all prefix tokens or of none
+        positions = converted["pos_embed"]
+        converted["cls_token"] = converted["cls_token"] + positions[:, :1]
+        converted["pos_embed"] = positions[:, 1:]
     return converted

@@ -1,0 +1,248 @@
+"""Weights of Hugging Face, torchvision, DINOv2's authors and timm in every form that `--init` takes:
+each gives the logits or features of the library that it is from."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import vit
+from vit.model.timm_weights import load_pretrained, load_timm
+from vit.model.vision_transformer import VisionTransformer
+
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def randomise(model: nn.Module) -> Any:
+    """Every weight matters, and activations are of the size that trained ones have."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = 0.1 * torch.randn_like(parameter) + (parameter.data == 1)
+    return model.eval()
+
+
+def build(name: str, config: str, **values: Any) -> Any:
+    options = getattr(transformers, config)(**SIZES, **values)
+    return randomise(getattr(transformers, name)(options))
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "vit": lambda: build("ViTForImageClassification", "ViTConfig", intermediate_size=256, num_labels=3),
+    "vit without biases": lambda: build(
+        "ViTForImageClassification", "ViTConfig", intermediate_size=256, num_labels=3, qkv_bias=False
+    ),
+    "deit": lambda: build("DeiTForImageClassification", "DeiTConfig", intermediate_size=256, num_labels=3),
+    "deit with teacher": lambda: build(
+        "DeiTForImageClassificationWithTeacher", "DeiTConfig", intermediate_size=256, num_labels=3
+    ),
+    "dinov2": lambda: build("Dinov2Model", "Dinov2Config"),
+    "dinov2 swiglu": lambda: build("Dinov2Model", "Dinov2Config", use_swiglu_ffn=True),
+    "dinov2 with registers": lambda: build("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig"),
+    "dinov2 with a classifier": lambda: build("Dinov2ForImageClassification", "Dinov2Config", num_labels=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_of_hugging_face_computes_what_its_library_does(
+    tmp_path: Path, form: str, suffix: str
+) -> None:
+    theirs = FORMS[form]()
+    theirs.save_pretrained(tmp_path)
+    if suffix == "bin":
+        file = tmp_path / "model.safetensors"
+        torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+        file.unlink()
+    ours = load_timm(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        if form.startswith("dinov2"):
+            base = getattr(theirs, theirs.base_model_prefix, theirs)
+            expected = base(images).last_hidden_state[:, 0]
+            actual = ours.forward_features(images)[:, 0]
+        else:
+            expected = theirs(images).logits
+            actual = ours(images)
+    # ViT and DeiT have the epsilon 1e-12 in their norms, ours 1e-6 as they were trained with
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert expected.std() > 0.1
+
+    model, preprocess = load_pretrained(tmp_path, num_classes=5)
+    assert model.num_classes == 5
+    assert preprocess is not None
+    assert list(preprocess["mean"]) == [0.5, 0.5, 0.5]
+
+
+def test_the_preprocessing_is_read_and_positions_are_resampled_to_its_size(tmp_path: Path) -> None:
+    FORMS["dinov2 with registers"]().save_pretrained(tmp_path)
+    processor = transformers.BitImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 24, "width": 24}
+    )
+    processor.save_pretrained(tmp_path)
+    model, preprocess = load_pretrained(tmp_path, num_classes=3)
+    assert preprocess == {
+        "image_size": [24, 24],
+        "crop_pct": 0.75,
+        "mean": pytest.approx([0.48145466, 0.4578275, 0.40821073]),
+        "std": pytest.approx([0.26862954, 0.26130258, 0.27577711]),
+        "interpolation": "bicubic",
+    }
+    assert model.grid_size == (3, 3)
+    assert model.pos_embed.shape == (1, 9, 128)
+
+
+def test_training_starts_from_a_folder_at_another_image_size(tmp_path: Path) -> None:
+    FORMS["deit"]().save_pretrained(tmp_path / "weights")
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (16, 48, 48, 3), dtype=np.uint8)
+    run = vit.train(
+        {
+            "data": {"image_size": 48, "validation_fraction": 0},
+            "optimizer": {"lr": 1e-9},
+            "train": {"max_steps": 1, "batch_size": 16, "device": "cpu", "precision": "float32"},
+        },
+        output=tmp_path / "run",
+        init=tmp_path / "weights",
+        dataset=(images, np.arange(16) % 3),
+    )
+    theirs, ours = FORMS["deit"](), run.bundle
+    assert ours.preprocess.image_size == (48, 48)
+    assert ours.preprocess.mean == (0.5, 0.5, 0.5)
+    # of another size, the class token attends to the same patches in another number
+    inputs = torch.randn(2, 3, 48, 48)
+    with torch.inference_mode():
+        actual = ours.model(inputs)
+        expected = theirs(inputs, interpolate_pos_encoding=True).logits
+    # theirs is resampled without antialiasing, which changes nothing where a grid grows
+    torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.05)
+
+
+def reference(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A module of another library and its weights as their file has them."""
+    if name == "torchvision":
+        module = randomise(
+            torchvision.models.VisionTransformer(
+                image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=128, mlp_dim=256,
+                num_classes=3,
+            )
+        )  # fmt: skip
+        return module, module.state_dict()
+    registers = 4 if "registers" in name else 0
+    module = randomise(
+        timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=128, depth=2, num_heads=2,
+            num_classes=0 if "DINOv2" in name else 3, reg_tokens=registers,
+            no_embed_class=registers > 0, init_values=1e-5 if "DINOv2" in name else None,
+        )
+    )  # fmt: skip
+    weights = dict(module.state_dict())
+    if "DINOv2" in name:
+        weights["mask_token"] = torch.zeros(1, 128)
+    if registers:
+        weights["register_tokens"] = weights.pop("reg_token")
+        position = torch.randn(1, 1, 128)
+        weights["cls_token"] = weights["cls_token"] - position
+        weights["pos_embed"] = torch.cat([position, weights["pos_embed"]], dim=1)
+    return module, weights
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth", "bin"])
+@pytest.mark.parametrize("name", ["timm", "torchvision", "DINOv2", "DINOv2 with registers"])
+def test_a_file_of_weights_computes_what_its_library_does(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    module, weights = reference(name)
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "safetensors":
+        save_file({key: tensor.contiguous() for key, tensor in weights.items()}, path)
+    else:
+        torch.save({"state_dict": weights} if suffix == "pth" else weights, path)
+    model = load_timm(path)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), module(images), atol=1e-4, rtol=1e-4)
+    started, _ = load_pretrained(path, num_classes=7)
+    assert isinstance(started, VisionTransformer)
+    assert started.num_classes == 7
+
+
+# --- what is refused
+# ------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def spoil(folder: Path, what: str) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if what == "shape":
+        name = next(name for name in weights if name.endswith("intermediate.dense.bias"))
+        weights[name] = weights[name][:-1].clone()
+    elif what == "NaN":
+        weights["vit.layernorm.weight"][3] = torch.nan
+    elif what == "no weights":
+        file.unlink()
+        return
+    elif what in ("pickle", "damaged"):
+        file.unlink()
+        content: Any = weights | {"more": Malicious(folder / "executed")}
+        if what == "pickle":
+            torch.save(content, folder / "pytorch_model.bin")
+        else:
+            (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content)[:-100])
+        return
+    elif what in ("swin", "relu", "heads"):
+        config = json.loads((folder / "config.json").read_text())
+        config |= {
+            "swin": {"model_type": "swin"},
+            "relu": {"hidden_act": "relu"},
+            "heads": {"num_attention_heads": "four"},
+        }[what]
+        (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, file)
+
+
+SPOILT = {
+    "shape": "does not fit this model: blocks.0.mlp.fc1.bias is",
+    "NaN": "holds 1 NaN or infinite values",
+    "no weights": "holds none of model.safetensors, pytorch_model.bin",
+    "pickle": "no weights that can be read",
+    "damaged": "no weights that can be read",
+    "swin": "unknown model_type in .*'swin'; known: deit, dinov2",
+    "relu": "hidden_act 'relu'",
+    "heads": "num_attention_heads is 'four', not a positive number",
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_folder_is_one_sentence_and_nothing_runs(tmp_path: Path, what: str) -> None:
+    FORMS["vit"]().save_pretrained(tmp_path)
+    spoil(tmp_path, what)
+    with pytest.raises((ValueError, OSError), match=SPOILT[what]) as error:
+        load_pretrained(tmp_path, num_classes=3)
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "executed").exists()
