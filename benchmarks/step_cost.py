@@ -8,11 +8,18 @@ FakeTensorMode), as it would on a GPU, and every operation is counted as it goes
     FLOPs      torch's formulas of matrix products, convolutions and attention; a multiply-add counts as two
     bytes      what an operation reads and writes. Compiled, operations between two of the former are taken as one
                kernel, which reads what was computed before it and writes what is used after it
-    launches   kernels that the host starts; an operation on lists of tensors takes one for as many as torch packs
+    launches   kernels that the host starts; an operation on lists of tensors takes one for as many as torch packs,
+               and the backward passes of convolutions and attention take several. As CUDA's autocast does, and a
+               CPU's doesn't, layer norms are computed in float32, with the casts that this takes
 
 An operation takes at least FLOPs / rate or bytes / bandwidth, whichever is longer; the device's
 time is their sum, the host's is 5 µs a launch (an assumption: measured values lie between 3 and
-10). The longer one bounds the step.
+10). The longer one bounds the step. The rates of an H100 were measured, those of an L4 are its data
+sheet's. Real kernels reach three quarters of them (an assumption, too), so a run is estimated at
+4/3 of the bound.
+
+The memory of a step says in how many micro-batches a card takes a batch, by the rule of
+`vit.training.execution.choose_grad_accum_steps`.
 """
 
 import argparse
@@ -24,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from conditions import describe_conditions, write_result
 from recipe_step import build, build_run_plan, draw_batch, list_sizes, load_recipe, without_memory
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -34,6 +43,7 @@ from torch.utils.flop_counter import flop_registry
 from vit.config import Config
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.factory.recipe import list_recipes
+from vit.training.execution import MEMORY_FRACTION
 from vit.training.train_step import TrainStep
 
 NAME = "step-cost"
@@ -47,16 +57,38 @@ PACKED = {
 }  # lists of an operation → tensors that one of its kernels takes
 
 
+# kernels of an operation on CUDA, where they are several: gradients of a convolution's input, weight
+# and bias; of an attention's rows, queries, keys and values
+KERNELS = {"convolution_backward": 3, "flash_attention_for_cpu_backward": 3}
+# of the rates that kernels reach
+EFFICIENCY = 0.75
+# of a card's memory, what its driver, torch's kernels and libraries take
+CONTEXT_BYTES = 0.8e9
+CARD_GIGABYTES = (8, 16, 24, 80)
+
+
 @dataclass(frozen=True)
 class Card:
-    """Dense bfloat16 and memory, of NVIDIA's data sheets."""
+    """Dense bfloat16 and memory: what was measured, or stands in NVIDIA's data sheet."""
 
     flops: float  # a second
     bandwidth: float  # bytes a second
-    memory: float  # bytes
+    source: str
 
 
-CARDS = {"H100": Card(989e12, 3.35e12, 80e9), "L4": Card(121e12, 300e9, 24e9)}
+CARDS = {
+    # a product of 8,192² matrices, and a copy read and written (H100 80GB HBM3)
+    "H100": Card(798e12, 3.0e12, "measured"),
+    "L4": Card(121e12, 300e9, "data sheet"),
+}
+
+# what `vit train PHOTOS` takes on a GPU, with the batch for so many images
+PHOTOS = {
+    "1,000 photos": ("folder/small", 128, 1_000),
+    "3,000 photos": ("imagenette/gpu", 256, 3_000),
+    "16,384 photos": ("imagenette/gpu", 1024, 16_384),
+    "45,000 images of 32 px": ("cifar10/best", 1024, 45_000),
+}
 
 
 @dataclass
@@ -76,8 +108,22 @@ class Operation:
 def count_launches(function: Any, arguments: Sequence[Any]) -> int:
     """One kernel, or as many as torch's operations on lists of tensors take."""
     lists = [len(value) for value in arguments if isinstance(value, list) and value]
-    packs = lists and re.match(r"aten::_(foreach|fused_adam|fused_sgd)", function.name())
-    return math.ceil(lists[0] / PACKED[min(len(lists), 5)]) if packs else 1
+    if lists and re.match(r"aten::_(foreach|fused_adam|fused_sgd)", function.name()):
+        return math.ceil(lists[0] / PACKED[min(len(lists), 5)])
+    counts = [count for name, count in KERNELS.items() if name in function.name()]
+    return counts[0] if counts else 1
+
+
+class CudaCasts(TorchFunctionMode):
+    """CUDA's autocast computes layer norms in float32."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        named = named or {}
+        if function is F.layer_norm and arguments[0].dtype in (torch.bfloat16, torch.float16):
+            arguments = (arguments[0].float(), *arguments[1:])
+        return function(*arguments, **named)
 
 
 class Recorder(TorchDispatchMode):
@@ -167,6 +213,7 @@ def record(step: TrainStep, images: Tensor, targets: Tensor) -> Recorded:
     step.set_schedule_values()
     with (
         Recorder() as recorder,
+        CudaCasts(),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         step.run_on_device(images, targets)
@@ -236,6 +283,7 @@ def describe_size(config: Config, size: tuple[int, int]) -> dict[str, Any]:
         "flops": sum(operation.flops for operation in eager),
         # weights, gradients, average, two values of the optimizer
         "memory_bytes": 5 * recorded.weight_bytes + recorded.saved_bytes,
+        "image_bytes": recorded.saved_bytes / config.train.batch_size,
     }
     for name, operations in {
         "eager": eager,
@@ -267,8 +315,66 @@ def describe_recipe(name: str, *overrides: str) -> dict[str, Any]:
     return described | {"sizes": [of for _, of in sizes]}
 
 
+def describe_memory(recipe: dict[str, Any], *, batch_size: int, resident_bytes: float = 0) -> Any:
+    """GiB of a step at the recipe's largest images, and by card the micro-batches that it takes.
+
+    Args:
+        recipe: of `describe_recipe`.
+        batch_size: images of a step.
+        resident_bytes: of the images that stay on the card.
+    """
+    size = max(recipe["sizes"], key=lambda size: size["memory_bytes"])
+    image_bytes = size["image_bytes"]
+    constant_bytes = size["memory_bytes"] - recipe["batch_size"] * image_bytes
+    micro_batches: dict[str, int | None] = {}
+    for gigabytes in CARD_GIGABYTES:
+        free_bytes = gigabytes * 1e9 - CONTEXT_BYTES - resident_bytes
+        max_images = int((MEMORY_FRACTION * free_bytes - constant_bytes) // image_bytes)
+        micro_batches[f"{gigabytes} GB"] = (
+            math.ceil(batch_size / max_images) if max_images > 0 else None
+        )
+    return {
+        "batch_size": batch_size,
+        "memory_bytes": constant_bytes + batch_size * image_bytes + resident_bytes,
+        "micro_batches": micro_batches,
+    }
+
+
+def describe_memories(recipes: dict[str, Any]) -> dict[str, Any]:
+    """`describe_memory` of each recipe, and of what `vit train PHOTOS` takes."""
+    memories = {
+        f"`{name}`": describe_memory(recipe, batch_size=recipe["batch_size"])
+        for name, recipe in recipes.items()
+    }
+    for label, (name, batch_size, num_images) in PHOTOS.items():
+        if name in recipes:
+            height, width = recipes[name]["sizes"][-1]["image_size"]
+            memories[f"`vit train PHOTOS`, {label}"] = describe_memory(
+                recipes[name],
+                batch_size=batch_size,
+                resident_bytes=num_images * 3 * height * width,
+            )
+    return memories
+
+
+def build_memory_table(memories: dict[str, Any]) -> str:
+    """Of everything that takes more than 1 GiB."""
+    cards = [f"{gigabytes} GB" for gigabytes in CARD_GIGABYTES]
+    rows = [
+        [
+            label,
+            str(memory["batch_size"]),
+            f"{memory['memory_bytes'] / 2**30:.1f}",
+            *(str(memory["micro_batches"][card] or "does not fit") for card in cards),
+        ]
+        for label, memory in memories.items()
+        if memory["memory_bytes"] > 2**30
+    ]
+    return to_markdown(["run", "batch", "GiB", *cards], rows)
+
+
 def build_tables(result: dict[str, Any]) -> str:
-    """What a step costs, and what bounds it on each card."""
+    """What a step costs, what bounds it on each card, and in how many parts it fits."""
     costs, bounds = [], []
     for name, recipe in result["recipes"].items():
         for of in recipe["sizes"]:
@@ -310,7 +416,11 @@ def build_tables(result: dict[str, Any]) -> str:
         [
             f"`{name}`",
             f"{recipe['total_steps']:,}",
-            *(f"{seconds / 60:.1f}" for seconds in recipe["run_seconds"].values()),
+            *(
+                f"{seconds / share:,.0f}"
+                for seconds in recipe["run_seconds"].values()
+                for share in (1, EFFICIENCY)
+            ),
         ]
         for name, recipe in result["recipes"].items()
     ]
@@ -318,8 +428,18 @@ def build_tables(result: dict[str, Any]) -> str:
         to_markdown(header, costs),
         to_markdown(["recipe", *of_cards], bounds),
         to_markdown(
-            ["recipe", "steps", *(f"{card}, minutes at least" for card in result["cards"])], runs
+            [
+                "recipe",
+                "steps",
+                *(
+                    title
+                    for card in result["cards"]
+                    for title in (f"{card}, s at least", "estimate, s")
+                ),
+            ],
+            runs,
         ),
+        build_memory_table(result["memory"]),
     ]
     return "\n\n".join(tables)
 
@@ -331,11 +451,14 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(list_recipes()))
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-on-paper.json")
     options = parser.parse_args()
+    described = {name: describe_recipe(name) for name in options.recipes}
     result = {
         "machine": describe_conditions("cpu") | {"device": "on paper"},
         "cards": {name: vars(card) for name, card in CARDS.items()},
         "launch_seconds": LAUNCH_SECONDS,
-        "recipes": {name: describe_recipe(name) for name in options.recipes},
+        "efficiency": EFFICIENCY,
+        "recipes": described,
+        "memory": describe_memories(described),
     }
     print(build_tables(result))
     if options.output:

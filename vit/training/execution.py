@@ -22,7 +22,7 @@ from vit.training.train_step import TrainStep
 _CACHE_BYTES = 3 * 2**20
 _BYTES_PER_VALUE = 2  # of bfloat16
 # of a GPU's free memory, that a step takes: compiled code and the allocator need some, too
-_MEMORY_FRACTION = 0.8
+MEMORY_FRACTION = 0.8
 # for the bytes of one
 _MEASURED_IMAGES = 8
 
@@ -99,7 +99,7 @@ def _fit_memory(
     # gradients, and what the optimizer is yet to keep of each weight
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     constant_bytes = max(peak_bytes - num_images * image_bytes, 0) + 2 * weight_bytes
-    available_bytes = _MEMORY_FRACTION * count_free_bytes(device) - constant_bytes
+    available_bytes = MEMORY_FRACTION * count_free_bytes(device) - constant_bytes
     max_images = max(int(available_bytes // image_bytes), 1)
     return -(-batch_size // max_images)
 
