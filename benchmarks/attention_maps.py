@@ -232,9 +232,9 @@ def measure_model(
     ours = VisionTransformer(**architecture).eval().to(device)
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(batch, 3, *ours.patch_embed.img_size, device=device)
-    default = (
-        choose_explain_batch_size(ours.patch_embed.img_size) if device.type == "cpu" else batch
-    )
+    default = batch
+    if device.type == "cpu":
+        default = choose_explain_batch_size(ours.patch_embed.img_size, device)
     micro_batch = micro_batch or default
     variants = build_variants(ours, theirs, images, micro_batch=micro_batch)
     rates = take_turns(

@@ -18,6 +18,7 @@ import pytest
 import recipe_step
 import recipe_steps
 import step_cost
+import torch
 from recipe_step import load_recipe
 
 from vit.factory.recipe import list_recipes
@@ -219,6 +220,9 @@ def test_a_device_is_compared_with_the_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert count_rows(parity.build_tables(result)) == 3
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 counts no FLOPs of a CPU's fused attention"
+)
 def test_the_cost_on_paper_has_the_models_flops_and_fuses_the_rest() -> None:
     short = ["model.depth=2", "train.batch_size=8"]
     recipe = step_cost.describe_recipe("cifar10/speedrun", *short, "optimizer.name=adamw")

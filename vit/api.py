@@ -454,7 +454,9 @@ def measure_faithfulness(
     find_methods(names)
     bundle = _load(model, device, random_weights=random_weights)
     source = _open_data(bundle, data, root, dataset, class_names).split(split)
-    batch_size = batch_size or choose_explain_batch_size(bundle.preprocess.image_size)
+    batch_size = batch_size or choose_explain_batch_size(
+        bundle.preprocess.image_size, next(bundle.model.parameters()).device
+    )
     # of wrong predictions there is no right evidence
     images, classes, ids = select_correct_images(
         bundle, source, count=count, batch_size=batch_size, seed=seed

@@ -4,20 +4,30 @@ import gc
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.pretend_device import MEMORY
 from tests.runtime.conftest import Counter
 from tests.runtime.test_on_device_train import make
 from tests.training.conftest import flatten
+from vit.bundle import load_model
 from vit.config import load_config
 from vit.data.loader import choose_pipeline
+from vit.explanation.capture.layers import CHUNK_ELEMENTS, find_attention_layers
+from vit.explanation.explainer import Explainer
+from vit.explanation.items import items_from_images
+from vit.explanation.records import Explanations
 from vit.factory.automatic import _measure_rate, _Task
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
+from vit.options import ExplainOptions
+from vit.runtime.device import count_total_bytes
 from vit.training.execution import choose_grad_accum_steps
 from vit.training.train_step import TrainStep
 
@@ -147,3 +157,44 @@ def test_what_torch_keeps_of_freed_tensors_counts_as_free(monkeypatch: pytest.Mo
     device = torch.device("cuda", 0)
     assert choose_pipeline(2800, device=device)[0] == "resident"
     assert choose_pipeline(2801, device=device)[0] == "workers"
+
+
+def test_explanations_that_do_not_fit_are_made_in_halves(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model.safetensors")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 30, 30, 3), dtype=np.uint8)
+    options = ExplainOptions(methods=("rollout", "gae"), sanity_checks=False)
+
+    def explain(limit: int) -> tuple[Explainer, Explanations]:
+        monkeypatch.setattr(MEMORY, "limit", 2**30)
+        explainer = Explainer(load_model(path, device="npu"), options)
+        gc.collect()
+        MEMORY.reset_peak()
+        monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
+        items = items_from_images([Image.fromarray(image) for image in pixels])
+        return explainer, explainer.explain(items)
+
+    explainer, expected = explain(2**30)
+    whole = MEMORY.peak - MEMORY.allocated
+    assert explainer._part_size == 4 * 64
+    del explainer
+    explainer, explanations = explain(whole // 2)
+    assert explainer._part_size in (1, 2, 4)
+    for method, maps in expected.maps.items():
+        assert torch.equal(explanations.maps[method], maps)
+    with pytest.raises(torch.OutOfMemoryError):
+        explain(2**8)
+
+
+def test_a_gpu_takes_more_attention_weights_at_once(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model.safetensors")
+    for total, expected in ((80 * 10**9, 80 * 10**9 // 512), (2**20, CHUNK_ELEMENTS)):
+        count_total_bytes.cache_clear()
+        monkeypatch.setattr(MEMORY, "limit", total)
+        layers = find_attention_layers(load_model(path, device="npu").model)
+        assert layers[0].chunk_elements == expected
+    count_total_bytes.cache_clear()
+    assert find_attention_layers(load_model(path).model)[0].chunk_elements == CHUNK_ELEMENTS

@@ -148,6 +148,12 @@ def count_free_bytes(device: torch.device) -> int:
     return int(backend.mem_get_info(device)[0] + cached)
 
 
+@lru_cache
+def count_total_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory, free or not."""
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
 def free_cached_memory(device: torch.device) -> None:
     """Give back to a GPU's driver what torch keeps of freed tensors."""
     # tensors in circles of references are not freed yet

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from vit.model.logits import at_least_float32
+from vit.runtime.device import count_total_bytes
 
 # rows are queries, columns keys
 Attention = Float[Tensor, "B H Nq N"]
@@ -29,8 +30,10 @@ SUPPORTED = (
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
 )
-# attention weights held at once, 8 MiB: about the cache, and enough work a call
+# attention weights held at once on a CPU, 8 MiB: about the cache, and enough work a call
 CHUNK_ELEMENTS = 2**21
+# what those on a GPU take of its memory, where several such matrices live at once: 0.6 GB of 80 GB
+_CHUNK_FRACTION = 1 / 128
 # of the tokens that enter a layer: where they are larger, its queries and keys, twice as large, are
 # not kept but projected again
 _MAX_TOKEN_BYTES = 10 * 2**20
@@ -118,6 +121,15 @@ class AttentionLayer:
         bias = self.bias()
         return scores if bias is None else scores + bias[..., rows, :].to(scores.dtype)
 
+    @property
+    def chunk_elements(self) -> int:
+        """How many attention weights are held at once."""
+        device = next(self.module.parameters()).device
+        if device.type == "cpu":
+            return CHUNK_ELEMENTS
+        num_elements = int(_CHUNK_FRACTION * count_total_bytes(device)) // 4  # in float32
+        return max(num_elements, CHUNK_ELEMENTS)
+
     @torch.no_grad()
     def attention(self, images: slice = slice(None)) -> Attention:
         """The weights after the softmax: rows are queries and sum to one."""
@@ -137,7 +149,7 @@ class AttentionLayer:
         """`attention` a few queries at a time, with their places: of 4,096 tokens and 12 heads the
         whole takes 0.8 GB for each image."""
         query, key = self.query_and_key(images)
-        step = max(CHUNK_ELEMENTS // (self.num_heads * self.num_tokens), 1)
+        step = max(self.chunk_elements // (self.num_heads * self.num_tokens), 1)
         for start in range(0, query.shape[2], step):
             rows = slice(start, start + step)
             scores = self.scores(query, key, rows)
@@ -145,8 +157,8 @@ class AttentionLayer:
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
         """`compute` of a few images of the batch at a time, whose attention matrices of this layer
-        have about `CHUNK_ELEMENTS` numbers together."""
-        size = max(CHUNK_ELEMENTS // (self.num_heads * self.num_tokens**2), 1)
+        have about `chunk_elements` numbers together."""
+        size = max(self.chunk_elements // (self.num_heads * self.num_tokens**2), 1)
         starts = range(0, self.batch, size)
         return torch.cat([compute(slice(start, start + size)) for start in starts])
 

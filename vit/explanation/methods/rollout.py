@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import Forward, split_prefix
-from vit.explanation.capture.layers import CHUNK_ELEMENTS, AttentionLayer
+from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import Images, VisionTransformer
@@ -131,7 +131,7 @@ def compute_rollout(forward: Forward, classes: Tensor, options: MapOptions) -> T
 
     # other fusions than the mean need the whole matrix, however large
     matrix_elements = layers[0].num_heads * layers[0].num_tokens ** 2
-    if matrix_elements > CHUNK_ELEMENTS and _is_plain_mean(options):
+    if matrix_elements > layers[0].chunk_elements and _is_plain_mean(options):
         return attention_rollout_in_chunks(
             layers[options.start_layer :], pool_weights=pool_weights, residual=options.residual
         )
