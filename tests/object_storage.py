@@ -42,16 +42,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         status, content = self._find()
-        self._send(status, content)
+        self._send(status, content, content)
 
     def do_GET(self) -> None:
         status, content = self._find()
+        whole = content
         found = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if status == 200 and found and self.server.ranges:
             start, end = int(found[1]), int(found[2]) + 1
             self.server.read.append((Path(self.path).name, start, end))
             status, content = 206, content[start:end]
-        self._send(status, content)
+        self._send(status, content, whole)
         self.wfile.write(content)
 
     def _find(self) -> tuple[int, bytes]:
@@ -67,11 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
             return 404, b""
         return 200, path.read_bytes()
 
-    def _send(self, status: int, content: bytes) -> None:
+    def _send(self, status: int, content: bytes, whole: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
-        if status == 200:
-            self.send_header("ETag", f'"{hash(content)}"')
+        if status in (200, 206):
+            self.send_header("ETag", f'"{hash(whole)}"')
         self.end_headers()
 
 

@@ -1,5 +1,6 @@
 """The configuration: defaults, overrides, and what a mistake is told."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vit.config import (
 )
 from vit.factory.recipe import find_recipe
 from vit.runtime.arguments import as_pair, resolve_image_sizes
+from vit.runtime.documents import parse_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -123,6 +125,22 @@ def test_sizes_follow_the_image_size() -> None:
     assert resolve(config) == ((0.6, (48, 72)), (1.0, (64, 96)))
     config = load_config(None, [sizes, "data.image_size=[64, 96]", "model.patch_size=16"])
     assert resolve(config)[0] == (0.6, (48, 64))  # whole patches: 4.5 rounds to 4
+
+
+def test_tokens_of_addresses_are_not_saved() -> None:
+    address = "https://me:pass@host/{0..9}.tar?part=1&X-Amz-Signature=abc&access_token=def"
+    config = load_config({"data": {"name": "webdataset", "root": address}})
+    text = dump_config(config)
+    assert "https://***@host/{0..9}.tar?part=1&X-Amz-Signature=***&access_token=***" in text
+    assert config.data.root == address
+
+
+def test_lists_in_lists_are_refused_before_they_take_minutes() -> None:
+    began = time.process_time()
+    for text in ("[" * 5000, "- " * 5000, "{a: " * 5000):
+        with pytest.raises(ValueError, match="nested more than 100 deep"):
+            parse_yaml(text, origin="x")
+    assert time.process_time() - began < 1
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:

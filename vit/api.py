@@ -44,7 +44,7 @@ from vit.pages.explanation_files import write_explanations
 from vit.pages.report import render_pages
 from vit.runtime.arguments import check_choice, check_kind
 from vit.runtime.device import choose_device, describe_device
-from vit.runtime.files import prepare_output
+from vit.runtime.files import expand_home, prepare_output
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
@@ -132,7 +132,7 @@ def train(
         model=model,
         callbacks=callbacks,
     )
-    return train_model(config, overrides, Path(output), options, objects)
+    return train_model(config, overrides, expand_home(output), options, objects)
 
 
 def evaluate(
@@ -378,7 +378,7 @@ def explain(
         passed_images=bundle.passed_images,
     )
     if not resume:
-        prepare_output(Path(output), overwrite=overwrite)
+        prepare_output(map_writer.output, overwrite=overwrite)
     return write_explanations(explainer, items, map_writer)
 
 

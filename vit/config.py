@@ -20,6 +20,7 @@ from vit.runtime.arguments import (
     Precision,
     as_pair,
     check_multiple,
+    hide_tokens,
     resolve_image_sizes,
     shorten,
 )
@@ -309,9 +310,17 @@ def flatten_config(config: Config) -> dict[str, Any]:
     }
 
 
+def values_to_save(config: Config) -> dict[str, Any]:
+    """`plain_values` for files, which others may read: without tokens in the address of data."""
+    values = plain_values(config)
+    if config.data.root is not None:
+        values["data"]["root"] = hide_tokens(config.data.root)
+    return values
+
+
 def dump_config(config: Config) -> str:
-    """`plain_values` as YAML."""
-    return yaml.safe_dump(plain_values(config), sort_keys=False)
+    """`values_to_save` as YAML."""
+    return yaml.safe_dump(values_to_save(config), sort_keys=False)
 
 
 def _apply_override(sections: dict[str, Any], override: str) -> None:

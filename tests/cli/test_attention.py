@@ -114,6 +114,10 @@ def test_resume_explains_only_what_is_missing(
         (["--method", "rolout"], "unknown method 'rolout'; known: rollout"),
         (["--class", "wolf"], "unknown class 'wolf'"),
         (
+            ["--class", "1", "--method", "rollout"],
+            "rollout: the same map for every class, so --class 1 changes nothing; leave it out",
+        ),
+        (
             ["--format", "gif"],
             "unknown --format 'gif'; known: html, jpeg, npz, png, webp",
         ),

@@ -1,5 +1,5 @@
-"""A full disk, a cache that cannot be written, a clock that goes backwards: one line, nothing half,
-the same result."""
+"""A full disk, a cache that cannot be written, a clock that goes backwards, streams that are closed,
+too little memory, a signal: one line, nothing half, the same result."""
 
 import errno
 import os
@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
 from tests.conftest import TINY_RUN, Launcher
+from tests.evaluation.records import write_evaluation
+from vit.bundle import Bundle
+from vit.training.run_directory import open_run_directory
 from vit.training.train_step import TrainStep
 
 
@@ -154,3 +158,89 @@ def test_an_image_damaged_while_training_reads_it_is_named_and_when_it_is_whole_
     cli.succeed("train", "--resume", "--output", tmp_path / "run")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run")]
     assert weights[0] == weights[1]
+
+
+def test_closed_streams_are_said_and_nothing_is_written_into_files(
+    cli: Launcher, tiny_model_file: Path
+) -> None:
+    no_output = cli.start("recipes", preexec_fn=lambda: os.close(1))
+    nothing = cli.start("recipes", preexec_fn=lambda: [os.close(number) for number in range(3)])
+    no_input = cli.start("predict", tiny_model_file, "-", preexec_fn=lambda: os.close(0))
+    _, err = no_output.communicate(timeout=60)
+    assert err == "warning: standard output is closed; what is printed is lost\n"
+    assert no_output.returncode == 0
+    nothing.communicate(timeout=60)
+    assert nothing.returncode == 0
+    _, err = no_input.communicate(timeout=60)
+    assert err == "vit: error: there were no images to predict\n"
+    assert no_input.returncode == 2
+
+
+@pytest.mark.parametrize("columns", ["0", "x", ""])
+def test_a_terminal_of_no_width_shows_something(
+    cli: Launcher, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "parameters" in cli.succeed("info", tiny_model_file).out
+
+
+def test_characters_that_an_encoding_lacks_are_replaced(cli: Launcher, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_evaluation(tmp_path, name, np.arange(40) % 3)
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    process = cli.start("compare", tmp_path / "a", tmp_path / "b", env=ascii_only)
+    assert "0.0000 ? 1.0000" in cli.finish(process).out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libtorch.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_too_little_memory_for_a_library_is_said_as_that(
+    cli: Launcher, monkeypatch: pytest.MonkeyPatch, tiny_model_file: Path, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("vit.api.iterate_predictions", fail)
+    message = cli.fail("predict", tiny_model_file, "a.png")
+    assert message.startswith("vit: error: not enough memory (")
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(
+    cli: Launcher, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_evaluation(tmp_path, name, np.arange(8) % 3)
+    cli.succeed("compare", "a", "b", "--output", "~/compared")
+    vit.predict(tiny_bundle, np.zeros((8, 8, 3), np.uint8)).save("~/predicted")
+    assert (tmp_path / "compared" / "comparison.json").is_file()
+    assert (tmp_path / "predicted").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_signal_leaves_no_temporary_file(
+    cli: Launcher, tmp_path: Path, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(_: object, path: Path, *__: object) -> None:
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("vit.export.formats.save_file", save)
+    outcome = cli.run("export", tiny_model_file, "--to", "timm", "--output", tmp_path / "out")
+    assert outcome.code == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".vit-output"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_temporary_files_of_a_run_that_was_killed_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / ".model.safetensors.0123abcd.tmp"
+    leftover.touch()
+    with open_run_directory(tmp_path, resume=True, overwrite=False):
+        assert not leftover.exists()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,12 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     with Image.open(out / "confusion.png") as picture:
         assert min(picture.size) > 200
     assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
-    assert "</html>" in (out / "report.html").read_text()
+    report = (out / "report.html").read_text()
+    assert "</html>" in report
+    # beside each map stands whether to believe it
+    num_maps = report.count('alt="attention map of')
+    verdicts = re.findall(r"<br>map (agrees|agrees partly|does not agree|not checked)<", report)
+    assert len(verdicts) == num_maps > 0
 
 
 def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(

@@ -4,6 +4,7 @@ out."""
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -247,6 +248,7 @@ def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher
         assert fact in card
     assert "No evaluation of this model" in card
     assert "![A test image and its attention rollout](map.png)" in card
+    assert re.search(r"Sanity check: the map (agrees|does not agree|not checked)", card)
     with Image.open(tmp_path / "out" / "map.png") as picture:
         assert picture.width > 300
 
@@ -292,6 +294,8 @@ def test_the_exported_program_reads_what_vit_reads_and_goes_on(
     assert [record["path"] for record in records] == paths
     assert [record.keys() for record in records] == [json.loads(line).keys() for line in expected]
     assert not (tmp_path / "started").exists()
+    # as vit predict where nothing can be read
+    assert subprocess.run(command[:-1], capture_output=True, env=environment).returncode == 1
 
 
 def test_text_of_a_model_file_is_no_markup_in_its_card(

@@ -38,7 +38,7 @@ from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Cost, Evaluation
 from vit.explanation.records import Explanations
 from vit.options import ExplainOptions
-from vit.pages.report import build_report, load_history, render_markdown
+from vit.pages.report import DrawnMap, build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
 NAMES = ("ant", "</script><b>bee", "cat & co", "dog")
@@ -114,8 +114,8 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     return EvaluationResult(evaluation, scores, images, bundle=None)  # type: ignore[arg-type]
 
 
-def draw_red(pictures: list[Pixels]) -> list[Image.Image]:
-    return [Image.new("RGB", (64, 64), "red") for _ in pictures]
+def draw_red(pictures: list[Pixels]) -> list[DrawnMap]:
+    return [DrawnMap(Image.new("RGB", (64, 64), "red"), "agrees: so it is") for _ in pictures]
 
 
 def build(

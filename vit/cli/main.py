@@ -4,9 +4,11 @@ code 2."""
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import warnings
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -23,10 +25,19 @@ from vit.cli.predict import predict
 from vit.cli.recipes import recipes
 from vit.cli.serve import serve
 from vit.cli.train import train
-from vit.runtime.arguments import first_line, replace_control_characters, shorten
+from vit.runtime.arguments import (
+    first_line,
+    hide_tokens,
+    replace_control_characters,
+    shorten,
+)
 
 # Typer has a private copy of Click and exports only this subclass of its UsageError
 _USAGE_ERROR: Any = typer.BadParameter.__base__
+# what libraries say, the latter under a limit of addresses (ulimit -v)
+_OUT_OF_MEMORY = (
+    "OutOfMemory|allocate memory|not enough memory|failed to map segment|bad_alloc|start new thread"
+)
 
 app = typer.Typer(
     name="vit",
@@ -88,10 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     if arguments is None:
         arguments = sys.argv[1:]
+    _prepare_streams()
     original_hook = threading.excepthook
     threading.excepthook = _report_thread
     original_format = warnings.formatwarning
     warnings.formatwarning = _format_warning
+    original_handler = _exit_on_sigterm()
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
     except Exception as error:
@@ -101,7 +114,53 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         threading.excepthook = original_hook
         warnings.formatwarning = original_format
+        if original_handler is not None:
+            signal.signal(signal.SIGTERM, original_handler)
     sys.exit(code)
+
+
+def _exit_on_sigterm() -> Any:
+    """Let SIGTERM end the command as an error does, so that no temporary file stays; training has a
+    handler of its own meanwhile.
+
+    Returns:
+        The handler that was there; None where none was replaced.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
+    process = os.getpid()
+
+    def stop(number: int, _: object) -> None:
+        # a worker that was forked from this process ends at once
+        if os.getpid() != process:
+            os._exit(128 + number)
+        sys.exit(128 + number)
+
+    return signal.signal(signal.SIGTERM, stop)
+
+
+def _prepare_streams() -> None:
+    """Make standard streams that are closed, a terminal of no width, and an encoding that lacks
+    characters, what everything that prints can deal with."""
+    # a file that is opened must not get the number of a stream: it would be printed into
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        continue
+    os.close(descriptor)
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (for good)
+    if "stdout" in closed:
+        print("warning: standard output is closed; what is printed is lost", file=sys.stderr)
+
+    # nothing would be shown
+    width = os.environ.get("COLUMNS", "80")
+    if not width.isdecimal() or int(width) == 0:
+        del os.environ["COLUMNS"]
+    for stream in (sys.stdout, sys.stderr):
+        # a test's stream is another kind
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
@@ -111,7 +170,7 @@ def _report_thread(failed: threading.ExceptHookArgs) -> None:
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     """One line, without the place in the code."""
-    lines = str(message).splitlines()
+    lines = hide_tokens(str(message)).splitlines()
     return f"warning: {lines[0]}\n"
 
 
@@ -138,7 +197,8 @@ def _report(error: Exception, arguments: list[str]) -> int:
             f"internal error, a bug in vit: {type(error).__name__}: {first_line(error)}; {report}"
         )
         code = 70
-    one_line = replace_control_characters(shorten(" ".join(text.split()), 2000))
+    text = hide_tokens(" ".join(text.split()))
+    one_line = replace_control_characters(shorten(text, 2000))
     print(f"vit: error: {one_line}", file=sys.stderr)
     return code
 
@@ -157,7 +217,7 @@ def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
     if isinstance(error, ValueError | OSError):
         return str(error) or type(error).__name__
     # torch has several errors for it
-    is_out_of_memory = re.search("OutOfMemory|allocate memory|not enough memory", repr(error))
+    is_out_of_memory = re.search(_OUT_OF_MEMORY, repr(error))
     if isinstance(error, MemoryError) or is_out_of_memory:
         hint = "try a smaller batch size, image size or model"
         return f"not enough memory ({first_line(error)}); {hint}"
@@ -189,12 +249,12 @@ def _save_report(error: Exception) -> str:
     import tempfile
     import traceback
 
-    command = shorten(shlex.join(sys.argv), 2000)
+    command = shorten(hide_tokens(shlex.join(sys.argv)), 2000)
     try:
         descriptor, path = tempfile.mkstemp(prefix="vit-report-", suffix=".txt")
         with open(descriptor, "w") as file:
             file.write(f"vit {vit.__version__}, Python {sys.version}\n{command}\n")
-            traceback.print_exception(error, file=file)
+            file.write(hide_tokens("".join(traceback.format_exception(error))))
     except OSError:
         return "its report could not be written; VIT_DEBUG=1 shows it"
     return f"please report it with {path}"

@@ -9,12 +9,14 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
 from vit.options import Option
 from vit.runtime.arguments import shorten
+from vit.runtime.files import expand_home
 
 _RARE = "option"  # the parameter of --option NAME=VALUE
 
@@ -53,6 +55,10 @@ def build_command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         arguments = {name: values.pop(name) for name in own_parameters if name != "options"}
+        arguments = {
+            name: expand_home(value) if isinstance(value, Path) else value
+            for name, value in arguments.items()
+        }
         if record:
             arguments["options"] = _read_record(record, record_fields, values)
         function(**arguments)

@@ -36,9 +36,9 @@ def predict(
     from vit.evaluation.prediction import write_csv, write_jsonl
     from vit.runtime.progress import show_progress
 
-    # file names of any bytes pass through
+    # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
     predictions = api.iterate_predictions(

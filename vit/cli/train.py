@@ -36,7 +36,10 @@ def train(
     from vit.training.signals import TrainingInterrupted
 
     # `vit train --resume train.epochs=3`: the first argument is an override already
-    if config is not None and "=" in config and not Path(config).exists():
+    key, equals, _ = (config or "").partition("=")
+    # an address may have parameters
+    is_override = equals and "://" not in key and not Path(config or "").exists()
+    if config is not None and is_override:
         overrides = [config, *(overrides or [])]
         config = None
     try:

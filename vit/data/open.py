@@ -34,7 +34,7 @@ from vit.data.sources.base import (
     resolve_class_names,
 )
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens, shorten
 from vit.runtime.files import default_cache_dir
 
 # data.name → what finds the splits of that set, from root, classes and cache_dir: a new data set is
@@ -254,7 +254,8 @@ def open_dataset(
 
     title = name
     if root and name in _NAMED_BY_ROOT:
-        title = Path(root).expanduser().absolute().name
+        # of an address without its parameters
+        title = Path(hide_tokens(str(root)).partition("?")[0]).expanduser().absolute().name
     return DatasetSplits(
         name,
         source,
@@ -322,6 +323,9 @@ def open_for_model(
     )
 
     if data is None or _is_same(str(data), trained_on):
+        # an address is saved without its token
+        if data is not None and HIDDEN in str(trained_on.get("root")):
+            root = root or data
         return open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),
@@ -378,7 +382,7 @@ def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
     root = trained_on.get("root")
     if root is None:
         return False
-    return Path(data).expanduser().resolve() == Path(root).expanduser().resolve()
+    return Path(hide_tokens(data)).expanduser().resolve() == Path(root).expanduser().resolve()
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:

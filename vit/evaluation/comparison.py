@@ -136,7 +136,7 @@ class Comparison:
             "pairs": [asdict(pair) for pair in self.pairs],
         }
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        write_text(prepare_output(Path(directory), overwrite=overwrite) / COMPARISON_FILE, text)
+        write_text(prepare_output(directory, overwrite=overwrite) / COMPARISON_FILE, text)
 
 
 def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:

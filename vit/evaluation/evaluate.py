@@ -51,7 +51,7 @@ from vit.evaluation.schema import (
 from vit.model.logits import compute_logits
 from vit.options import EvaluateOptions
 from vit.runtime.device import Precision, autocast, describe_device
-from vit.runtime.files import prepare_output, write_atomically, write_text
+from vit.runtime.files import expand_home, prepare_output, write_atomically, write_text
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
@@ -119,11 +119,11 @@ class EvaluationResult:
         """
         if not self.is_main:
             return
-        if Path(self.bundle.name).resolve().is_relative_to(Path(directory).resolve()):
+        if Path(self.bundle.name).resolve().is_relative_to(expand_home(directory).resolve()):
             raise ValueError(f"{directory} holds the evaluated model; choose another --output")
         # before anything is written: a page that fails leaves no directory
         pages = self.render_pages(self) if self.render_pages else {}
-        output = prepare_output(Path(directory), overwrite=overwrite)
+        output = prepare_output(directory, overwrite=overwrite)
         class_names = self.bundle.class_names
         save_predictions(
             output / PREDICTIONS_FILE, self.scores, ids=self.images.ids, class_names=class_names

@@ -235,7 +235,7 @@ class PredictionResult:
                 for _ in write_jsonl(self.predictions, file=file):
                     pass
 
-        output = prepare_output(Path(directory), overwrite=overwrite)
+        output = prepare_output(directory, overwrite=overwrite)
         write_atomically(output / "predictions.jsonl", write)
 
 

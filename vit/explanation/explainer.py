@@ -112,7 +112,7 @@ class Explainer:
     @torch.inference_mode(False)
     def __init__(self, bundle: Bundle, options: ExplainOptions) -> None:
         # whatever can be wrong is said before any image is read
-        find_methods(options.methods)
+        _check_target(options)
         check_choice(options.scale, SCALES, name="scale")
         check_choice(options.interpolation, INTERPOLATIONS, name="--interpolation")
         check_options(options.map_options, find_attention_layers(bundle.model))
@@ -349,6 +349,19 @@ class Explainer:
                         class_name = self.bundle.class_names[map_result.target]
                         map_result.key += f".{clean_name(class_name)}"
                 result.maps.append(map_result)
+
+
+def _check_target(options: ExplainOptions) -> None:
+    """Refuse a class where no method's maps depend on it; warn where some don't."""
+    methods = find_methods(options.methods)
+    one_for_all = [method.name for method in methods if not method.class_specific]
+    if options.target == "auto" or not one_for_all:
+        return
+    text = f"{' and '.join(one_for_all)}: the same map for every class"
+    if len(one_for_all) == len(methods):
+        hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
+        raise ValueError(f"{text}, so --class {options.target} changes nothing; {hint}")
+    warnings.warn(f"{text}; --class {options.target} is for the other maps", stacklevel=2)
 
 
 def _set_scales(results: Sequence[ImageResult], scale: str) -> None:

@@ -22,7 +22,14 @@ from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel
 from vit.options import ExplainOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json
-from vit.runtime.files import read_arrays, write_arrays, write_atomically, write_text
+from vit.runtime.files import (
+    expand_home,
+    read_arrays,
+    remove_temporaries,
+    write_arrays,
+    write_atomically,
+    write_text,
+)
 
 SCHEMA_VERSION = 4
 ARRAYS_FILE = "maps.npz"
@@ -98,7 +105,7 @@ class MapWriter:
             raise ValueError(
                 f"overlays are written in one format, not {choices}; choose one of them"
             )
-        self.output = Path(output)
+        self.output = expand_home(output)
         self.bundle = bundle
         self.options = options
         self.entries: list[dict[str, Any]] = []  # of the manifest
@@ -121,6 +128,7 @@ class MapWriter:
 
     def __enter__(self) -> "MapWriter":
         self.output.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(self.output)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -21,6 +21,7 @@ def write_card(
     bundle: Bundle,
     to: str,
     *,
+    map_verdict: str | None,
     evaluation: Mapping[str, Any] | None,
     warnings: Sequence[str],
 ) -> None:
@@ -30,6 +31,7 @@ def write_card(
         directory: Of the export, with its other files, such as map.png.
         bundle: The model.
         to: The form of the export.
+        map_verdict: Of the sanity check of map.png; None where there is no map.
         evaluation: The content of an evaluation.json of this model.
         warnings: What that evaluation warns of.
     """
@@ -56,7 +58,7 @@ def write_card(
         onnx=read_json(directory / "model.json") if to == "onnx" else None,
         image_size=bundle.preprocess.image_size,
         has_code=(directory / "timm_vit.py").exists(),
-        has_map=(directory / "map.png").exists(),
+        map_verdict=map_verdict,
         parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
         class_names=class_names[:_MAX_CLASSES],
         bundle=bundle,

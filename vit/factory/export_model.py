@@ -21,6 +21,7 @@ from vit.export.onnx_file import WeightPrecision
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions
+from vit.runtime.files import expand_home
 
 
 def export_model(
@@ -62,7 +63,7 @@ def export_model(
     """
     if to != "onnx" and (precision != "float32" or attention):
         raise ValueError(f"--precision and --attention are options of onnx, not of {to}")
-    directory = Path(output)
+    directory = expand_home(output)
     bundle = load_model(model)
     net = bundle.model
     if not isinstance(net, VisionTransformer):
@@ -95,9 +96,13 @@ def export_model(
     items: list[ImageItem] = []
     with suppress(OSError, ValueError):
         items = find_items(None, trained_on=trained_on, count=1)
+    verdict = None
     for item in items:
-        explainer = Explainer(bundle, ExplainOptions(methods=("rollout",), sanity_checks=False))
-        (values,) = explainer.explain([item]).maps["rollout"]
+        explainer = Explainer(bundle, ExplainOptions(methods=("rollout",), sanity_checks=True))
+        explanations = explainer.explain([item])
+        (values,) = explanations.maps["rollout"]
+        ((check,),) = explanations.sanity_checks["rollout"]
+        verdict = str(check)
         image, _ = item.read()
         save_overlay(directory / "map.png", image, values, preprocess=bundle.preprocess)
     evaluation = find_evaluation(bundle.name, bundle.sha256)
@@ -105,6 +110,7 @@ def export_model(
         directory,
         bundle,
         to,
+        map_verdict=verdict,
         evaluation=evaluation.model_dump(mode="json") if evaluation else None,
         warnings=evaluation.list_warnings() if evaluation else (),
     )

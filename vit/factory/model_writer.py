@@ -7,7 +7,7 @@ import numpy as np
 from torch import nn
 
 from vit.bundle import MODEL_FILE, save_bundle
-from vit.config import plain_values
+from vit.config import values_to_save
 from vit.factory.data import TrainingData
 from vit.model.model_file import read_model_file
 from vit.runtime.device import copy_to_host
@@ -36,7 +36,7 @@ class BundleWriter(ModelWriter):
         if not self.process.is_main:
             return
         data = self.data
-        config = plain_values(data.config)
+        config = values_to_save(data.config)
         # whatever becomes of the file that they are from
         config["data"]["class_names"] = data.splits.renamed_classes or None
         datasets = {"train": data.train}

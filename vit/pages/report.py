@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -78,22 +78,31 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[Image.Image]:
+class DrawnMap(NamedTuple):
+    """A map over its picture, and what its sanity check says."""
+
+    overlay: Image.Image
+    verdict: str
+
+
+def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[DrawnMap]:
     """Attention rollout laid over pictures as the model sees them, [H, W, 3]."""
     if not pictures:
         return []
     # the pictures are already cut to the model's input
     uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
-    options = ExplainOptions(methods=("rollout",), sanity_checks=False, batch_size=16)
+    options = ExplainOptions(methods=("rollout",), sanity_checks=True, batch_size=16)
     explanations = Explainer(uncropped, options).explain(items_from_images(photos))
-    overlays = []
+    drawn = []
     for photo, explained in zip(photos, explanations.images, strict=True):
         (map,) = explained.maps
         assert map.scale is not None
+        assert map.sanity_check is not None
         shown = resize_picture(photo)
-        overlays.append(blend(shown, map.shown_values, explained.geometry, scale=map.scale))
-    return overlays
+        overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
+        drawn.append(DrawnMap(overlay, map.sanity_check.verdict))
+    return drawn
 
 
 def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
@@ -148,8 +157,11 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
     ]
 
 
-def _draw_examples(result: EvaluationResult) -> tuple[dict[str, str], dict[str, str], str | None]:
-    """The pictures of the examples and their attention maps, by path, and why there are no maps."""
+def _draw_examples(
+    result: EvaluationResult,
+) -> tuple[dict[str, str], dict[str, tuple[str, str]], str | None]:
+    """The pictures of the examples, and their attention maps with what their sanity checks say, by
+    path; and why there are no maps."""
     examples = result.evaluation.examples
     groups = (
         examples.most_confident_errors,
@@ -163,7 +175,8 @@ def _draw_examples(result: EvaluationResult) -> tuple[dict[str, str], dict[str, 
     photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
     pictures = dict(zip(paths, photos, strict=True))
     try:
-        overlays = map(encode_picture, draw_maps(result.bundle, pixels))
+        drawn = draw_maps(result.bundle, pixels)
     except ValueError as error:
         return pictures, {}, str(error)
-    return pictures, dict(zip(paths, overlays, strict=True)), None
+    maps = [(encode_picture(overlay), verdict) for overlay, verdict in drawn]
+    return pictures, dict(zip(paths, maps, strict=True)), None

@@ -8,6 +8,10 @@ from typing import Literal
 Precision = Literal["float32", "bfloat16", "float16"]
 # pixels
 MAX_SIDE = 2**14
+# in the place of a token
+HIDDEN = "***"
+# in the name of a parameter whose value opens something
+_SECRET = "token|sig|key|secret|passw|auth|credential|policy"
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
@@ -22,6 +26,13 @@ def first_line(error: BaseException) -> str:
     """The first line of another library's message, without memory addresses; else the error's type."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r" at 0x[0-9a-f]+", "", lines[0])
+
+
+def hide_tokens(text: str) -> str:
+    """Text in which the passwords and tokens of addresses are "***": user:password@ before the
+    host, and values of parameters such as token, signature, X-Amz-Credential or sig."""
+    text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
+    return re.sub(rf"(?i)([?&;][\w.-]*(?:{_SECRET})[\w.-]*=)[^&;\s'\"<>)]+", rf"\1{HIDDEN}", text)
 
 
 def replace_control_characters(text: str) -> str:

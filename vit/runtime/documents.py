@@ -17,6 +17,17 @@ from vit.runtime.files import open_regular, read_text
 
 # the parser needs 10 s for so many
 _MAX_YAML_CHARACTERS = 2**20
+# of lists in lists: its time grows with the square of this
+_MAX_YAML_DEPTH = 100
+
+# tokens that begin and end a list or a mapping
+_OPENING = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -48,7 +59,12 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         )
     try:
         # aliases multiply and tags call constructors; configurations need neither
+        depth = 0
         for token in yaml.scan(text):
+            depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+            if depth > _MAX_YAML_DEPTH:
+                problem = f"lists and mappings are nested more than {_MAX_YAML_DEPTH} deep"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=token.start_mark)
             if isinstance(token, yaml.AliasToken | yaml.AnchorToken | yaml.TagToken):
                 problem = "anchors, aliases and tags are not read; write the values out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=token.start_mark)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MAX_BYTES = 2**30
 # bytes; file systems allow 255, with the method, the class and what marks a temporary file
 _MAX_NAME = 120
+# of a file that is being written
+_TEMPORARY_SUFFIX = ".tmp"
 # in a directory that vit made, and may therefore clear
 _MARK = ".vit-output"
 
@@ -122,7 +124,7 @@ def write_atomically(
         flush_name: False: the new name is durable when the next file of the directory is written.
     """
     # hidden, and beside the target, so that renaming it is one step of the file system
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -134,6 +136,13 @@ def write_atomically(
         # also where the program is interrupted
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Remove the temporary files that a writer left which was killed. Nobody else may write there
+    meanwhile."""
+    for temporary in directory.glob(f".*{_TEMPORARY_SUFFIX}"):
+        temporary.unlink(missing_ok=True)
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
@@ -195,7 +204,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
 
 
-def check_output(path: Path, *, overwrite: bool = False) -> None:
+def expand_home(path: str | Path) -> Path:
+    """A path in which ~ is the home directory, as of `--output=~/runs`, which shells pass on."""
+    # Path.expanduser raises for the name of a user that there is not
+    return Path(os.path.expanduser(path))
+
+
+def check_output(path: str | Path, *, overwrite: bool = False) -> None:
     """Check the output directory before the work whose result goes there.
 
     Args:
@@ -206,6 +221,7 @@ def check_output(path: Path, *, overwrite: bool = False) -> None:
         FileExistsError: it holds files that may not be deleted.
         NotADirectoryError: it is a file.
     """
+    path = expand_home(path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     if not path.is_dir() or not any(path.iterdir()):
@@ -219,8 +235,9 @@ def check_output(path: Path, *, overwrite: bool = False) -> None:
         raise FileExistsError(f"{path} holds files that vit did not make; choose another --output")
 
 
-def prepare_output(path: Path, *, overwrite: bool = False) -> Path:
-    """Create the output directory `path`, empty; raises as `check_output` does."""
+def prepare_output(path: str | Path, *, overwrite: bool = False) -> Path:
+    """Create the output directory `path`, empty, and return it; raises as `check_output` does."""
+    path = expand_home(path)
     check_output(path, overwrite=overwrite)
     if path.is_dir():
         shutil.rmtree(path)

@@ -61,7 +61,7 @@ class TrainingResult:
         Raises:
             FileExistsError: the directory holds files, and `overwrite` is not set.
         """
-        target = prepare_output(Path(directory), overwrite=overwrite)
+        target = prepare_output(directory, overwrite=overwrite)
         shutil.copytree(
             self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock")
         )

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.runtime.documents import check_schema, parse_json
-from vit.runtime.files import read_text, remove, write_text
+from vit.runtime.files import read_text, remove, remove_temporaries, write_text
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -70,6 +70,8 @@ def open_run_directory(
                 f"{path} already holds a run;"
                 " continue it with --resume or replace it with --overwrite"
             )
+        # of a run that was killed: nobody else writes here
+        remove_temporaries(path)
         if holds_run and overwrite:
             for name in _RUN_FILES:
                 remove(path / name)

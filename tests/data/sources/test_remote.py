@@ -168,6 +168,51 @@ def test_a_changed_shard_is_another_data_set(server: ObjectServer, empty_cache: 
     assert greys(changed) == [3, 4, 5]
 
 
+def replace_shard(folder: Path) -> Path:
+    """Other images of the same names and lengths."""
+    path = write_shard(folder / "a.tar", [n % 3 for n in range(COUNT)], first=1)
+    os.utime(path, (1, 1))
+    return path
+
+
+def test_a_shard_that_is_replaced_during_a_run_is_not_mixed_in(
+    server: ObjectServer, empty_cache: Path
+) -> None:
+    write_shard(server.folder / "a.tar", [n % 3 for n in range(COUNT)])
+    dataset = open_all(f"{server.url}/a.tar")
+    dataset.image(0)
+    replace_shard(server.folder)
+    with pytest.raises(RemoteError, match=r"a\.tar has changed meanwhile: .*; start again"):
+        dataset.image(1)
+
+
+def test_an_object_that_is_replaced_during_a_run_is_not_mixed_in(
+    s3: Any, tmp_path: Path, empty_cache: Path
+) -> None:
+    bucket = Bucket("replaced", s3)
+    bucket.put("a.tar", write_shard(tmp_path / "a.tar", [n % 3 for n in range(COUNT)]))
+    dataset = open_all(f"{bucket.url}/a.tar")
+    dataset.image(0)
+    bucket.put("a.tar", replace_shard(tmp_path))
+    with pytest.raises(RemoteError, match=r"a\.tar has changed meanwhile: .*; start again"):
+        dataset.image(1)
+
+
+def test_tokens_are_in_no_message_and_are_asked_for_again(
+    server: ObjectServer, empty_cache: Path, cli: Launcher, tmp_path: Path, quick_retries: None
+) -> None:
+    root = f"{server.url}/a.tar?token=secret-1&sig=secret-2".replace("//", "//me:secret-3@")
+    for options in ([], ["--resume"]):
+        message = cli.fail("train", root, "--output", tmp_path / "run", *options)
+        assert "a.tar?token=***&sig=***" in message
+        assert "secret" not in message
+    saved = root.replace("secret-1", "***")
+    with pytest.raises(ValueError, match=r"was saved without its token; name the whole address"):
+        open_all(saved)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in left if b"secret" in path.read_bytes()]
+
+
 # --- order, ranks and workers -----------------
 
 
@@ -309,6 +354,20 @@ def test_addresses_that_are_wrong_or_not_for_us_are_named(
 def test_a_server_without_ranges_is_refused(server: ObjectServer, empty_cache: Path) -> None:
     write_shard(server.folder / "a.tar", [n % 3 for n in range(COUNT)])
     server.ranges = False
+    with pytest.raises(RemoteError, match="its server gives no byte ranges, or compresses"):
+        open_all(f"{server.url}/a.tar")
+
+
+def test_a_body_that_was_not_asked_for_is_not_read(
+    server: ObjectServer, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (server.folder / "a.tar").write_bytes(bytes(2**20))
+    server.ranges = False
+
+    def read(_: object) -> None:
+        pytest.fail("the body was read")
+
+    monkeypatch.setattr("aiohttp.ClientResponse.read", read)
     with pytest.raises(RemoteError, match="its server gives no byte ranges"):
         open_all(f"{server.url}/a.tar")
 

@@ -12,12 +12,13 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vit.runtime.arguments import first_line, shorten
+from vit.runtime.arguments import HIDDEN, first_line, hide_tokens, shorten
 from vit.runtime.files import open_regular
 
 SCHEMES = ("s3", "hf", "https", "http")
@@ -33,6 +34,8 @@ _BLOCK_BYTES = 2**15
 
 # what a store says of the content of a file, best first
 _VERSIONS = ("ETag", "blob_id", "Last-Modified")
+
+_CHANGED = "has changed meanwhile: its images are not those that were listed; start again"
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -69,12 +72,9 @@ class StoredFile(NamedTuple):
                 content = file.read(end - start)
             return content
 
-        content = request(
-            self.path, lambda filesystem: filesystem.cat_file(self.path, start=start, end=end)
-        )
+        content = request(self.path, lambda filesystem: _read_range(filesystem, self, start, end))
         if len(content) != end - start:
-            text = "has changed meanwhile, or its server gives no byte ranges"
-            raise RemoteError(f"{shorten(self.path)} {text}")
+            raise RemoteError(f"{_show(self.path)} {_CHANGED}")
         return content
 
     def open(self) -> Any:
@@ -122,9 +122,12 @@ def find_file(path: str) -> StoredFile:
     info = request(path, lambda filesystem: filesystem.info(path))
     if info.get("size") is None:
         text = "can't be read in parts: its server doesn't say how long it is"
-        raise RemoteError(f"{shorten(path)} {text}")
-    version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-    return StoredFile(path, info["size"], version)
+        raise RemoteError(f"{_show(path)} {text}")
+    return StoredFile(path, info["size"], _find_version(info))
+
+
+def _find_version(facts: Mapping[str, Any]) -> str:
+    return next((str(facts[name]) for name in _VERSIONS if facts.get(name)), "")
 
 
 def map_parallel(function: Callable[[Value], Result], values: Iterable[Value]) -> list[Result]:
@@ -147,7 +150,10 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
-        raise ValueError(f"{shorten(url)} is not read; known: {known}")
+        raise ValueError(f"{_show(url)} is not read; known: {known}")
+    if HIDDEN in url:
+        text = "was saved without its token; name the whole address, with data.root or --data"
+        raise ValueError(f"{_show(url)} {text}")
 
     is_http = scheme.startswith("http")
     num_tries = 0
@@ -157,7 +163,9 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
             return ask(_open_filesystem(scheme))
         except ImportError as error:
             hint = "pip install 'vit-pipeline[remote]'"
-            raise ValueError(f"{shorten(url)} can't be read: {error}; {hint}") from error
+            raise ValueError(f"{_show(url)} can't be read: {error}; {hint}") from error
+        except RemoteError:
+            raise
         except Exception as error:
             # each client has errors of its own
             # fsspec calls any failure of http a missing file; the cause says more
@@ -171,22 +179,83 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
                 time.sleep(_FIRST_WAIT * 2 ** (num_tries - 1))
                 continue
 
-            reason = shorten(first_line(failure))
+            reason = shorten(hide_tokens(first_line(failure)))
             if is_missing:
                 reason = "it is not there"
-            raise RemoteError(f"{shorten(url)} can't be read: {reason}") from error
+            # without the cause, whose text has the whole address
+            raise RemoteError(f"{_show(url)} can't be read: {reason}") from None
+
+
+def _show(url: str) -> str:
+    """An address for a message."""
+    return shorten(hide_tokens(url))
+
+
+def _read_range(filesystem: Any, file: StoredFile, start: int, end: int) -> Any:
+    """The bytes from `start` up to `end` of the version that was found. Raises RemoteError where
+    the store has another."""
+    if file.path.startswith("http"):
+        return filesystem.read_range(file, start, end)
+    if not file.path.startswith("s3:"):
+        return filesystem.cat_file(file.path, start=start, end=end)
+
+    from s3fs.utils import FileExpired  # type: ignore[import-untyped]  # of the extra
+
+    opened = _open_s3(file.path, os.getpid())
+    if file.version != str(opened.details.get("ETag", "")):
+        raise RemoteError(f"{_show(file.path)} {_CHANGED}")
+    try:
+        # with the header If-Match
+        return opened._fetch_range(start, end)
+    except FileExpired:
+        raise RemoteError(f"{_show(file.path)} {_CHANGED}") from None
+
+
+@lru_cache(maxsize=1024)
+def _open_s3(path: str, process: int) -> Any:
+    """A file of S3, opened once a process: that asks for its version."""
+    return _open_filesystem("s3").open(path, cache_type="none")
+
+
+@cache
+def _define_http_filesystem() -> Any:
+    """fsspec's file system for http, which also reads a range of a version."""
+    from fsspec.asyn import sync_wrapper
+    from fsspec.implementations.http import HTTPFileSystem
+
+    class RangeFileSystem(HTTPFileSystem):  # type: ignore[misc]
+        async def _read_range(self, file: StoredFile, start: int, end: int) -> bytes:
+            # compressed bytes would be others
+            headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+            session = await self.set_session()
+            async with session.get(self.encode_url(file.path), headers=headers) as response:
+                self._raise_not_found_for_status(response, file.path)
+                # before the body, which may be the whole file, is in memory
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if response.status != 206 or encoding != "identity":
+                    text = "can't be read in parts: its server gives no byte ranges, or compresses"
+                    raise RemoteError(f"{_show(file.path)} {text}")
+                version = _find_version(response.headers) or file.version
+                if version != file.version or response.content_length != end - start:
+                    raise RemoteError(f"{_show(file.path)} {_CHANGED}")
+                content: bytes = await response.read()
+                return content
+
+        read_range = sync_wrapper(_read_range)
+
+    return RangeFileSystem
 
 
 def _open_filesystem(scheme: str) -> Any:
     """fsspec keeps one for each process: connections don't survive a fork."""
-    # a quarter of a second, which data on this disk doesn't need
-    import fsspec
-
     if not scheme.startswith("http"):
+        # a quarter of a second, which data on this disk doesn't need
+        import fsspec
+
         return fsspec.filesystem(scheme)
 
     # of the extra "remote"
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=None, sock_read=_SILENCE)
-    return fsspec.filesystem(scheme, client_kwargs={"timeout": timeout})
+    return _define_http_filesystem()(client_kwargs={"timeout": timeout})

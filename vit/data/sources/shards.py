@@ -39,7 +39,7 @@ from vit.data.sources.base import (
     count_suffixes,
 )
 from vit.data.sources.remote import StoredFile
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
 
@@ -266,13 +266,15 @@ def _glob_shards(folder: str, pattern: str) -> list[str]:
 def _expand(pattern: str) -> list[str]:
     """The shards of a pattern, in its order."""
     if _count_names(pattern) > _MAX_SHARDS:
-        raise ValueError(f"data.root {shorten(pattern)} names more than {_MAX_SHARDS:,} shards")
+        raise ValueError(
+            f"data.root {shorten(hide_tokens(pattern))} names more than {_MAX_SHARDS:,} shards"
+        )
 
     shards: list[str] = []
     for name in braceexpand(pattern):
         files = remote.list_files(name)
         if not files:
-            raise FileNotFoundError(f"data.root {pattern}: no file matches {name}")
+            raise FileNotFoundError(f"data.root {hide_tokens(pattern)}: no file matches {name}")
         shards += files
     return shards
 
@@ -348,16 +350,18 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
                 else:
                     unused += count_suffixes([member.name])
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
-        raise ValueError(f"{file.path} is not a complete tar file: {error}") from error
+        raise ValueError(f"{hide_tokens(file.path)} is not a complete tar file: {error}") from error
 
     if not images:
-        raise ValueError(f"{file.path} holds no images; a sample is <key>.jpg and <key>.cls")
+        raise ValueError(
+            f"{hide_tokens(file.path)} holds no images; a sample is <key>.jpg and <key>.cls"
+        )
     # empty labels count as missing
     for key in images:
         if not labels.get(key):
-            raise ValueError(f"{file.path} has no label {key}.cls for the image {key}")
+            raise ValueError(f"{hide_tokens(file.path)} has no label {key}.cls for the image {key}")
     if repeated:
-        text = f"{file.path} has two images or labels of the key {min(repeated)}"
+        text = f"{hide_tokens(file.path)} has two images or labels of the key {min(repeated)}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
     if without_image := len(labels.keys() - images.keys()):
         unused["labels without an image"] = without_image

@@ -100,7 +100,7 @@ class FaithfulnessResult:
         Raises:
             FileExistsError: it holds files, and `overwrite` is not set or they are not a result.
         """
-        output = prepare_output(Path(directory), overwrite=overwrite)
+        output = prepare_output(directory, overwrite=overwrite)
         content = {
             "schema_version": SCHEMA_VERSION,
             **self.conditions,
