@@ -112,7 +112,7 @@ class Explainer:
     @torch.inference_mode(False)
     def __init__(self, bundle: Bundle, options: ExplainOptions) -> None:
         # whatever can be wrong is said before any image is read
-        _check_target(options)
+        find_methods(options.methods)
         check_choice(options.scale, SCALES, name="scale")
         check_choice(options.interpolation, INTERPOLATIONS, name="--interpolation")
         check_options(options.map_options, find_attention_layers(bundle.model))
@@ -131,6 +131,7 @@ class Explainer:
         )
         check_one_class_each(bundle.model, bundle.class_names)
         self._choose_targets = build_target_chooser(options.target, bundle.class_names)
+        _check_target(options)
         self._is_verified = False
 
         # other models' modules may not be copied: they explain with all of torch's threads
@@ -352,16 +353,14 @@ class Explainer:
 
 
 def _check_target(options: ExplainOptions) -> None:
-    """Refuse a class where no method's maps depend on it; warn where some don't."""
+    """Refuse a class where no method's maps depend on it."""
     methods = find_methods(options.methods)
-    one_for_all = [method.name for method in methods if not method.class_specific]
-    if options.target == "auto" or not one_for_all:
+    if options.target == "auto" or any(method.class_specific for method in methods):
         return
-    text = f"{' and '.join(one_for_all)}: the same map for every class"
-    if len(one_for_all) == len(methods):
-        hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
-        raise ValueError(f"{text}, so --class {options.target} changes nothing; {hint}")
-    warnings.warn(f"{text}; --class {options.target} is for the other maps", stacklevel=2)
+    names = " and ".join(method.name for method in methods)
+    text = f"{names}: the same map for every class, so --class {options.target} changes nothing"
+    hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
+    raise ValueError(f"{text}; {hint}")
 
 
 def _set_scales(results: Sequence[ImageResult], scale: str) -> None:
