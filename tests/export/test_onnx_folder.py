@@ -294,8 +294,6 @@ def test_the_exported_program_reads_what_vit_reads_and_goes_on(
     assert [record["path"] for record in records] == paths
     assert [record.keys() for record in records] == [json.loads(line).keys() for line in expected]
     assert not (tmp_path / "started").exists()
-    # as vit predict where nothing can be read
-    assert subprocess.run(command[:-1], capture_output=True, env=environment).returncode == 1
 
 
 def test_text_of_a_model_file_is_no_markup_in_its_card(
