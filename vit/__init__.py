@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vit.explanation.capture.forward import capture_attention
     from vit.explanation.explainer import explain_images
     from vit.explanation.methods.rollout import attention_rollout
+    from vit.explanation.methods.targets import CosineTarget
     from vit.explanation.render.overlay import save_overlay
     from vit.factory.export_model import export_model
     from vit.model.timm_weights import load_timm
@@ -27,6 +28,7 @@ _NAMES = {
     "vit.explanation.capture.forward": ("capture_attention",),
     "vit.explanation.explainer": ("explain_images",),
     "vit.explanation.methods.rollout": ("attention_rollout",),
+    "vit.explanation.methods.targets": ("CosineTarget",),
     "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
     "vit.model.vision_transformer": ("VisionTransformer",),
@@ -36,6 +38,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Bundle",
+    "CosineTarget",
     "Observer",
     "VisionTransformer",
     "__version__",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit.bundle import Bundle, collect_versions, load_model
 from vit.data.images import ImageInputs, list_images
@@ -17,7 +17,7 @@ from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.data.transforms import Transform
 from vit.evaluation.comparison import Comparison, compare_evaluations
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.images import load_images, select_correct_images
+from vit.evaluation.images import load_images, select_correct_images, select_images
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
 from vit.evaluation.sorting import PhotoSorter
 from vit.explanation.explainer import Explainer, choose_explain_batch_size
@@ -26,9 +26,17 @@ from vit.explanation.faithfulness.best_method import choose_methods, write_best_
 from vit.explanation.faithfulness.result import FaithfulnessResult
 from vit.explanation.items import find_items
 from vit.explanation.methods.registry import METHODS, find_methods
+from vit.explanation.methods.targets import (
+    CLASS,
+    ChooseTargets,
+    build_target,
+    describe_target,
+    find_output_kind,
+)
 from vit.explanation.records import Explanations
 from vit.explanation.writer import MapWriter
 from vit.factory.recipe import ConfigLike
+from vit.model.logits import compute_logits
 from vit.options import (
     TTA,
     EvaluateOptions,
@@ -36,6 +44,7 @@ from vit.options import (
     FaithfulnessOptions,
     MapOptions,
     PredictOptions,
+    TargetLike,
     TrainOptions,
     as_tuple,
     pick,
@@ -287,7 +296,7 @@ def explain(
     images: ImageInputs | None = None,
     *,
     methods: str | Sequence[str] = ("auto",),
-    target: int | str = "auto",
+    target: TargetLike = "auto",
     map_options: MapOptions | None = None,
     scale: str = "image",
     interpolation: str = "smooth",
@@ -312,8 +321,11 @@ def explain(
         methods: names of methods (`vit explain --help` lists them); "best" is the one that
             `vit.measure_faithfulness` found; "auto" is rollout and, of up to 64 images, the best
             where it is known, else libra-removal.
-        target: the class to explain: its name or index, "auto" for the predicted one, "all", or
-            "top3".
+        target: what to explain: a class's name or index, "auto" for the predicted one, "all", or
+            "top3"; "A - B" for the difference of two classes' logits; "sigmoid:A" for a label that
+            others don't exclude; or a function from the model's outputs [B, C] to a number of each
+            image [B], such as `lambda logits: logits[:, 3] - logits[:, 5]` or
+            `vit.CosineTarget(embedding)`. Of a model with one output "auto" is that number.
         map_options: of the methods. None: their defaults.
         scale: of the overlays' colours: "image", "batch", or "fixed".
         interpolation: "smooth", or "patches": each patch in one colour, with its edges.
@@ -412,6 +424,7 @@ def measure_faithfulness(
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     methods: str | Sequence[str] = "all",
+    target: TargetLike = "auto",
     count: int = 128,
     batch_size: int | None = None,
     seed: int = 0,
@@ -429,7 +442,10 @@ def measure_faithfulness(
         class_names: of `dataset`.
         methods: names of methods. "all": every one; then the best is kept beside the model file,
             for `vit.explain(methods="best")`.
-        count: correctly predicted images to measure on, at least 8.
+        target: "auto": the true class, of images that are predicted correctly. Else as of
+            `vit.explain`, of one class, on images as they come: what is removed and added lowers
+            and raises the target's value.
+        count: images to measure on, at least 8.
         batch_size: as of `vit.explain`.
         seed: of the choice of images and of the random maps.
         device: as of `vit.evaluate`.
@@ -457,12 +473,19 @@ def measure_faithfulness(
     batch_size = batch_size or choose_explain_batch_size(
         bundle.preprocess.image_size, next(bundle.model.parameters()).device
     )
-    # of wrong predictions there is no right evidence
-    images, classes, ids = select_correct_images(
-        bundle, source, count=count, batch_size=batch_size, seed=seed
-    )
+    kind = find_output_kind(bundle.model, bundle.class_names)
+    if target == "auto" and kind == "classes":
+        # of wrong predictions there is no right evidence
+        images, classes, ids = select_correct_images(
+            bundle, source, count=count, batch_size=batch_size, seed=seed
+        )
+        measured = CLASS
+    else:
+        measured, choose_targets = build_target(target, bundle.class_names, kind)
+        images, ids = select_images(source, bundle.preprocess, count=count, seed=seed)
+        classes = _choose_classes(bundle.model, images, choose_targets, batch_size=batch_size)
     benchmark = Benchmark(
-        bundle, images, classes, names, batch_size=batch_size, filled=64, seed=seed
+        bundle, images, classes, names, measured, batch_size=batch_size, filled=64, seed=seed
     )
 
     work, _ = benchmark.plan
@@ -476,6 +499,7 @@ def measure_faithfulness(
         "run_id": bundle.metadata.get("run_id"),
         "data": source.name,
         "split": source.split,
+        "target": describe_target(target),
         "num_images": len(ids),
         "seed": seed,
         "device": describe_device(next(bundle.model.parameters()).device),
@@ -484,7 +508,7 @@ def measure_faithfulness(
     }
     result = FaithfulnessResult(measurement, conditions, ids)
     # the best of some methods, or of an untrained model, is no choice for `vit explain`
-    if set(names) == set(METHODS) and not random_weights:
+    if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result
 
@@ -498,6 +522,22 @@ def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bun
     if device == "auto" and isinstance(module, nn.Module):
         torch_device = next(module.parameters()).device
     return load_model(model, device=torch_device, random_weights=random_weights)
+
+
+@torch.no_grad()
+def _choose_classes(
+    model: nn.Module, images: Tensor, choose_targets: ChooseTargets, *, batch_size: int
+) -> Tensor:
+    """The class of each image that is measured."""
+    device = next(model.parameters()).device
+    columns = [
+        choose_targets(compute_logits(model, batch.to(device)))
+        for batch in torch.split(images, batch_size)
+    ]
+    classes = torch.cat(columns)
+    if classes.shape[1] != 1:
+        raise ValueError("faithfulness is measured of one class of each image; name one, or auto")
+    return classes[:, 0]
 
 
 def _check_data(data: str | Path | None, dataset: Any) -> None:

@@ -5,7 +5,7 @@ help is its text under `Args:`. The functions of `vit.api` make a record from th
 what they call takes it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 from vit.runtime.arguments import shorten
 
 Record = TypeVar("Record")
+# a class's index or name, other words of `vit.explanation.methods.targets`, or a function from
+# outputs [B, C] to numbers [B]
+TargetLike = int | str | Callable[[Any], Any]
 
 # how a model's answers are averaged
 TTA = ("none", "hflip")
@@ -137,7 +140,8 @@ class ExplainOptions:
     Args:
         methods: names separated by commas; best: the one that vit faithfulness found; auto: rollout
             and, of up to 64 images, best where it is known, else libra-removal
-        target: auto (the predicted one), a name, an index, all or top3
+        target: auto (the predicted one), a name, an index, all or top3; also "A - B", the
+            difference of two logits, and sigmoid:A, a label that others don't exclude
         formats: png (or jpeg or webp), npz, html; separated by commas
         interpolation: smooth, or patches: each in one colour
         sanity_checks: sanity checks of every map; default: up to 64 images
@@ -154,7 +158,7 @@ class ExplainOptions:
     """
 
     methods: Annotated[tuple[str, ...], Option(flag="--method")] = ("auto",)
-    target: Annotated[int | str, Option(flag="--class")] = "auto"
+    target: Annotated[TargetLike, Option(flag="--class")] = "auto"
     formats: Annotated[tuple[str, ...], Option(flag="--format")] = ("png", "npz")
     interpolation: str = "smooth"
     sanity_checks: Annotated[bool | None, Option(flag="--checks/--no-checks")] = None
@@ -176,7 +180,8 @@ class FaithfulnessOptions(DataOptions):
 
     Args:
         methods: all, or names separated by commas
-        count: correctly predicted images to measure on
+        target: auto (the true class, of images that are predicted correctly), or as of vit explain
+        count: images to measure on
         batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
         seed: of the choice of images and of random maps
         device: auto, cpu, cuda or cuda:N
@@ -184,6 +189,7 @@ class FaithfulnessOptions(DataOptions):
     """
 
     methods: tuple[str, ...] = ("all",)
+    target: Annotated[TargetLike, Option(flag="--class")] = "auto"
     count: Annotated[int, Option(flag="--images", min=8)] = 128
     batch_size: Annotated[int | None, Option(min=1)] = None
     seed: int = 0

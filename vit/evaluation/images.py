@@ -192,6 +192,38 @@ def match_classes(
     return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
 
 
+def select_images(
+    dataset: ImageDataset, preprocess: Preprocess, *, count: int, seed: int = 0
+) -> tuple[Float[Tensor, "n 3 H W"], list[str]]:
+    """Choose images, whatever a model says of them.
+
+    Args:
+        dataset: the images; unreadable ones are passed over.
+        preprocess: of the model.
+        count: number of images, the first ones in an order shuffled with `seed`.
+        seed: of the order.
+
+    Returns:
+        Model inputs and ids.
+
+    Raises:
+        ValueError: fewer than `MIN_CORRECT_IMAGES` can be read.
+    """
+    chosen: dict[int, Pixels] = {}
+    for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
+        if len(chosen) == count:
+            break
+        # an unreadable one
+        with suppress(ValueError, OSError):
+            chosen[index] = preprocess.to_uint8(dataset.image(index))
+    if len(chosen) < MIN_CORRECT_IMAGES:
+        raise ValueError(
+            f"{len(chosen)} of {len(dataset)} images can be read; {MIN_CORRECT_IMAGES} are needed"
+        )
+    pixels = torch.from_numpy(np.stack(list(chosen.values())))
+    return preprocess.normalize(pixels), [dataset.ids[index] for index in chosen]
+
+
 def select_correct_images(
     bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
 ) -> tuple[Float[Tensor, "n 3 H W"], Int[Tensor, " n"], list[str]]:

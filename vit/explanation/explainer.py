@@ -17,8 +17,10 @@ from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, c
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.methods.targets import (
-    build_target_chooser,
-    check_one_class_each,
+    OutputKind,
+    build_target,
+    compute_probabilities,
+    find_output_kind,
     starts_with_predicted,
 )
 from vit.explanation.records import Explanations, ImageResult, MapResult
@@ -31,7 +33,7 @@ from vit.explanation.render.overlay import (
 )
 from vit.explanation.render.token_details import measure_tokens
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions, MapOptions
+from vit.options import ExplainOptions, MapOptions, TargetLike
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import (
     autocast,
@@ -52,7 +54,7 @@ def explain_images(
     images: ImageInputs,
     method: str = "rollout",
     *,
-    target: int | str = "auto",
+    target: TargetLike = "auto",
     options: MapOptions | None = None,
     batch_size: int = 32,
 ) -> Explanations:
@@ -62,8 +64,7 @@ def explain_images(
         bundle: the model, with its class names and preprocessing.
         images: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
         method: a name of `vit.explanation.methods.registry.METHODS`.
-        target: the classes to explain: "auto" (the predicted one), a class's name or index, "all"
-            or "top3".
+        target: what to explain: "auto" (the predicted class), or as of `vit.explain`.
         options: of the method.
         batch_size: images that are explained together.
 
@@ -129,8 +130,10 @@ class Explainer:
             batch_size=self._batch_size,
             precision=self._precision,
         )
-        check_one_class_each(bundle.model, bundle.class_names)
-        self._choose_targets = build_target_chooser(options.target, bundle.class_names)
+        self._kind: OutputKind = find_output_kind(bundle.model, bundle.class_names)
+        self._target, self._choose_targets = build_target(
+            options.target, bundle.class_names, self._kind
+        )
         _check_target(options)
         self._is_verified = False
 
@@ -279,6 +282,7 @@ class Explainer:
                 bundle.preprocess.normalize(batch),
                 methods=options.methods,
                 choose_targets=self._choose_targets,
+                target=self._target,
                 options=options.map_options,
                 keep_graph=bool(options.sanity_checks),
                 block_tokens=token_bytes > 0,
@@ -286,26 +290,33 @@ class Explainer:
             )
             checks: list[list[MapChecks]] = [[] for _ in maps]
             if options.sanity_checks:
-                predicted_first = starts_with_predicted(options.target, bundle.class_names)
+                # what is no class's is the same of every column
+                predicted_first = self._target.name is not None or starts_with_predicted(
+                    options.target, bundle.class_names
+                )
                 checks = check_maps(forward, targets, maps, predicted_first=predicted_first)
         logits = forward.logits.detach()
-        probabilities = (logits.float() / bundle.temperature).softmax(dim=1)
+        probabilities = compute_probabilities(logits.float() / bundle.temperature, self._kind)
+        scores = torch.stack(
+            [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
+        )
         tokens = []
         if token_bytes:
             tokens = [
                 measure_tokens(
                     forward,
                     row,
-                    targets=targets[row],
+                    targets=targets[row, : self._num_classes_explained],
                     temperature=bundle.temperature,
+                    kind=self._kind,
                     max_bytes=token_bytes,
                 )
                 for row in range(len(results))
             ]
 
         # the only copy from the device, and the only time that the host waits for it
-        logits, probabilities, targets, maps, checks, tokens = copy_to_host(
-            (logits, probabilities, targets, maps, checks, tokens)
+        logits, probabilities, scores, targets, maps, checks, tokens = copy_to_host(
+            (logits, probabilities, scores, targets, maps, checks, tokens)
         )
         for result, image_logits in zip(results, logits, strict=True):
             if not image_logits.isfinite().all():
@@ -315,18 +326,25 @@ class Explainer:
                 )
         for row, result in enumerate(results):
             result.probabilities = probabilities[row].numpy()
-            result.targets = tuple(targets[row].tolist())
+            result.targets = tuple(targets[row, : self._num_classes_explained].tolist())
+            if self._target.name is not None:
+                result.output = f"{self._target.name} = {scores[row, 0].item():.4g}"
             if tokens:
                 result.tokens = tokens[row]
         for method_maps, method_checks in zip(maps, checks, strict=True):
             checks_by_class = [class_checks.to_list() for class_checks in method_checks]
-            self._add_maps(results, method_maps, logits, checks_by_class)
+            self._add_maps(results, method_maps, scores, checks_by_class)
+
+    @property
+    def _num_classes_explained(self) -> int | None:
+        """None: all of the targets; 0 where what is explained is of no class."""
+        return None if self._target.name is None else 0
 
     def _add_maps(
         self,
         results: Sequence[ImageResult],
         maps: Maps,
-        logits: Tensor,
+        scores: Tensor,
         checks_by_class: list[list[SanityCheck]],
     ) -> None:
         """Give each image the map of each class."""
@@ -343,12 +361,14 @@ class Explainer:
                 if checks_by_class:
                     map_result.sanity_check = checks_by_class[column][row]
                 if method.class_specific:
-                    map_result.target = result.targets[column]
-                    map_result.logit = logits[row, map_result.target].item()
+                    map_result.score = scores[row, column].item()
+                    map_result.target_name = self._target.name
+                    if map_result.target_name is None:
+                        map_result.target = result.targets[column]
+                        map_result.target_name = self.bundle.class_names[map_result.target]
                     # files of several classes of one image need the class in their names
                     if self.options.target != "auto":
-                        class_name = self.bundle.class_names[map_result.target]
-                        map_result.key += f".{clean_name(class_name)}"
+                        map_result.key += f".{clean_name(map_result.target_name)}"
                 result.maps.append(map_result)
 
 

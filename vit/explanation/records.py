@@ -3,8 +3,9 @@
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +29,14 @@ from vit.explanation.render.overlay import (
 from vit.explanation.render.token_details import TokenDetails
 from vit.options import ExplainOptions
 
+ClassValues = Mapping[str, Any]  # index, name and probability
 
-def describe_class(name: str, probability: float) -> str:
-    """A prediction in words."""
-    return f"predicted {name}  {100 * probability:.1f} %"
+
+def describe_prediction(predicted: ClassValues) -> str:
+    """A prediction in words; of a model without probabilities what its name says."""
+    if predicted["probability"] is None:
+        return str(predicted["name"])
+    return f"predicted {predicted['name']}  {100 * predicted['probability']:.1f} %"
 
 
 @dataclass
@@ -44,8 +49,10 @@ class MapResult:
         values: float32, [rows, columns].
         prefix_mass: fraction of the relevance in prefix tokens.
         entropy: nats, 0 to log(patches).
-        target: the class it is about; None for a method that does not depend on the class.
-        logit: of that class: some methods' maps grow with it.
+        target: the class it is about; None for a method that does not depend on the class, and for
+            a target of another kind.
+        target_name: of that class, or of that target.
+        score: the class's logit, or the value of that target: some methods' maps grow with it.
         sanity_check: None where it was not asked for.
         scale: of its colours; set once all images of the batch are explained.
     """
@@ -56,7 +63,8 @@ class MapResult:
     prefix_mass: float
     entropy: float
     target: int | None = None
-    logit: float | None = None
+    target_name: str | None = None
+    score: float | None = None
     sanity_check: SanityCheck | None = None
     scale: ColourScale | None = None
 
@@ -65,14 +73,17 @@ class MapResult:
         """The values in multiples of an even share."""
         return relative_to_uniform(self.values)
 
-    def describe(self, class_names: Sequence[str]) -> str:
+    def describe(self) -> str:
         """What the map shows, in words."""
         text = "where information flows from, for any class"
         if self.method.name == "raw":
             text = "what one layer attends to, for any class"
         if self.target is not None:
             against = " (red) and against it (blue)" if self.method.signed else ""
-            text = f"what speaks for {class_names[self.target]}{against}"
+            text = f"what speaks for {self.target_name}{against}"
+        elif self.target_name is not None:
+            against = " (red) and lowers it (blue)" if self.method.signed else ""
+            text = f"what raises {self.target_name}{against}"
         is_flat = self.scale is not None and self.scale.is_flat
         return f"{text}; nearly even" if is_flat else text
 
@@ -88,8 +99,10 @@ class ImageResult:
         image: the upright RGB image; None for a large one, which `read_image` reads again.
         pixels: as the model sees it, until the batch was observed.
         maps: in the order of the methods, of one method in the order of the classes.
-        probabilities: of the classes, at the temperature of the model file.
-        targets: the classes that are explained.
+        probabilities: of the classes, at the temperature of the model file; none where the model
+            gives no probabilities.
+        targets: the classes that are explained; none where another target is.
+        output: that target and its value.
         tokens: what each token attends to, only where it was asked for.
     """
 
@@ -101,6 +114,7 @@ class ImageResult:
     maps: list[MapResult] = field(default_factory=list)
     probabilities: Float[np.ndarray, " C"] = field(default_factory=lambda: np.empty(0, np.float32))
     targets: tuple[int, ...] = ()
+    output: str = ""
     tokens: TokenDetails | None = None
 
     @property
@@ -110,15 +124,20 @@ class ImageResult:
         return rows, columns
 
     @property
-    def predicted(self) -> int:
-        """The index of the most probable class."""
-        return int(self.probabilities.argmax())
+    def predicted(self) -> int | None:
+        """The index of the most probable class; None where the model gives no probabilities."""
+        return int(self.probabilities.argmax()) if len(self.probabilities) else None
+
+    def describe_class(self, index: int | None, class_names: Sequence[str]) -> ClassValues:
+        """A class and its probability; without one, what is explained and its value."""
+        if index is None:
+            return {"index": None, "name": self.output, "probability": None}
+        probability = float(self.probabilities[index]) if len(self.probabilities) else None
+        return {"index": index, "name": class_names[index], "probability": probability}
 
     def describe_prediction(self, class_names: Sequence[str]) -> str:
-        """The most probable class and its probability, in words."""
-        return describe_class(
-            class_names[self.predicted], float(self.probabilities[self.predicted])
-        )
+        """What the model answered, in words."""
+        return describe_prediction(self.describe_class(self.predicted, class_names))
 
     def read_image(self) -> Image.Image:
         """The upright RGB image."""
@@ -178,7 +197,7 @@ class Explanations:
                     blend(photo, values, image.geometry, scale=result.scale, smooth=smooth)
                 )
                 verdict = [result.sanity_check.verdict] if result.sanity_check else []
-                texts.append([result.describe(class_names), *verdict])
+                texts.append([result.describe(), *verdict])
             rows.append(SheetRow(pictures, texts))
         return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 

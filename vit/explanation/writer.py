@@ -16,7 +16,8 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult, describe_class
+from vit.explanation.methods.targets import describe_target
+from vit.explanation.records import ImageResult, MapResult, describe_prediction
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
 from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
 from vit.options import ExplainOptions
@@ -50,7 +51,7 @@ _MAX_WAITING_BATCHES = 2
 class _Class(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
-    probability: float
+    probability: float | None
 
 
 class _Map(BaseModel):
@@ -229,7 +230,7 @@ class MapWriter:
         """What the maps depend on."""
         return asdict(self.options.map_options) | {
             "methods": list(self.options.methods),
-            "target": self.options.target,
+            "target": describe_target(self.options.target),
             "scale": self.options.scale,
             "interpolation": self.options.interpolation,
             "sanity_checks": self.options.sanity_checks,
@@ -247,7 +248,7 @@ class MapWriter:
             "sha256": image.sha256,
             "size": list(image.geometry.original_size),
             "box": list(image.geometry.box),
-            "predicted": self._describe_class(image, image.predicted),
+            "predicted": image.describe_class(image.predicted, self.bundle.class_names),
             "grid": list(image.grid),
             "map_key": maps[0]["map_key"],
             "overlay": maps[0]["overlay"],
@@ -257,27 +258,22 @@ class MapWriter:
     def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
         target = overlay = None
         if result.target is not None:
-            target = self._describe_class(image, result.target)
+            target = image.describe_class(result.target, self.bundle.class_names)
+        elif result.target_name is not None:
+            target = {"index": None, "name": result.target_name, "probability": None}
         if self._picture_format:
             overlay = f"{result.key}.{self._picture_format}"
         return {
             "method": result.method.name,
             "class_specific": result.method.class_specific,
             "target": target,
-            "caption": result.describe(self.bundle.class_names),
-            "logit": result.logit,
+            "caption": result.describe(),
+            "score": result.score,
             "map_key": result.key,
             "overlay": overlay,
             "prefix_mass": result.prefix_mass,
             "entropy": result.entropy,
             "sanity_check": result.sanity_check and asdict(result.sanity_check),
-        }
-
-    def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:
-        return {
-            "index": index,
-            "name": self.bundle.class_names[index],
-            "probability": float(image.probabilities[index]),
         }
 
     def _write_sheet(self) -> None:
@@ -287,9 +283,8 @@ class MapWriter:
         for entry in self.entries[:MAX_SHEET_IMAGES]:
             original_width, original_height = entry["size"]
             width, height = panel_size((original_width, original_height), self.options.max_side)
-            predicted = entry["predicted"]
             pictures: list[Image.Image] = []
-            texts = [[entry["title"], describe_class(predicted["name"], predicted["probability"])]]
+            texts = [[entry["title"], describe_prediction(entry["predicted"])]]
             for result in entry["maps"]:
                 with Image.open(self.output / result["overlay"]) as overlay:
                     # the photo on the left, the map on the right
@@ -344,7 +339,7 @@ def draw_map(
     # what the model said comes first, the map's own lines below it
     caption = [
         f"{image.item.title}: {image.describe_prediction(class_names)}",
-        f"{result.describe(class_names)} ({result.method.title})",
+        f"{result.describe()} ({result.method.title})",
     ]
     if result.sanity_check is not None:
         caption.append(str(result.sanity_check))

@@ -274,7 +274,8 @@ class Card {
     this.figure.card = this;
     this.figure.addEventListener("keydown", event => event.key === "Escape" && this.keep(null));
     this.part("path").textContent = this.image.title;
-    this.part("predicted").textContent = `predicted: ${this.image.predicted.name} ${this.image.predicted.percent}\u00a0%`;
+    const {name, percent} = this.image.predicted; // without a percentage, what the model gives
+    this.part("predicted").textContent = percent === null ? name : `predicted: ${name} ${percent}\u00a0%`;
     this.part("expand").addEventListener("click", () => this.expand());
     this.part("expand").hidden = !this.image.tokens;
     this.part("inside").id = `inside-${index}`;

@@ -107,6 +107,7 @@ class Gallery:
         return {
             "title": _printable(image.item.title),
             "predicted": self._describe_class(image, image.predicted),
+            "output": image.output,
             "verdicts": verdicts,
             "targets": sorted(
                 {result.target for result in image.maps if result.target is not None}
@@ -141,10 +142,12 @@ class Gallery:
         target = None
         if result.target is not None:
             target = self._describe_class(image, result.target)
+        elif result.target_name is not None:
+            target = {"index": None, "name": result.target_name, "percent": None}
         return {
             "method": result.method.name,
             "title": result.method.title,
-            "caption": result.describe(self._bundle.class_names),
+            "caption": result.describe(),
             "target": target,
             "signed": result.method.signed,
             # the ends of the colours; values are stored in their own range, in multiples of an
@@ -161,9 +164,11 @@ class Gallery:
             "sanity_check": result.sanity_check and asdict(result.sanity_check),
         }
 
-    def _describe_class(self, image: ImageResult, index: int) -> dict[str, Any]:
-        percent = round(100 * float(image.probabilities[index]), 1)
-        return {"index": index, "name": self._bundle.class_names[index], "percent": percent}
+    def _describe_class(self, image: ImageResult, index: int | None) -> dict[str, Any]:
+        described = image.describe_class(index, self._bundle.class_names)
+        probability = described["probability"]
+        percent = None if probability is None else round(100 * probability, 1)
+        return {"index": index, "name": described["name"], "percent": percent}
 
 
 def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, Any]:

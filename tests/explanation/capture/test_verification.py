@@ -1,7 +1,6 @@
 """Models whose map would be plausible and wrong are refused, with what was seen."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,15 +222,6 @@ def explain_photo(model: nn.Module) -> None:
     bundle = Bundle.from_model(model.eval(), **count)
     items = find_items([Image.new("RGB", (96, 64))], trained_on={}, count=1)
     Explainer(bundle, ExplainOptions(methods=("rollout",))).explain(items)
-
-
-def test_one_logit_and_several_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="gives one number, so its softmax is always 1"):
-        explain_photo(build_timm(num_classes=1))
-    model = build_timm()
-    model.config = SimpleNamespace(problem_type="multi_label_classification")
-    with pytest.raises(ValueError, match="is for multi label classification"):
-        explain_photo(model)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

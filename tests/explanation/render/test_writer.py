@@ -230,7 +230,7 @@ def test_class_targets_have_a_map_each_and_safe_names(
     assert {found["target"]["name"] for found in maps if found["target"]} == set(NAMES)
     assert all((tmp_path / "out" / found["overlay"]).is_file() for found in maps)
     assert "two.gae._img src=x onerror=alert(1)_.png" in {found["overlay"] for found in maps}
-    assert all(np.isfinite(found["logit"]) for found in maps if found["target"])
+    assert all(np.isfinite(found["score"]) for found in maps if found["target"])
 
 
 @pytest.mark.parametrize(

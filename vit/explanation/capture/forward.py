@@ -48,6 +48,7 @@ from vit.explanation.capture.tokens import (
 )
 from vit.explanation.capture.tokens import count_prefix_tokens, replace_blocks
 from vit.explanation.capture.verification import check_chain, check_places
+from vit.explanation.methods.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them
@@ -192,10 +193,17 @@ class Forward:
     pooling: dict[str, Tensor]
     # of a pass within LibraGradients: the same with the model's own gradients, where it was run
     without_libra: "Forward | None" = None
+    # what is explained
+    target: Target = CLASS
 
     def score(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """The logit of one class of each image."""
-        return self.logits.gather(1, classes[:, None])[:, 0]
+        """What gradients explain: the logit of one class of each image, or another target."""
+        return self.target.score(self.logits, classes)
+
+    def value(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """What removing patches is measured by: the probability of one class of each image, or
+        another target."""
+        return self.target.value(at_least_float32(self.logits), classes)
 
 
 # there is no graph in inference mode, and gradients and measured pool weights come from one

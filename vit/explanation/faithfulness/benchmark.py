@@ -27,6 +27,7 @@ from vit.explanation.faithfulness.token_ablation import (
     leave_one_out,
 )
 from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.targets import CLASS, Target
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
 
@@ -57,6 +58,7 @@ class Benchmark:
         images: as the model takes them, [n, 3, H, W].
         classes: of each image the class that is explained.
         methods: names in `METHODS`.
+        target: what is explained and measured of the class.
         batch_size: images at a time.
         filled: how many of the images, the first ones, have patches filled with the mean.
         few: how many are explained with randomised weights.
@@ -68,6 +70,7 @@ class Benchmark:
     images: Images
     classes: Int[Tensor, " n"]
     methods: Sequence[str]
+    target: Target = CLASS
     batch_size: int = 64
     filled: int = 64
     few: int = 16
@@ -210,6 +213,7 @@ class Benchmark:
                 batch,
                 methods=methods or self.methods,
                 choose_targets=partial(_as_column, targets),
+                target=self.target,
                 # `plan` did it for this architecture
                 verify=methods is not None,
             )
@@ -246,6 +250,7 @@ class Benchmark:
             images,
             classes,
             grid=self.grid,
+            target=self.target,
             fill=fill,
             precision=precision,
             batch_size=self.batch_size,

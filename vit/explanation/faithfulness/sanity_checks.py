@@ -180,8 +180,7 @@ def occlusion_reference(
         no_gradient = suppress(ValueError)
         float32 = torch.autocast(forward.images.device.type, enabled=False)
         with no_gradient, torch.enable_grad(), float32:
-            probability = forward.logits.float().softmax(dim=1).gather(1, classes[:, None])[:, 0]
-            gradient = compute_removal_gradient(forward, probability).detach()
+            gradient = compute_removal_gradient(forward, forward.value(classes)).detach()
             return Evidence("removal-gradient", gradient[:, forward.num_prefix_tokens :], patches)
 
     if not leaves_all_out:
@@ -190,7 +189,7 @@ def occlusion_reference(
         patches = torch.randperm(num_patches, generator=generator)[:LEAVE_OUT_SOME].sort().values
     images = forward.images.detach()
     drops = leave_one_out(
-        build_predictor(forward.model, images, classes, grid=forward.grid),
+        build_predictor(forward.model, images, classes, grid=forward.grid, target=forward.target),
         batch=len(images),
         patches=num_patches,
         device=images.device,

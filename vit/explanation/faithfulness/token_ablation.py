@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Grid, Images
 from vit.explanation.capture.tokens import can_drop_tokens, change_tokens, keep_tokens
-from vit.model.logits import compute_logits
+from vit.explanation.methods.targets import CLASS, Target
+from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
 
@@ -37,6 +38,7 @@ def build_predictor(
     classes: Int[Tensor, " B"],
     *,
     grid: Grid,
+    target: Target = CLASS,
     fill: Fill = "auto",
     precision: Precision = "float32",
     batch_size: int = 64,
@@ -51,6 +53,7 @@ def build_predictor(
         images: normalised, [B, 3, H, W], on the model's device.
         classes: of each image, [B].
         grid: rows and columns of patches.
+        target: what is measured in the place of the class's probability.
         fill: "auto" leaves the tokens of the other patches out where the model allows it; "mean"
             paints their pixels with the image's mean colour.
         precision: of the forward passes.
@@ -120,9 +123,8 @@ def build_predictor(
     @torch.no_grad()
     def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
         with autocast(images.device, precision):
-            logits = compute_removals(kept).float()
-        row_classes = classes.repeat(len(kept) // len(classes))[:, None]
-        return logits.softmax(dim=1).gather(1, row_classes)[:, 0]
+            logits = at_least_float32(compute_removals(kept))
+        return target.value(logits, classes.repeat(len(kept) // len(classes)))
 
     return predict
 

@@ -106,7 +106,7 @@ def compute_legrad(forward: Forward, classes: Classes, options: MapOptions) -> T
         assert layer.block_tokens is not None
         assert layer.heads is not None
         logits = classify_token(forward, layer.block_tokens.mean(dim=1))
-        score = logits.gather(1, classes[:, None]).sum()
+        score = forward.target.score(logits, classes).sum()
         (gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
         return layer.in_chunks(
             lambda images: layer.attention_gradient(gradient, images).clamp_min(0).mean(dim=(1, 2))

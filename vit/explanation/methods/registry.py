@@ -29,7 +29,7 @@ from vit.explanation.methods.gradients import (
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.explanation.methods.rollout import check_range, check_rollout_options, compute_rollout
-from vit.explanation.methods.targets import ChooseTargets
+from vit.explanation.methods.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
 
 Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
@@ -77,6 +77,7 @@ def compute_maps(
     *,
     methods: Sequence[str] = ("rollout",),
     choose_targets: ChooseTargets | None = None,
+    target: Target = CLASS,
     options: MapOptions | None = None,
     keep_graph: bool = False,
     block_tokens: bool = False,
@@ -89,6 +90,7 @@ def compute_maps(
         images: normalised images [B, 3, height, width].
         methods: names, see `METHODS`.
         choose_targets: picks T classes of each image from the logits; by default the predicted one.
+        target: the number of a class that is explained.
         options: of the methods.
         keep_graph: keep the model's own gradients, whatever the methods need.
         block_tokens: keep what leaves each block.
@@ -120,6 +122,9 @@ def compute_maps(
     first_forward = forward or libra_forward  # both have the same logits
     assert first_forward is not None
     check_options(options, first_forward.record.layers)
+    for recorded in (forward, libra_forward):
+        if recorded is not None:
+            recorded.target = target
     logits = first_forward.logits.detach()
     if choose_targets is None:
         targets = logits.argmax(dim=1, keepdim=True)
@@ -181,8 +186,7 @@ _pixels_x_gradient = partial(compute_input_x_gradient, from_mean=True)
 
 def _removal_gradient(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     # of the probability, as the sanity checks' evidence: a logit may rise for all classes alike
-    probability = forward.logits.softmax(dim=1).gather(1, classes[:, None])[:, 0]
-    return compute_removal_gradient(forward, probability)
+    return compute_removal_gradient(forward, forward.value(classes))
 
 
 def _libra_removal(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Forward, classify_token
 from vit.explanation.methods.rollout import attention_rollout
+from vit.explanation.methods.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
 
 MAX_LENS_TARGETS = 3
@@ -57,7 +58,13 @@ class TokenDetails(NamedTuple):
 
 
 def measure_tokens(
-    forward: Forward, image: int, *, targets: Int[Tensor, " T"], temperature: float, max_bytes: int
+    forward: Forward,
+    image: int,
+    *,
+    targets: Int[Tensor, " T"],
+    temperature: float,
+    max_bytes: int,
+    kind: OutputKind = "classes",
 ) -> TokenDetails:
     """The details of one image of the batch.
 
@@ -68,6 +75,7 @@ def measure_tokens(
         targets: the classes that are explained.
         temperature: of the model file, by which logits are divided.
         max_bytes: of all details together; what does not fit is left out.
+        kind: of the model's outputs; the logit lens is one of classes or labels.
     """
     layers = forward.record.layers
     num_heads = layers[0].num_heads
@@ -87,8 +95,8 @@ def measure_tokens(
     parts = {name for name, total in totals if total <= max_bytes}
 
     lens = None
-    if "lens" in parts:
-        lens = _compute_lens(forward, image, targets, temperature)
+    if "lens" in parts and kind in ("classes", "labels"):
+        lens = _compute_lens(forward, image, targets, temperature, kind)
     pooled = None
     if "pooled" in parts:
         pool_weights = at_least_float32(forward.pool_weights[one])[:, None, None]
@@ -122,7 +130,11 @@ def measure_tokens(
 
 @torch.no_grad()
 def _compute_lens(
-    forward: Forward, image: int, targets: Int[Tensor, " T"], temperature: float
+    forward: Forward,
+    image: int,
+    targets: Int[Tensor, " T"],
+    temperature: float,
+    kind: OutputKind,
 ) -> LogitLens | None:
     """nostalgebraist's logit lens (2020) on a vision transformer's tokens."""
     layer_probabilities = []
@@ -133,7 +145,8 @@ def _compute_lens(
             logits = classify_token(forward, at_least_float32(layer.block_tokens[image].detach()))
         except ValueError:  # a classifier that is not known: the page does without
             return None
-        layer_probabilities.append((logits / temperature).softmax(dim=-1).float())  # [N, C]
+        probabilities = compute_probabilities(logits / temperature, kind)
+        layer_probabilities.append(probabilities.float())  # [N, C]
 
     maxima = [probabilities.max(dim=-1) for probabilities in layer_probabilities]
     return LogitLens(
