@@ -22,8 +22,8 @@ MAX_PER_1000_LINES = {
 MIN_COMMENT_LINES_PER_1000 = 40.0
 MAX_CHARACTERS_A_LINE = 42.0
 # of code in the package; it came to 528,000 when the layout was made, and grows with what is new:
-# of code in the package; it came to 528,000 when the layout was made, and grows with what is new:
-# prediction sets, p-values and the audit of labels take 35,000, targets of maps beyond one class 5,000
+# prediction sets, p-values and the audit of labels take 35,000, targets of maps beyond one class
+# 5,000
 MAX_CHARACTERS = 665_000
 
 

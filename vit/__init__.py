@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vit.explanation.capture.forward import capture_attention
     from vit.explanation.explainer import explain_images
     from vit.explanation.methods.rollout import attention_rollout
-    from vit.explanation.methods.targets import CosineTarget
     from vit.explanation.render.overlay import save_overlay
+    from vit.explanation.targets import CosineTarget
     from vit.factory.export_model import export_model
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
@@ -28,7 +28,7 @@ _NAMES = {
     "vit.explanation.capture.forward": ("capture_attention",),
     "vit.explanation.explainer": ("explain_images",),
     "vit.explanation.methods.rollout": ("attention_rollout",),
-    "vit.explanation.methods.targets": ("CosineTarget",),
+    "vit.explanation.targets": ("CosineTarget",),
     "vit.explanation.render.overlay": ("save_overlay",),
     "vit.model.timm_weights": ("load_timm",),
     "vit.model.vision_transformer": ("VisionTransformer",),

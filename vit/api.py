@@ -26,14 +26,14 @@ from vit.explanation.faithfulness.best_method import choose_methods, write_best_
 from vit.explanation.faithfulness.result import FaithfulnessResult
 from vit.explanation.items import find_items
 from vit.explanation.methods.registry import METHODS, find_methods
-from vit.explanation.methods.targets import (
+from vit.explanation.records import Explanations
+from vit.explanation.targets import (
     CLASS,
     ChooseTargets,
     build_target,
     describe_target,
     find_output_kind,
 )
-from vit.explanation.records import Explanations
 from vit.explanation.writer import MapWriter
 from vit.factory.recipe import ConfigLike
 from vit.model.logits import compute_logits

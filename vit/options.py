@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 from vit.runtime.arguments import shorten
 
 Record = TypeVar("Record")
-# a class's index or name, other words of `vit.explanation.methods.targets`, or a function from
+# a class's index or name, other words of `vit.explanation.targets`, or a function from
 # outputs [B, C] to numbers [B]
 TargetLike = int | str | Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.explanation.items import items_from_dataset, items_from_images, name_images
-from vit.explanation.methods.targets import build_target_chooser
+from vit.explanation.targets import build_target_chooser
 from vit.runtime.files import clean_name
 
 

@@ -16,13 +16,6 @@ from vit.explanation.capture.layers import find_attention_layers
 from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
-from vit.explanation.methods.targets import (
-    OutputKind,
-    build_target,
-    compute_probabilities,
-    find_output_kind,
-    starts_with_predicted,
-)
 from vit.explanation.records import Explanations, ImageResult, MapResult
 from vit.explanation.render.overlay import (
     FIXED_END,
@@ -32,6 +25,13 @@ from vit.explanation.render.overlay import (
     fit_scale,
 )
 from vit.explanation.render.token_details import measure_tokens
+from vit.explanation.targets import (
+    OutputKind,
+    build_target,
+    compute_probabilities,
+    find_output_kind,
+    starts_with_predicted,
+)
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions, MapOptions, TargetLike
 from vit.runtime.arguments import check_choice

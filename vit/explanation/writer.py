@@ -16,10 +16,10 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
-from vit.explanation.methods.targets import describe_target
 from vit.explanation.records import ImageResult, MapResult, describe_prediction
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
 from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
+from vit.explanation.targets import describe_target
 from vit.options import ExplainOptions
 from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json

@@ -20,7 +20,7 @@ from vit.data.images import Preprocess
 from vit.explanation.faithfulness.benchmark import Benchmark
 from vit.explanation.faithfulness.sanity_checks import check_maps
 from vit.explanation.methods.registry import METHODS, compute_maps
-from vit.explanation.methods.targets import build_target
+from vit.explanation.targets import build_target
 from vit.model.logits import compute_logits
 
 NAMES = ("cat", "dog", "owl", "a - b", "b")

@@ -48,7 +48,7 @@ from vit.explanation.capture.tokens import (
 )
 from vit.explanation.capture.tokens import count_prefix_tokens, replace_blocks
 from vit.explanation.capture.verification import check_chain, check_places
-from vit.explanation.methods.targets import CLASS, Target
+from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them

@@ -27,7 +27,7 @@ from vit.explanation.faithfulness.token_ablation import (
     leave_one_out,
 )
 from vit.explanation.methods.registry import compute_maps
-from vit.explanation.methods.targets import CLASS, Target
+from vit.explanation.targets import CLASS, Target
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
 

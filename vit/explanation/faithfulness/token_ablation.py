@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Grid, Images
 from vit.explanation.capture.tokens import can_drop_tokens, change_tokens, keep_tokens
-from vit.explanation.methods.targets import CLASS, Target
+from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast

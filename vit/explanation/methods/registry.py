@@ -29,7 +29,7 @@ from vit.explanation.methods.gradients import (
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.explanation.methods.rollout import check_range, check_rollout_options, compute_rollout
-from vit.explanation.methods.targets import CLASS, ChooseTargets, Target
+from vit.explanation.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
 
 Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]

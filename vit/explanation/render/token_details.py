@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Forward, classify_token
 from vit.explanation.methods.rollout import attention_rollout
-from vit.explanation.methods.targets import OutputKind, compute_probabilities
+from vit.explanation.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
 
 MAX_LENS_TARGETS = 3
