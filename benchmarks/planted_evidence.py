@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out
+from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out, tile_patches
 from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
@@ -87,7 +87,9 @@ def measure_pointing(
         accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
     for fill, name in {"auto": "leave-one-out", "mean": "leave-one-out, mean fill"}.items():
         predict = build_predictor(model, images, classes, grid=(GRID, GRID), fill=fill)
-        falls = leave_one_out(predict, batch=len(images), patches=GRID**2, device=images.device)
+        falls = leave_one_out(
+            predict, batch=len(images), groups=tile_patches((GRID, GRID), 1), device=images.device
+        )
         accuracy[name] = float((falls.argmax(dim=1) == glyphs).float().mean())
     return accuracy
 

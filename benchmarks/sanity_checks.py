@@ -40,6 +40,7 @@ from vit.explanation.faithfulness.token_ablation import (
     build_predictor,
     deletion_curve,
     leave_one_out,
+    tile_patches,
 )
 from vit.explanation.methods.registry import METHODS, Maps, compute_maps
 
@@ -126,8 +127,9 @@ class Measured:
 
     def _leave_one_out(self, images: Tensor, classes: Tensor) -> Tensor:
         predict = build_predictor(self.model, images, classes, grid=self.grid)
-        patches = self.grid[0] * self.grid[1]
-        drops = leave_one_out(predict, batch=len(images), patches=patches, device=images.device)
+        drops = leave_one_out(
+            predict, batch=len(images), groups=tile_patches(self.grid, 1), device=images.device
+        )
         return drops.reshape(-1, *self.grid)
 
     def _find_evidence(self, circular: bool) -> Evidence:
@@ -137,7 +139,7 @@ class Measured:
         ):
             forward = run_forward(self.model, images, gradients=True)
             parts.append(occlusion_reference(forward, classes, circular=circular))
-        return Evidence(parts[0].name, torch.cat([part.drops for part in parts]), parts[0].patches)
+        return Evidence(parts[0].name, torch.cat([part.drops for part in parts]), parts[0].groups)
 
 
 def check_method(measured: Measured, name: str) -> dict[str, Any]:

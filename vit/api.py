@@ -344,7 +344,7 @@ def explain(
 
     Returns:
         The result: `.maps[method]` is a tensor [images, rows, columns] on the patch grid;
-        `.sanity_checks[method]` says whether each map agrees with what leaving out single patches
+        `.sanity_checks[method]` says whether each map agrees with what leaving patches out
         does. A notebook shows the first images with their maps; `.show()` opens them as a picture.
 
     Raises:

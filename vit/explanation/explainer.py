@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
+from vit.explanation.capture.forward import Images, run_forward
 from vit.explanation.capture.layers import find_attention_layers
-from vit.explanation.faithfulness.sanity_checks import MapChecks, SanityCheck, check_maps
+from vit.explanation.faithfulness.sanity_checks import (
+    RELIABILITY_IMAGES,
+    GroupSize,
+    MapChecks,
+    SanityCheck,
+    check_maps,
+    choose_group_size,
+)
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.records import Explanations, ImageResult, MapResult
@@ -136,6 +144,7 @@ class Explainer:
         )
         _check_target(options)
         self._is_verified = False
+        self._group_size: GroupSize | None = None
 
         # other models' modules may not be copied: they explain with all of torch's threads
         has_threads = self.device.type == "cpu" and isinstance(bundle.model, VisionTransformer)
@@ -172,6 +181,8 @@ class Explainer:
         """
         explanations = Explanations(self.bundle, self.options, images=[], unreadable=[])
         unreadable = explanations.unreadable
+        # of the same images it is the same, whatever was explained before
+        self._group_size = None
         # large images are decoded again where they are drawn: two batches of them at once may not
         # fit into memory
         max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self._batch_size, len(items)), 1)
@@ -230,6 +241,9 @@ class Explainer:
     def _explain_batch(self, results: Sequence[ImageResult], token_bytes: int) -> None:
         """Each thread of a CPU explains a part of the batch; a GPU one part after the other where
         its memory doesn't hold the whole."""
+        if self.options.sanity_checks and self._group_size is None:
+            # before the batch is divided, so that it doesn't depend on the number of threads
+            self._group_size = self._choose_group_size(results[:RELIABILITY_IMAGES])
         part_size = -(-len(results) // self._threads.count)
 
         def explain_part(start: int) -> None:
@@ -274,12 +288,11 @@ class Explainer:
         """Add to each image its maps, what the model answered and the details of its tokens."""
         bundle = self.bundle
         options = self.options
-        pixels = np.stack([result.pixels for result in results if result.pixels is not None])
-        batch = copy_to_device(torch.from_numpy(pixels), self.device)
+        images = self._normalize(results)
         with autocast(self.device, self._precision):
             forward, targets, maps = compute_maps(
                 model,
-                bundle.preprocess.normalize(batch),
+                images,
                 methods=options.methods,
                 choose_targets=self._choose_targets,
                 target=self._target,
@@ -294,7 +307,13 @@ class Explainer:
                 predicted_first = self._target.name is not None or starts_with_predicted(
                     options.target, bundle.class_names
                 )
-                checks = check_maps(forward, targets, maps, predicted_first=predicted_first)
+                checks = check_maps(
+                    forward,
+                    targets,
+                    maps,
+                    predicted_first=predicted_first,
+                    group_size=self._group_size,
+                )
         logits = forward.logits.detach()
         probabilities = compute_probabilities(logits.float() / bundle.temperature, self._kind)
         scores = torch.stack(
@@ -339,6 +358,23 @@ class Explainer:
     def _num_classes_explained(self) -> int | None:
         """None: all of the targets; 0 where what is explained is of no class."""
         return None if self._target.name is None else 0
+
+    def _normalize(self, results: Sequence[ImageResult]) -> Images:
+        """The images as the model takes them, on its device."""
+        pixels = np.stack([result.pixels for result in results if result.pixels is not None])
+        batch = copy_to_device(torch.from_numpy(pixels), self.device)
+        return self.bundle.preprocess.normalize(batch)
+
+    @torch.inference_mode(False)
+    def _choose_group_size(self, results: Sequence[ImageResult]) -> GroupSize:
+        with autocast(self.device, self._precision):
+            forward = run_forward(
+                self.bundle.model, self._normalize(results), verify=not self._is_verified
+            )
+            forward.target = self._target
+            group_size = choose_group_size(forward)
+        self._is_verified = True
+        return group_size
 
     def _add_maps(
         self,

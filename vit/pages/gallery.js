@@ -7,7 +7,7 @@ const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0)
 const palettes = page.palettes.map(bytes);
 const ATTENTION = "attention of a layer", LENS = "logit lens";
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
-const NUMBERS = {agreement: "correlation with what leaving out single patches does", p_value: "p"};
+const NUMBERS = {agreement: "correlation with what leaving patches out does", p_value: "p"};
 const CARDS_AT_ONCE = 24;
 const CONFIDENCES = [["0", "below 50\u00a0%"], ["50", "50 to 90\u00a0%"], ["90", "90\u00a0% and above"]];
 const unique = values => [...new Set(values)];
@@ -443,7 +443,7 @@ class Card {
     line.hidden = !map;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
-    if (check) facts.push(`evidence: ${check.evidence}`);
+    if (check) facts.push(`evidence: ${check.evidence}, ${check.patches}`);
     if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
     this.part("facts").textContent = facts.filter(Boolean).join(" · ");
     this.part("numbers").hidden = !facts.length;

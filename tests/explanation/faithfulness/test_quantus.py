@@ -19,6 +19,7 @@ from vit.explanation.faithfulness.token_ablation import (
     build_predictor,
     deletion_curve,
     leave_one_out,
+    tile_patches,
 )
 
 GRID = (6, 6)
@@ -74,7 +75,9 @@ def test_correlation_with_leave_one_out_is_the_faithfulness_estimate(
         **AS_IT_IS,
     )
     maps = painted["maps"]
-    drops = leave_one_out(painted["predict"], batch=len(maps), patches=PATCHES, device=maps.device)
+    drops = leave_one_out(
+        painted["predict"], batch=len(maps), groups=tile_patches(GRID, 1), device=maps.device
+    )
     found = rank_correlation(maps, drops.unflatten(1, GRID))
     expected = np.array(estimate(**painted["arguments"]))
     assert np.ptp(expected) > 0.2

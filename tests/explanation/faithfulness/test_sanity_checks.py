@@ -10,16 +10,19 @@ from scipy.stats import pearsonr, rankdata, spearmanr
 from torch import nn
 
 from tests.explanation.model_zoo import build_timm, prepare
-from vit.explanation.capture.forward import run_forward
+from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
+from vit.explanation.faithfulness import sanity_checks
 from vit.explanation.faithfulness.sanity_checks import (
-    LEAVE_OUT_SOME,
     MAX_ALTERNATIVES,
+    MAX_GROUPS,
     MIN_ALTERNATIVES,
     Evidence,
     SanityCheck,
     _alternatives,
     check_map,
     check_maps,
+    choose_group_size,
+    choose_groups,
     occlusion_reference,
     randomise_weights,
     rank_correlation,
@@ -58,7 +61,7 @@ def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
 
 def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
     return check_map(
-        maps, Evidence("leave-one-out", drops.flatten(1), torch.arange(drops[0].numel()))
+        maps, Evidence("leave-one-out", drops.flatten(1), torch.eye(drops[0].numel()) > 0)
     ).to_list()
 
 
@@ -102,9 +105,7 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     shift that does."""
     drops = torch.zeros(1, 5, 8)
     drops[0, 1, 2] = 1
-    chosen = Evidence(
-        "leave-one-out", drops.flatten(1)[:, :39], torch.arange(39)
-    )  # not all: without the second look
+    chosen = Evidence("leave-one-out", drops.flatten(1)[:, :39], torch.eye(40)[:39] > 0)
     (check,) = check_map(2 * drops, chosen).to_list()
     assert check.alternatives == 160
     assert check.p_value == pytest.approx(4 / 160)
@@ -133,6 +134,84 @@ def test_what_cannot_be_checked_says_so() -> None:
     )
     assert tiny[0].alternatives < MIN_ALTERNATIVES
     assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not checked", "a")
+
+
+def compare_groups(maps: torch.Tensor, drops: torch.Tensor, *, side: int) -> list[SanityCheck]:
+    """Maps with what groups of patches lose, here the mean of `drops` over each."""
+    groups = choose_groups((maps.shape[1], maps.shape[2]), side)
+    means = drops.flatten(1) @ (groups / groups.sum(dim=1, keepdim=True)).T
+    evidence = Evidence("leave-one-out", means, groups)
+    return check_map(maps, evidence).to_list()
+
+
+@pytest.mark.parametrize(("side", "grid_side"), [(1, 14), (4, 16)])
+def test_groups_give_few_false_alarms_and_find_what_is_there(side: int, grid_side: int) -> None:
+    maps = draw_smooth(60, seed=0, side=grid_side)
+    drops = draw_smooth(60, seed=1, side=grid_side)
+    assert count_agreeing(compare_groups(maps, drops, side=side)) <= 0.05
+    mixed = maps + 0.5 * drops * maps.std() / drops.std()
+    assert count_agreeing(compare_groups(mixed, maps, side=side)) > 0.8
+
+    line = torch.linspace(-1, 1, grid_side)
+    distance = line[:, None] ** 2 + line**2
+    centre = torch.exp(-2 * distance).expand(60, -1, -1)
+    assert count_agreeing(compare_groups(centre, 5 * drops - 2 * distance, side=side)) <= 0.05
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (16, 16), (37, 37), (8, 8), (4, 40)])
+@pytest.mark.parametrize("side", [1, 2, 4])
+def test_groups_are_spread_over_the_image(grid: tuple[int, int], side: int) -> None:
+    groups = choose_groups(grid, side)
+    assert len(groups) <= MAX_GROUPS
+    assert groups.sum(dim=0).max() == 1
+    if grid[0] * grid[1] >= 16 * side**2:
+        assert len(groups) >= 16
+        quarters = groups.any(dim=0).reshape(grid).float()
+        rows, columns = (length // 2 for length in grid)
+        for down in (slice(rows), slice(rows, None)):
+            for across in (slice(columns), slice(columns, None)):
+                assert quarters[down, across].sum() >= 3 * side**2 / 2
+
+
+@pytest.mark.parametrize("reacts_to", [1, 2, 4, 5])
+def test_the_smallest_groups_that_two_ways_of_removal_rank_alike(
+    monkeypatch: pytest.MonkeyPatch, reacts_to: int
+) -> None:
+    """Smaller groups change nothing but noise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def remove(
+        predict: object, *, batch: int, groups: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        noise = torch.randn(batch, len(groups), generator=generator)
+        signal = groups.float() @ torch.arange(256.0) ** 0.5
+        return noise + (signal if groups[0].sum() >= reacts_to**2 else 0)
+
+    monkeypatch.setattr(sanity_checks, "leave_one_out", remove)
+    monkeypatch.setattr(sanity_checks, "build_predictor", lambda *args, **options: abs)
+    forward = Forward(
+        model=nn.Identity(),
+        images=torch.zeros(4, 3, 8, 8),
+        logits=torch.eye(4),
+        record=AttentionRecord([]),
+        pool_weights=torch.zeros(4, 256),
+        num_prefix_tokens=0,
+        grid=(16, 16),
+        tokens=torch.zeros(4, 256, 8),
+        pooling={},
+    )
+    size = choose_group_size(forward)
+    assert size.side == {1: 1, 2: 2, 4: 4, 5: None}[reacts_to]
+    (check,) = check_map(
+        torch.rand(1, 16, 16),
+        Evidence("leave-one-out", torch.rand(1, 256), torch.eye(256) > 0, size),
+    ).to_list()
+    if size.side is None:
+        assert check.verdict == "not checked"
+        assert "rank them differently" in check.reason
+    else:
+        assert check.patches == ("single patches" if reacts_to == 1 else str(size))
+        assert check.patches in check.reason
 
 
 def test_leaving_patches_out_supports_itself_and_not_its_reverse(trained) -> None:
@@ -187,7 +266,9 @@ def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     forward, targets, maps = compute_maps(larger, images, methods=names, keep_graph=True)
     libra, removal = check_maps(forward, targets, maps)
     assert (libra[0].evidence, removal[0].evidence) == ("removal-gradient", "leave-one-out")
-    assert len(occlusion_reference(forward, targets[:, 0], circular=True).patches) == LEAVE_OUT_SOME
+    assert (
+        16 <= len(occlusion_reference(forward, targets[:, 0], circular=True).groups) <= MAX_GROUPS
+    )
     # the evidence is the model's own gradient, also where every map is of LibraGrad's
     evidence = occlusion_reference(forward, targets[:, 0]).drops
     assert torch.allclose(evidence, maps[1].values[:, 0].flatten(1), rtol=1e-4, atol=1e-7)
@@ -207,7 +288,7 @@ def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out(
     with pytest.raises(ValueError, match="pools by something else than a mean"):
         compute_maps(model, images, methods=["removal-gradient"])
     assert check_maps(forward, targets, maps)[0][0].evidence == "leave-one-out"
-    assert len(occlusion_reference(forward, targets[:, 0]).patches) == LEAVE_OUT_SOME
+    assert 16 <= len(occlusion_reference(forward, targets[:, 0]).groups) <= MAX_GROUPS
 
 
 @pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])

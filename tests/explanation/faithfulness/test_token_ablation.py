@@ -5,16 +5,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import capture_attention
 from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
+    _blur,
+    _paint_over,
     area_under,
     build_predictor,
     deletion_curve,
     leave_one_out,
+    tile_patches,
 )
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
@@ -144,7 +148,29 @@ def test_deletion_takes_the_first_of_the_order_away() -> None:
 def test_leave_one_out_is_the_fall_for_each_patch(ours: Build) -> None:
     model, images = ours()
     predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
-    falls = leave_one_out(predict, batch=2, patches=24, device=images.device)
+    falls = leave_one_out(predict, batch=2, groups=tile_patches((4, 6), 1), device=images.device)
     without_third = torch.tensor([patch for patch in range(24) if patch != 3]).expand(2, -1)
     expected = predict(torch.arange(24).expand(2, -1)) - predict(without_third)
     assert torch.equal(falls[:, 3], expected)
+
+
+def test_tiles_cover_the_grid_and_differ_by_one_where_sides_are_no_multiples() -> None:
+    tiles = tile_patches((3, 5), 2)
+    numbers = (tiles.int() * torch.arange(len(tiles))[:, None]).sum(dim=0).reshape(3, 5)
+    assert numbers.tolist() == [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
+    sizes = tile_patches((14, 14), 4).sum(dim=1)
+    assert (len(sizes), sorted(set(sizes.tolist())), sizes.sum()) == (16, [9, 12, 16], 196)
+
+
+def test_the_blur_is_a_gaussian_as_wide_as_a_patch() -> None:
+    """Against scipy, σ a patch's side, where every patch is blurred."""
+    images = torch.rand(1, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+    blurred = _blur(images, (6, 10))
+    # scipy's mirror doesn't repeat the edge, as torch's reflect
+    expected = gaussian_filter(images[0].numpy(), (0, 4, 4), mode="mirror", truncate=2.0)
+    assert np.abs(blurred[0].numpy() - expected).max() < 1e-5
+    # a patch that is kept is as it was, another is blurred
+    kept = torch.tensor([[0]])
+    painted = _paint_over(images, blurred, kept, (6, 10))
+    assert torch.equal(painted[..., :4, :4], images[..., :4, :4])
+    assert torch.equal(painted[..., 4:, :], blurred[..., 4:, :])

@@ -25,6 +25,7 @@ from vit.explanation.faithfulness.token_ablation import (
     build_predictor,
     deletion_curve,
     leave_one_out,
+    tile_patches,
 )
 from vit.explanation.methods.registry import compute_maps
 from vit.explanation.targets import CLASS, Target
@@ -230,7 +231,7 @@ class Benchmark:
         drops = leave_one_out(
             self._build_predictor(model, images, classes, task=LEAVE_ONE_OUT),
             batch=len(images),
-            patches=self.grid[0] * self.grid[1],
+            groups=tile_patches(self.grid, 1),
             device=images.device,
         )
         return torch.unflatten(drops, 1, self.grid)

@@ -3,15 +3,18 @@
 A vision transformer takes any number of tokens, so a patch is removed by leaving its token out
 after the position embedding: nothing is painted over, and no image is made that is unlike those of
 the training (Jain et al. 2022, "Missingness bias in model debugging"). Painting patches over with
-the mean colour is there to compare, and for models that need all of their tokens.
+the mean colour is there to compare, and for models that need all of their tokens; so is blurring
+them (Petsiuk et al. 2018, RISE), which keeps colours and loses shapes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,8 +25,8 @@ from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
 
-# drop tokens where the model allows it, else paint; or always paint
-Fill = Literal["auto", "mean"]
+# drop tokens where the model allows it, else paint; or always paint, or blur
+Fill = Literal["auto", "mean", "blur"]
 # of the patches removed, of deletion curves: 0 to 0.9
 FRACTIONS = tuple(step / 10 for step in range(10))
 
@@ -55,7 +58,8 @@ def build_predictor(
         grid: rows and columns of patches.
         target: what is measured in the place of the class's probability.
         fill: "auto" leaves the tokens of the other patches out where the model allows it; "mean"
-            paints their pixels with the image's mean colour.
+            paints their pixels with the image's mean colour, "blur" with the image blurred by a
+            Gaussian whose σ is a patch's side.
         precision: of the forward passes.
         batch_size: whole images at a time; of images with few tokens so many more.
         on_forward: is called with the work done, 1 for each whole image.
@@ -84,11 +88,14 @@ def build_predictor(
     image_logits = torch.cat(all_logits)
     image_tokens = torch.cat(all_tokens) if all_tokens else None
     num_prefix_tokens = 0 if image_tokens is None else image_tokens.shape[1] - num_patches
-    mean_colour = images.mean(dim=(-1, -2), keepdim=True)
+    if fill == "blur":
+        background = _blur(images, grid)
+    else:
+        background = images.mean(dim=(-1, -2), keepdim=True)
 
     def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
         if image_tokens is None:
-            painted = _paint_over(images[rows], mean_colour[rows], kept, grid)
+            painted = _paint_over(images[rows], background[rows], kept, grid)
             return compute_logits(model, painted)
 
         prefix = image_tokens[rows, :num_prefix_tokens]
@@ -148,34 +155,84 @@ def area_under(
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
 
 
+def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
+    """The patches of each tile of about size × size patches, row by row. Where a side is not a
+    multiple of `size`, tiles differ by one row or column."""
+    sides = []
+    for side in grid:
+        num_tiles = math.ceil(side / size)
+        sides.append(torch.arange(side) * num_tiles // side)
+    down, across = sides
+    tile_of_patch = (down[:, None] * math.ceil(grid[1] / size) + across).flatten()
+    return tile_of_patch == torch.arange(int(tile_of_patch[-1]) + 1)[:, None]
+
+
 def leave_one_out(
-    predict: Predict,
-    *,
-    batch: int,
-    patches: int,
-    device: torch.device,
-    chosen: Sequence[int] | None = None,
-) -> Float[Tensor, "B chosen"]:
-    """The drop in probability when one patch is left out (leave-one-out occlusion).
+    predict: Predict, *, batch: int, groups: Bool[Tensor, "m P"], device: torch.device
+) -> Float[Tensor, "B m"]:
+    """The drop in probability when one group of patches is left out (leave-one-out occlusion).
 
     Args:
         predict: of `build_predictor`.
         batch: number of images.
-        patches: number of patches of each.
+        groups: the patches of each group, on the host, see `tile_patches`.
         device: the images'.
-        chosen: patches to leave out; by default every one.
     """
-    every_patch = torch.arange(patches, device=device).expand(batch, -1)
-    probabilities = []
-    for patch in range(patches) if chosen is None else chosen:
-        others = torch.cat([every_patch[:, :patch], every_patch[:, patch + 1 :]], dim=1)
-        probabilities.append(predict(others))
-    return predict(every_patch)[:, None] - torch.stack(probabilities, dim=1)
+    num_patches = groups.shape[1]
+    probabilities = [
+        predict(others.expand(batch, -1))
+        for others in _patches_outside(group_members(groups), num_patches, device)
+    ]
+    whole = predict(torch.arange(num_patches, device=device).expand(batch, -1))
+    return whole[:, None] - torch.stack(probabilities, dim=1)
+
+
+def group_members(groups: Bool[Tensor, "m P"]) -> tuple[tuple[int, ...], ...]:
+    """The patches of each group, as what a cache can look up."""
+    return tuple(tuple(group.nonzero()[:, 0].tolist()) for group in groups)
+
+
+# copied to the device once, which each batch would wait for
+@lru_cache(maxsize=16)
+def _patches_outside(
+    groups: tuple[tuple[int, ...], ...], num_patches: int, device: torch.device
+) -> list[Int[Tensor, " kept"]]:
+    every_patch = range(num_patches)
+    return [
+        torch.tensor([patch for patch in every_patch if patch not in group], device=device)
+        for group in groups
+    ]
+
+
+def _blur(images: Images, grid: Grid) -> Images:
+    """The images blurred by a Gaussian whose σ is a patch's side, cut off at two σ."""
+    channels, height, width = images.shape[1:]
+    blurred = images
+    for axis, (side, num_patches) in enumerate(zip((height, width), grid, strict=True)):
+        sigma = side / num_patches
+        # reflecting takes no more than the image has
+        radius = min(round(2 * sigma), side - 1)
+        offsets = torch.arange(-radius, radius + 1, device=images.device, dtype=images.dtype)
+        kernel = torch.exp(-((offsets / sigma) ** 2) / 2)
+        kernel = kernel / kernel.sum()
+
+        if axis == 0:
+            weights = kernel[:, None]
+            padding = (0, 0, radius, radius)
+        else:
+            weights = kernel[None, :]
+            padding = (radius, radius, 0, 0)
+        padded = F.pad(blurred, padding, mode="reflect")
+        blurred = F.conv2d(padded, weights.expand(channels, 1, -1, -1), groups=channels)
+    return blurred
 
 
 def _paint_over(
-    images: Images, colour: Float[Tensor, "B 3 1 1"], kept: Int[Tensor, "B kept"], grid: Grid
+    images: Images,
+    background: Float[Tensor, "B 3 #height #width"],
+    kept: Int[Tensor, "B kept"],
+    grid: Grid,
 ) -> Images:
     mask = torch.zeros(len(images), grid[0] * grid[1], device=images.device).scatter_(1, kept, 1.0)
     mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
-    return images * mask + colour * (1 - mask)
+    return images * mask + background * (1 - mask)
