@@ -133,7 +133,7 @@ def test_the_manifest_says_how_each_map_was_made(
     assert found["class_specific"] is False
     assert found["target"] is None
     assert 0 < found["prefix_mass"] < 1
-    numbers = {"agreement", "p_value", "alternatives", "evidence"}
+    numbers = {"agreement", "p_value", "alternatives", "evidence", "patches"}
     assert {"verdict", "reason"} | numbers == found["sanity_check"].keys()
 
 
