@@ -150,6 +150,9 @@ class ModelConfig(_Section):
     qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
+    # with init: the block to end at, the pooling and the head are chosen by a linear probe; with
+    # freeze=backbone that is all
+    probe: bool = False
     # backbone: train the head alone; N: freeze N blocks
     freeze: Literal["none", "backbone"] | int = "none"
 

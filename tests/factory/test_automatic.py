@@ -54,7 +54,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """speed(rate): so many images a second, instead of a measurement."""
 
     def set_speed(rate: float) -> None:
-        monkeypatch.setattr(automatic, "_measure_rate", lambda config, task: rate)
+        monkeypatch.setattr(automatic, "_measure_rate", lambda config, task, model=None: rate)
 
     set_speed(150.0)
     return set_speed
@@ -92,7 +92,7 @@ def test_a_folder_is_listed_once(
 
 @pytest.mark.usefixtures("speed")
 def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None:
-    config, choices, _ = choose_config(photos)
+    config, choices, *_ = choose_config(photos)
     assert (config.data.image_size, config.model.patch_size) == (64, 8)  # of 90 × 100 pixels
     assert config.augment.resized_crop_scale == (0.35, 1.0)
     assert config.train.batch_size == 8  # of 44
@@ -119,7 +119,7 @@ def test_the_minutes_decide_the_epochs_and_at_last_the_size(photos: Path, speed:
     assert lengths[0] < lengths[1] < lengths[2]
     assert lengths[2] == pytest.approx(4 * lengths[0], abs=4)
     speed(0.5)
-    config, choices, _ = choose_config(photos, minutes=0.25)
+    config, choices, *_ = choose_config(photos, minutes=0.25)
     assert config.train.epochs == 1
     assert config.train.max_steps == 1
     assert "0.25 minutes" in choices["length"]
@@ -134,7 +134,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     photos: Path, speed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic, "_ENOUGH_PHOTOS", 40)
-    config, choices, _ = choose_config(photos)
+    config, choices, *_ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size, config.model.drop_path_rate) == (
         256,
         88,
@@ -143,7 +143,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     assert "more than in the recipe for so few" in choices["regularisation"]
     assert "pretrained weights" not in choices
     speed(1.0)
-    config, choices, _ = choose_config(photos)
+    config, choices, *_ = choose_config(photos)
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)
     assert "the minutes are too few" in choices["image size"]
 
@@ -171,7 +171,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
 def test_what_is_given_holds_and_what_depends_on_it_follows(
     photos: Path, overrides: list[str], expected: dict[str, Any]
 ) -> None:
-    config, choices, _ = choose_config(photos, overrides)
+    config, choices, *_ = choose_config(photos, overrides)
     found = {
         key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in expected
     }

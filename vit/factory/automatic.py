@@ -6,23 +6,27 @@ to the images. What the user sets with `key.path=value` holds, and what depends 
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from vit.config import Config, flatten_config, load_config, read_sections
 from vit.data.open import DatasetSplits, find_kind
 from vit.data.statistics import measure_shorter_side
-from vit.factory.data import build_dataset
+from vit.factory.data import build_data, build_dataset
 from vit.factory.model import build_model
+from vit.factory.probe import FittedProbe, build_probed_model, fit_to_data, uses_probe
 from vit.factory.recipe import find_recipe
 from vit.factory.run import build_plan, build_train_step
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
-from vit.runtime.device import choose_device, free_cached_memory
-from vit.runtime.processes import Process
+from vit.runtime.device import autocast, choose_device, choose_precision, free_cached_memory
+from vit.runtime.processes import Process, current_process
 from vit.training.execution import estimate_seconds
 
 # section → key → value, not yet validated
@@ -43,6 +47,18 @@ _PRETRAINED_HINT = (
     "4 × 200 photos gave 92 % from a pretrained ViT-S and 82 % without, in 5 minutes on 2 cores; "
     "--init timm:vit_small_patch16_224 starts from one (a download of 88 MB, Apache-2.0, once)"
 )
+# After a probe, of what is left of the minutes: the rest is for augmentation and what a machine does
+# beside. Fewer epochs of fine-tuning than these move the weights and come to no rest.
+_FINE_TUNING_FRACTION = 0.85
+_MIN_FINE_TUNING_EPOCHS = 2.0
+# of the probed model's blocks, that may stay frozen where that makes room for so many epochs
+_FROZEN_FRACTIONS = (0.0, 0.5, 0.75)
+_WANTED_EPOCHS = 4.0
+# of the minutes, for the pass of all images through the weights
+_FEATURE_FRACTION = 0.5
+# images whose pass through the weights is timed
+_TIMED_IMAGES = 16
+_MIN_PROBED_IMAGES = 200
 
 # what is chosen for the images, whatever the recipe: its name → the keys
 _CHOSEN_KEYS = {
@@ -66,6 +82,18 @@ class _Task:
     user: Sections  # what the user sets
 
 
+class Choice(NamedTuple):
+    """A configuration that was chosen for images."""
+
+    config: Config
+    # what was chosen by name, with its reason
+    reasons: dict[str, str]
+    # the images, opened
+    splits: DatasetSplits
+    # that the run starts from, where it was fitted to choose its length
+    probe: FittedProbe | None = None
+
+
 class _Candidate(NamedTuple):
     """A recipe at an image size, taken where the minutes hold at least `min_epochs` of it."""
 
@@ -77,7 +105,7 @@ class _Candidate(NamedTuple):
 
 def choose_config(
     data: str | Path, overrides: Sequence[str] = (), minutes: float | None = None
-) -> tuple[Config, dict[str, str], DatasetSplits]:
+) -> Choice:
     """Choose a configuration for images.
 
     Args:
@@ -85,12 +113,10 @@ def choose_config(
         overrides: `key.path=value` of the user.
         minutes: of training; None for `DEFAULT_MINUTES`.
 
-    Returns:
-        The configuration, what was chosen by name with its reason, and the images, opened.
-
     Raises:
         ValueError: images that can't be opened, or overrides that don't fit.
     """
+    started_at = time.perf_counter()
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
@@ -122,6 +148,18 @@ def choose_config(
         user=user,
     )
 
+    if pretrained_size is not None:
+        (candidate,) = _list_candidates(task)
+        sections = _adapt_recipe(candidate, task)
+        sections["data"] |= source
+        config = load_config(sections, overrides)
+        # it takes all processes of a run, and the others wait for this choice
+        if uses_probe(config) and current_process().world_size == 1:
+            probe, length = _plan_fine_tuning(sections, overrides, splits, task, started_at)
+            config = load_config(sections, overrides)
+            choices = _explain_choices(config, task, candidate, length)
+            return Choice(config, choices, splits, probe)
+
     # the first recipe that the minutes hold enough epochs of
     for candidate in _list_candidates(task):
         sections = _adapt_recipe(candidate, task)
@@ -134,8 +172,11 @@ def choose_config(
     _set_length(sections, task, epochs)
 
     config = load_config(sections, overrides)
-    choices = _explain_choices(config, task, candidate, epochs=epochs, rate=images_per_second)
-    return config, choices, splits
+    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
+    length += f", {images_per_second:,.0f} images/s"
+    if config.train.epochs < int(epochs):
+        length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
+    return Choice(config, _explain_choices(config, task, candidate, length), splits)
 
 
 def find_device(overrides: Sequence[str]) -> str:
@@ -199,6 +240,9 @@ def _adapt_recipe(candidate: _Candidate, task: _Task) -> Sections:
     train["class_balance"] = "auto"
     if task.pretrained_size is not None:
         data["image_size"] = _shorten(task.pretrained_size)
+        # some ten steps an epoch, also of few images
+        near_a_tenth = 2 ** round(math.log2(max(task.num_images, 1) / 10))
+        train["batch_size"] = min(max(near_a_tenth, 8), train["batch_size"])
         # that of the weights holds
         del data["crop_pct"]
         return sections
@@ -264,9 +308,77 @@ def _shorten(sides: tuple[int, int]) -> int | list[int]:
     return sides[0] if sides[0] == sides[1] else list(sides)
 
 
-def _measure_rate(config: Config, task: _Task) -> float:
-    """Images that are trained on in a second, over the sizes and the dropped patches of the run."""
-    model, _ = build_model(config, num_classes=task.num_classes)
+def _plan_fine_tuning(
+    sections: Sections,
+    overrides: Sequence[str],
+    splits: DatasetSplits,
+    task: _Task,
+    started_at: float,
+) -> tuple[FittedProbe, str]:
+    """Fit the probe, and set in `sections` how many of its blocks the rest of the minutes trains for
+    how long; returns the probe and the reason."""
+    config = load_config(sections, overrides)
+    model, pretrained = build_model(config, num_classes=task.num_classes)
+    assert isinstance(model, VisionTransformer)
+    data = build_data(config, splits, device=task.device, pretrained=pretrained)
+    model.to(task.device)
+    max_images = int(_FEATURE_FRACTION * 60 * task.minutes * _measure_forward_rate(model, task))
+    # a wrong measurement mustn't leave too few
+    max_images = max(max_images, _MIN_PROBED_IMAGES)
+    probe = fit_to_data(config, model, data, device=task.device, max_images=max_images)
+
+    model = build_probed_model(config, model, probe.probe).to(task.device)
+    seconds_left = 60 * task.minutes - (time.perf_counter() - started_at)
+    # too few for the measurement, too
+    epochs = 0.0
+    num_frozen = 0
+    rate = 0.0
+    if seconds_left > 0:
+        rate = _measure_rate(config, task, model)
+        seconds_left = 60 * task.minutes - (time.perf_counter() - started_at)
+        num_validation = 0 if data.validation is None else len(data.validation)
+        for fraction in _FROZEN_FRACTIONS:
+            num_frozen = int(fraction * len(model.blocks))
+            # forward through all, backward, at twice the cost, through the others
+            num_trained = len(model.blocks) - num_frozen
+            cost = (len(model.blocks) + 2 * num_trained) / (3 * len(model.blocks))
+            epoch_seconds = (cost * task.num_images + num_validation / 3) / rate
+            epochs = _FINE_TUNING_FRACTION * seconds_left / epoch_seconds
+            if epochs >= _WANTED_EPOCHS:
+                break
+
+    train = sections["train"]
+    train["epochs"] = min(max(int(epochs), 1), train["epochs"])
+    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
+    user_keys = task.user["train"].keys() & {"epochs", "max_steps"}
+    if epochs < _MIN_FINE_TUNING_EPOCHS and not user_keys:
+        sections["model"]["freeze"] = "backbone"
+        return probe, f"the probe alone; {length} hold {epochs:.1f} epochs of fine-tuning"
+    if num_frozen and not user_keys:
+        sections["model"]["freeze"] = num_frozen
+        length += f", with {num_frozen} of {len(model.blocks)} blocks frozen"
+    return probe, f"{length}, of which {seconds_left / 60:.1f} are left after the probe"
+
+
+def _measure_forward_rate(model: VisionTransformer, task: _Task) -> float:
+    """Images that pass through a model in a second, from a few blank ones."""
+    images = torch.zeros(_TIMED_IMAGES, 3, *model.patch_embed.img_size, device=task.device)
+    precision = choose_precision("auto", task.device)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.inference_mode(), autocast(task.device, precision):
+            # reading it waits for the device
+            float(model.eval()(images).sum())
+        seconds.append(time.perf_counter() - start)
+    return _TIMED_IMAGES / min(seconds)
+
+
+def _measure_rate(config: Config, task: _Task, model: nn.Module | None = None) -> float:
+    """Images that are trained on in a second, over the sizes and the dropped patches of the run.
+    The steps train `model`; None: the configuration's."""
+    if model is None:
+        model, _ = build_model(config, num_classes=task.num_classes)
     model.to(task.device)
     plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
     process = Process()
@@ -303,7 +415,7 @@ def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
 
 
 def _explain_choices(
-    config: Config, task: _Task, candidate: _Candidate, *, epochs: float, rate: float
+    config: Config, task: _Task, candidate: _Candidate, length: str
 ) -> dict[str, str]:
     """By name, the values that were chosen, and why.
 
@@ -311,13 +423,8 @@ def _explain_choices(
         config: what was chosen.
         task: what for.
         candidate: the recipe that it is made of.
-        epochs: that the minutes hold.
-        rate: images that are trained on in a second.
+        length: why it is so long.
     """
-    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
-    length += f", {rate:,.0f} images/s"
-    if config.train.epochs < int(epochs):
-        length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
     reasons = dict.fromkeys(_CHOSEN_KEYS, "as in the recipe")
     reasons["image size"] = candidate.size_reason
     reasons["length"] = length

@@ -42,7 +42,11 @@ class TrainingData:
     def decoded_validation(self) -> ImageDataset:
         """The validation images with their pixels, decoded when they are first needed."""
         assert self.validation is not None
-        return _decode(self.config, self.splits, self.validation, self.preprocess)
+        return self.decode(self.validation)
+
+    def decode(self, dataset: ImageDataset) -> ImageDataset:
+        """Images of the run with their pixels; already decoded ones as they are."""
+        return _decode(self.config, self.splits, dataset, self.preprocess)
 
 
 def build_dataset(

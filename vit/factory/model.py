@@ -52,19 +52,23 @@ def build_model(
         preprocess = Preprocess.from_dict(values) if values else None
         _check_image_sizes(config, model.patch_embed.patch_size)
         model.set_input_size(config.data.size)
+    set_up_training(config, model)
+    return model, preprocess
 
+
+def set_up_training(config: Config, model: VisionTransformer) -> None:
+    """What of a model is trained, and how. Raises ValueError for more blocks than there are."""
     if config.model.freeze != "none":
         model.freeze(config.model.freeze)
     model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
     model.grad_checkpointing = config.train.grad_checkpointing
-    return model, preprocess
 
 
 def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTransformer:
     preset = config.model.preset
     # keys of a preset that the configuration doesn't set are the preset's
     arguments = config.model.model_dump(
-        exclude={"init", "preset", "freeze"}, exclude_unset=preset is not None
+        exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
     )
     if preset is not None:
         check_choice(preset, PRESETS, name="model.preset")

@@ -19,6 +19,14 @@ from vit.factory.data import TrainingData, build_data, build_dataset, build_trai
 from vit.factory.model import build_model
 from vit.factory.model_writer import BundleWriter
 from vit.factory.pictures import TensorBoardWithPictures
+from vit.factory.probe import (
+    FittedProbe,
+    build_probed_model,
+    fit_to_data,
+    is_probe_alone,
+    load_probed_model,
+    uses_probe,
+)
 from vit.factory.user_objects import UserObjects
 from vit.factory.validation import HeldAside, ImageValidator
 from vit.model.presets import compute_flops
@@ -52,6 +60,8 @@ class Run:
     trainer: Trainer
     # None without validation images
     held_aside: HeldAside | None
+    # that the model starts from, where it was fitted for this run now
+    probe: FittedProbe | None = None
 
 
 def build_run(
@@ -63,6 +73,8 @@ def build_run(
     observers: Sequence[Observer] | None = None,
     objects: UserObjects | None = None,
     splits: DatasetSplits | None = None,
+    probe: FittedProbe | None = None,
+    resume: bool = False,
 ) -> Run:
     """All the parts of a training run, ready to start or to resume.
 
@@ -75,6 +87,8 @@ def build_run(
             were passed from Python.
         objects: passed from Python.
         splits: the images, where they are open already.
+        probe: that the model starts from, where it was fitted already.
+        resume: the model may be one that the run has left.
     """
     objects = objects or UserObjects()
     device = choose_device(device_name)
@@ -92,6 +106,12 @@ def build_run(
     config = data.config
     # before the optimizer, whose state lies beside the weights
     model.to(device)
+    if uses_probe(config) and isinstance(model, VisionTransformer):
+        probed_model = load_probed_model(config, directory) if resume else None
+        if probed_model is None:
+            probe = probe or fit_to_data(config, model, data, device=device)
+            probed_model = build_probed_model(config, model, probe.probe)
+        model = probed_model.to(device)
     train_loader = build_train_loader(
         data, device=device, process=process, transform=objects.transform
     )
@@ -143,8 +163,9 @@ def build_run(
         observers=list(observers) if process.is_main else [],
         process=process,
         identity=identity,
+        keeps_first_model=uses_probe(config),
     )
-    return Run(config, data, trainer, held_aside)
+    return Run(config, data, trainer, held_aside, probe)
 
 
 def build_plan(
@@ -159,13 +180,16 @@ def build_plan(
         batch_size: images of a step, over all processes.
     """
     train = config.train
+    total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
+    if is_probe_alone(config):
+        total_steps = 0
     patch_size = (1, 1)
     if isinstance(model, VisionTransformer):
         patch_size = model.patch_embed.patch_size
     return TrainingPlan(
         epochs=train.epochs,
         steps_per_epoch=steps_per_epoch,
-        total_steps=min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize),
+        total_steps=total_steps,
         seed=train.seed,
         batch_size=batch_size,
         evaluate_every_epochs=train.evaluate_every_epochs,
@@ -222,7 +246,7 @@ def build_train_step(
     lr_factor = partial(
         schedule_factor,
         name=config.schedule.name,
-        warmup_steps=min(warmup_steps, plan.total_steps - 1),
+        warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
         total_steps=plan.total_steps,
     )
     if train.grad_accum_steps != "auto":

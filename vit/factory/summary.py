@@ -57,7 +57,10 @@ def summarize_run(run: Run) -> dict[str, str]:
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"
-    epochs = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
+    length = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
+    length += f", {plan.total_steps:,} steps in all"
+    if not plan.total_steps:
+        length = "the probe alone"
     facts = {
         "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
         "files": data.splits.describe_files(num_unreadable),
@@ -67,8 +70,10 @@ def summarize_run(run: Run) -> dict[str, str]:
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": f"{num_parameters:,} parameters",
         "device": f"{device}, {train_step.precision}, {compiled}",
-        "run": f"{epochs}, {plan.total_steps:,} steps in all",
+        "run": length,
     }
+    if run.probe is not None:
+        facts["probe"] = run.probe.describe()
     # of other sets there are no files
     if not facts["files"]:
         del facts["files"]
@@ -81,7 +86,8 @@ def list_warnings(run: Run) -> list[str]:
     warnings = list(data.train.notes)
 
     total_steps = run.trainer.plan.total_steps
-    if total_steps < _FEW_STEPS:
+    # a model that starts from a probe is a good one already
+    if total_steps < _FEW_STEPS and not run.trainer.keeps_first_model:
         warnings.append(
             f"the run has {total_steps} steps, and fewer than {_FEW_STEPS} rarely train well: "
             "raise train.epochs or lower train.batch_size"

@@ -75,11 +75,13 @@ def train_model(
         ),
     ):
         splits = None
+        probe = None
         choices: dict[str, str] = {}
         if config is None and process.is_main:
             # it measures the speed of training: one process does so for all
             assert isinstance(source, str | Path)
-            config, choices, splits = choose_config(source, overrides, options.minutes)
+            choice = choose_config(source, overrides, options.minutes)
+            config, choices, splits, probe = choice
         config = process.broadcast(config)
         assert config is not None
 
@@ -90,6 +92,8 @@ def train_model(
             device_name=device_name,
             objects=objects,
             splits=splits,
+            probe=probe,
+            resume=options.resume and not options.dry_run,
         )
         trainer = run.trainer
         resumed = options.resume and not options.dry_run and trainer.resume()

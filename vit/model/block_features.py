@@ -58,6 +58,37 @@ def compute_block_features(
     return torch.stack(features, dim=1)
 
 
+@torch.no_grad()
+def cut_model(
+    model: VisionTransformer,
+    readout: Readout,
+    *,
+    weight: Float[Tensor, "classes D"],
+    bias: Float[Tensor, " classes"],
+) -> VisionTransformer:
+    """A model that ends at a readout: its first blocks, the final norm, and a linear layer as head.
+    Its logits are that layer's of the features of `compute_block_features`.
+
+    Args:
+        model: Whose weights are copied.
+        readout: The number of blocks that stay, and the pooling.
+        weight, bias: Of the head.
+    """
+    depth, global_pool = readout
+    values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
+    cut = VisionTransformer(**model.architecture | values)
+    kept = cut.state_dict().keys()
+    weights = {name: value for name, value in model.state_dict().items() if name in kept}
+    head = {"head.weight": weight, "head.bias": bias}
+    if cut.head_dist is not None:
+        # the logits are the mean of two heads', of which the second is yet to learn
+        head = {name: 2 * value for name, value in head.items()}
+        head["head_dist.weight"] = torch.zeros_like(weight)
+        head["head_dist.bias"] = torch.zeros_like(bias)
+    cut.load_state_dict(weights | head)
+    return cut.train(model.training)
+
+
 def count_channels(model: nn.Module) -> int:
     """The width D of the features. Raises ValueError as `compute_block_features`."""
     if isinstance(model, VisionTransformer):

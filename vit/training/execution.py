@@ -32,6 +32,7 @@ _MEASURED_IMAGES = 8
 _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
 _TIMED_STEPS = 3
+_LONG_STEP_SECONDS = 2.0
 
 
 def choose_grad_accum_steps(
@@ -181,6 +182,9 @@ def estimate_seconds(
         start = time.perf_counter()
         float(train_step(images, labels).loss)  # reading it waits for the device
         seconds.append(time.perf_counter() - start)
+        # a long one varies little, and its time is the user's
+        if len(seconds) == 2 and seconds[-1] > _LONG_STEP_SECONDS:
+            break
 
     # the first one also warms up
     step_seconds = min(seconds[1:])

@@ -73,6 +73,8 @@ class Trainer:
         observers: told what happens; in the main process alone.
         process: this process's place in the run.
         identity: kept in every checkpoint.
+        keeps_first_model: whether the model is worth keeping before it is trained, as a probe is:
+            it is validated and written as the first best one.
     """
 
     train_step: TrainStep
@@ -84,6 +86,7 @@ class Trainer:
     observers: list[Observer]
     process: Process
     identity: RunIdentity
+    keeps_first_model: bool = False
 
     def __post_init__(self) -> None:
         self.progress = Progress()
@@ -112,6 +115,8 @@ class Trainer:
                         settings=self.identity.settings,
                     )
                 )
+                if self.keeps_first_model and not self._has_model():
+                    self._keep_first_model()
                 while not self.progress.is_done(self.plan):
                     if not self._train_epoch():
                         break
@@ -131,6 +136,25 @@ class Trainer:
                 self.train_batches.close()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
+
+    def _has_model(self) -> bool:
+        """Whether a model was kept already: with validation images one of step 0 has measures."""
+        return self.progress.best_step > 0 or self.progress.best.top1 >= 0
+
+    def _keep_first_model(self) -> None:
+        """Validate and write the model as it is before the first step."""
+        model = self.train_step.averaged_model.eval()
+        validation = None
+        if self.validator is not None:
+            validation = self.validator.validate(model, warn=self._message)
+            seconds = time.perf_counter() - self._started_at
+            self._message(
+                f"the probe's top-1 on the validation images is {validation.top1:.2%}, macro F1"
+                f" {validation.macro_f1:.2%}; kept until a better model is found  {seconds:.0f} s"
+            )
+        self.progress.record_best(validation, select_by=self.plan.select_by)
+        self.model_writer.write(model)
+        self._save()
 
     def _train_epoch(self) -> bool:
         """The rest of the running epoch, or of the plan; whether it was finished."""
@@ -258,7 +282,7 @@ class Trainer:
             self._message(changes)
 
         best_step = self.progress.best_step
-        if best_step == 0 or self._from_main(self.model_writer.has_written):
+        if not self._has_model() or self._from_main(self.model_writer.has_written):
             return True
 
         best_checkpoint = self._from_main(lambda: self.checkpoints.load(best_step))
@@ -369,7 +393,7 @@ class Trainer:
         text = f"stopped after step {self.progress.step}; continue with --resume"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
-        if not self.progress.best_step:  # else the result would have no model
+        if not self._has_model():  # else the result would have no model
             self.model_writer.write(self.train_step.averaged_model.eval())
         self._message(text)
         return True

@@ -1,0 +1,170 @@
+"""A run of pretrained weights starts from a probe: a model like any other, never lost again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import softmax
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import vit
+from tests.conftest import BuildOnce, Launcher, SaveModel
+from vit.bundle import load_bundle
+from vit.data.cache import decode_dataset
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
+from vit.evaluation.features import compute_features
+from vit.evaluation.prediction import Predictor
+from vit.evaluation.probe import fit_probe
+from vit.factory import automatic
+from vit.training.trainer import Trainer
+
+SHORT = [
+    "data.classes=[0,1,2]",
+    "data.image_size=8",
+    "data.crop_pct=1",
+    "train.device=cpu",
+    "train.precision=float32",
+]
+FINE_TUNED = ["train.epochs=2", "train.max_steps=6", "train.batch_size=32", "optimizer.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def weights(build_once: BuildOnce, save_model: SaveModel) -> Path:
+    """A model of three blocks, of other classes, whose features are random."""
+    sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    preprocess = Preprocess((8, 8))
+    folder = build_once(
+        "probe_weights",
+        lambda folder: save_model(folder / "model.safetensors", preprocess=preprocess, **sizes),
+    )
+    return folder / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
+    def build(folder: Path) -> None:
+        outcome = cli.succeed(
+            "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+            "--init", weights, "-o", folder,
+        )  # fmt: skip
+        assert "the probe alone" in outcome.text
+        assert "top-1 in cross-validation" in outcome.text
+
+    return build_once("probe_alone", build)
+
+
+def read_top1(run: Path) -> float:
+    """On the validation images."""
+    return float(
+        vit.evaluate(run, split="validation", precision="float32", device="cpu").evaluation.top1
+    )
+
+
+def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_alone: Path) -> None:
+    bundle = load_bundle(probe_alone)
+    model = bundle.model
+    pretrained = load_bundle(weights)
+    splits = open_dataset("digits", classes=["0", "1", "2"])
+    train, test = (decode_dataset(splits.split(name), size=(8, 8)) for name in ("train", "test"))
+    predictor = Predictor.from_bundle(pretrained, precision="float32")
+    features, test_features = compute_features(predictor, train), compute_features(predictor, test)
+    probe = fit_probe(features, train.labels, num_classes=3)
+    assert (len(model.blocks), model.global_pool) == probe.readout
+
+    reference = make_pipeline(
+        StandardScaler(), LogisticRegression(C=probe.strength, max_iter=1000)
+    ).fit(features[probe.readout].double().numpy(), train.labels)
+    inputs = bundle.preprocess.normalize(torch.from_numpy(np.array(test.pixels)))
+    with torch.inference_mode():
+        logits = model(inputs).double().numpy()
+        pooled = model.pool(model.forward_features(inputs), model.global_pool).double().numpy()
+    # These features vary little beside their means, which float32 rounds: of a real ViT-S it was 1.2e-7
+    expected = reference.predict_proba(pooled)
+    assert np.abs(softmax(logits, axis=1) - expected).max() < 3e-6
+    again = reference.predict_proba(test_features[probe.readout].double().numpy())
+    assert np.abs(softmax(logits, axis=1) - again).max() < 1e-5
+    # of three classes, with features that were never trained
+    assert (logits.argmax(axis=1) == test.labels).mean() > 0.7
+
+
+def test_the_probe_is_a_model_like_any_other(
+    cli: Launcher, probe_alone: Path, tmp_path: Path
+) -> None:
+    assert not (probe_alone / "metrics.jsonl").exists()
+    cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
+    cli.succeed(
+        "attention", probe_alone, "-o", tmp_path / "maps", "--images", "2", "--device", "cpu"
+    )
+    cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
+    assert (tmp_path / "export" / "config.json").is_file()
+    resumed = cli.succeed("train", "-o", probe_alone, "--resume")
+    assert "resuming after step 0 of 0" in resumed.text
+
+
+def test_fine_tuning_goes_on_from_it_and_never_ends_below(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
+    better = tmp_path / "better"
+    outcome = cli.succeed(*start, "-o", better)
+    assert "the probe's top-1 on the validation images" in outcome.text
+    # at such a rate each step spoils the model
+    spoilt = tmp_path / "spoilt"
+    cli.succeed(*start, "optimizer.lr=10", "schedule.warmup_epochs=0", "-o", spoilt)
+
+    probe = load_bundle(probe_alone).model.state_dict()
+    kept = load_bundle(spoilt).model.state_dict()
+    assert all(torch.equal(probe[name], kept[name]) for name in probe)
+    assert read_top1(better) >= read_top1(probe_alone)
+    assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(
+    cli: Launcher, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    cli.succeed(*start, "-o", whole)
+
+    # killed before the first step
+    def fail(trainer: Trainer) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_epoch", fail)
+        assert cli.run(*start, "-o", parts).code != 0
+    assert [path.name[:13] for path in (parts / "checkpoints").iterdir()] == ["step-00000000"]
+    # neither the cache nor the weights are needed any more
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "other_cache"))
+    cli.succeed("train", "-o", parts, "--resume")
+    for name in ("model.safetensors", "config.yaml"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+
+    # a model file that is lost is written again
+    (parts / "model.safetensors").unlink()
+    cli.succeed("train", "-o", parts, "--resume")
+    assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_frozen", "epochs"),
+    [(1e6, ["none"], [15]), (80.0, [1, 2], [4, 5, 6]), (10.0, ["backbone"], [1])],
+)
+def test_the_minutes_decide_what_is_trained_after_the_probe(
+    weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    num_frozen: list[object],
+    epochs: list[int],
+) -> None:
+    monkeypatch.setattr(automatic, "_measure_rate", lambda config, task, model=None: rate)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
+    choice = automatic.choose_config("digits", overrides, minutes=0.4)
+    assert choice.config.model.freeze in num_frozen
+    assert choice.config.train.epochs in epochs
+    assert choice.probe is not None
+    assert "0.4 minutes" in choice.reasons["length"]

@@ -1,0 +1,164 @@
+"""The linear probe that a run of pretrained weights starts from."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vit.config import Config
+from vit.data.dataset import ImageDataset
+from vit.evaluation.features import compute_features
+from vit.evaluation.prediction import Predictor, choose_batch_size
+from vit.evaluation.probe import LinearProbe, fit_probe
+from vit.factory.data import TrainingData
+from vit.factory.model import set_up_training
+from vit.model.block_features import cut_model
+from vit.model.model_file import MODEL_FILE, read_model_file
+from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import build_to_fit
+from vit.runtime.device import choose_precision
+from vit.runtime.processes import current_process
+
+_POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
+
+
+@dataclass(frozen=True)
+class FittedProbe:
+    """A probe and what it took.
+
+    Attributes:
+        probe: Of the training images.
+        depth: Blocks of the model that it was fitted on.
+        num_images: It was fitted on.
+        feature_seconds: Of the forward pass, or of reading its results from the cache.
+        fit_seconds: Of the regressions.
+    """
+
+    probe: LinearProbe
+    depth: int
+    num_images: int
+    feature_seconds: float
+    fit_seconds: float
+
+    def describe(self) -> str:
+        """What was chosen, how accurate it is and how long it took, for the user."""
+        depth, pool = self.probe.readout
+        text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
+        if self.probe.top1 is not None:
+            text += f"; top-1 in cross-validation {self.probe.top1:.1%}"
+        text += f" ({self.num_images:,} training images; features {self.feature_seconds:.0f} s,"
+        return f"{text} regressions {self.fit_seconds:.0f} s)"
+
+
+def uses_probe(config: Config) -> bool:
+    """Whether a run starts from a probe, as one of random weights can't."""
+    return config.model.probe and config.model.init is not None
+
+
+def is_probe_alone(config: Config) -> bool:
+    """Whether nothing is trained after the probe: its regression is the best head of a frozen
+    backbone."""
+    return uses_probe(config) and config.model.freeze == "backbone"
+
+
+def fit_to_data(
+    config: Config,
+    model: VisionTransformer,
+    data: TrainingData,
+    *,
+    device: torch.device,
+    max_images: int | None = None,
+) -> FittedProbe:
+    """Fit a probe on the training images.
+
+    Args:
+        config: Of the run.
+        model: With the pretrained weights, on its device.
+        data: Of the run.
+        device: The model's.
+        max_images: Of so many at most, of each class as many as of the others; None: all.
+    """
+    dataset = data.train
+    if max_images is not None and max_images < len(dataset):
+        dataset = dataset.subset(_choose_evenly(dataset, max_images))
+    # of images that are decoded as training goes, the unreadable ones are left out here
+    dataset = data.decode(dataset)
+    started_at = time.perf_counter()
+    predictor = Predictor(
+        model=model.eval(),
+        preprocess=data.preprocess,
+        num_classes=len(dataset.class_names),
+        batch_size=choose_batch_size(device),
+        device=device,
+        precision=choose_precision(config.train.precision, device),
+    )
+    features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
+
+    computed_at = time.perf_counter()
+    process = current_process()
+    probe = None
+    if process.is_main:
+        probe = fit_probe(
+            features,
+            dataset.labels,
+            num_classes=len(dataset.class_names),
+            balanced=data.class_balance != "none",
+        )
+    # others' libraries might round another way
+    probe = process.broadcast(probe)
+    assert probe is not None
+    return FittedProbe(
+        probe,
+        depth=len(model.blocks),
+        num_images=len(dataset),
+        feature_seconds=computed_at - started_at,
+        fit_seconds=time.perf_counter() - computed_at,
+    )
+
+
+def build_probed_model(
+    config: Config, model: VisionTransformer, probe: LinearProbe
+) -> VisionTransformer:
+    """The model that ends at the probe's block, with the probe as its head, to be trained as the
+    configuration says."""
+    probed = cut_model(
+        model,
+        probe.readout,
+        weight=torch.from_numpy(probe.weight).float(),
+        bias=torch.from_numpy(probe.bias).float(),
+    )
+    set_up_training(config, probed)
+    return probed
+
+
+def load_probed_model(config: Config, directory: Path) -> VisionTransformer | None:
+    """The model of the run in `directory`, which is to be resumed: of the probe's architecture, its
+    weights those of the probe until a better model was found. None where there is none."""
+    path = directory / MODEL_FILE
+    try:
+        content = read_model_file(path)
+    except (OSError, ValueError):
+        return None
+    architecture = dict(content.metadata["architecture"])
+    architecture["drop_path_rate"] = config.model.drop_path_rate
+    model = build_to_fit(architecture, content.weights, origin=str(path))
+    model.load_state_dict(content.weights)
+    set_up_training(config, model)
+    return model
+
+
+def _choose_evenly(dataset: ImageDataset, count: int) -> np.ndarray:
+    """The indices of at most `count` images: the first of each class in an order shuffled by seed 0,
+    then the second, and so on."""
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(len(dataset))
+    labels = dataset.labels[shuffled]
+    order = np.argsort(labels, kind="stable")
+    # of each image its place within its class
+    starts = np.searchsorted(labels[order], np.unique(labels))
+    places = np.empty(len(dataset), dtype=np.int64)
+    class_sizes = np.diff([*starts, len(dataset)])
+    places[order] = np.arange(len(dataset)) - np.repeat(starts, class_sizes)
+    return np.sort(shuffled[np.argsort(places, kind="stable")[:count]])
