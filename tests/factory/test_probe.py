@@ -20,6 +20,7 @@ from vit.evaluation.features import compute_features
 from vit.evaluation.prediction import Predictor
 from vit.evaluation.probe import fit_probe
 from vit.factory import automatic
+from vit.model.model_file import read_model_file, write_model_file
 from vit.training.trainer import Trainer
 
 SHORT = [
@@ -37,11 +38,15 @@ def weights(build_once: BuildOnce, save_model: SaveModel) -> Path:
     """A model of three blocks, of other classes, whose features are random."""
     sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
     preprocess = Preprocess((8, 8))
-    folder = build_once(
-        "probe_weights",
-        lambda folder: save_model(folder / "model.safetensors", preprocess=preprocess, **sizes),
-    )
-    return folder / "model.safetensors"
+
+    def build(folder: Path) -> None:
+        path = save_model(folder / "model.safetensors", preprocess=preprocess, **sizes)
+        content = read_model_file(path)
+        # images that differ more than their features' means are large, as with trained weights
+        content.weights["patch_embed.proj.weight"] *= 10
+        write_model_file(path, content)
+
+    return build_once("probe_weights", build) / "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +87,9 @@ def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_a
     with torch.inference_mode():
         logits = model(inputs).double().numpy()
         pooled = model.pool(model.forward_features(inputs), model.global_pool).double().numpy()
-    # These features vary little beside their means, which float32 rounds: of a real ViT-S it was 1.2e-7
+    # float32 rounds the features of two passes apart by more than the head does
     expected = reference.predict_proba(pooled)
-    assert np.abs(softmax(logits, axis=1) - expected).max() < 3e-6
+    assert np.abs(softmax(logits, axis=1) - expected).max() < 1e-6
     again = reference.predict_proba(test_features[probe.readout].double().numpy())
     assert np.abs(softmax(logits, axis=1) - again).max() < 1e-5
     # of three classes, with features that were never trained
