@@ -82,7 +82,15 @@ def fit_probe(
     if folds.max() < 1:
         # nothing to choose by: the last block, as it was trained
         readout, strength, top1 = readouts[-1], 1e-2, None
-        return _fit_all(features, readout, labels, strength, num_classes, balanced, top1)
+        return _fit_all(
+            features,
+            readout,
+            labels,
+            strength=strength,
+            num_classes=num_classes,
+            balanced=balanced,
+            top1=top1,
+        )
 
     # the readout, of a sample where there are many images
     sample = _choose_sample(labels, width=features[readouts[0]].shape[1], num_classes=num_classes)
@@ -104,7 +112,15 @@ def fit_probe(
     )
     best = int(strength_losses.argmin())
     strength, top1 = _STRENGTHS[best], float(accuracies[best])
-    return _fit_all(features, readout, labels, strength, num_classes, balanced, top1)
+    return _fit_all(
+        features,
+        readout,
+        labels,
+        strength=strength,
+        num_classes=num_classes,
+        balanced=balanced,
+        top1=top1,
+    )
 
 
 def assign_folds(
@@ -193,6 +209,7 @@ def _fit_all(
     features: Features,
     readout: Readout,
     labels: NDArray[np.int64],
+    *,
     strength: float,
     num_classes: int,
     balanced: bool,
