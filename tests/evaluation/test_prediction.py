@@ -119,7 +119,7 @@ def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
 
 def test_lines_hold_what_was_predicted() -> None:
     predictions = [
-        Prediction("a.png", [(1, "dog, the", 0.75), (0, "cat", 0.25)]),
+        Prediction("a.png", [(1, "dog, the", 0.75), (0, "cat", 0.25)], None, ["dog, the"], 0.5),
         Prediction("b.png", [], error="truncated"),
     ]
     file = io.StringIO()
@@ -131,6 +131,8 @@ def test_lines_hold_what_was_predicted() -> None:
             {"index": 1, "name": "dog, the", "probability": 0.75},
             {"index": 0, "name": "cat", "probability": 0.25},
         ],
+        "prediction_set": ["dog, the"],
+        "p_value": 0.5,
     }
     assert second == {"path": "b.png", "error": "truncated"}
     file = io.StringIO()
@@ -140,4 +142,9 @@ def test_lines_hold_what_was_predicted() -> None:
         ("a.png", "1", "dog, the", ""),
         ("a.png", "2", "cat", ""),
         ("b.png", "", "", "truncated"),
+    ]
+    assert [(row["in_set"], row["p_value"]) for row in rows] == [
+        ("true", "0.5"),
+        ("false", "0.5"),
+        ("", ""),
     ]
