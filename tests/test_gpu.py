@@ -229,7 +229,7 @@ def test_the_cost_on_paper_has_the_models_flops_and_fuses_the_rest() -> None:
     small, large = recipe["sizes"]
     assert (small["image_size"], large["image_size"]) == ([24, 24], [32, 32])
     config = load_recipe("cifar10/speedrun", "model.depth=2")
-    architecture = config.model.model_dump(exclude={"init", "preset", "freeze"}) | {
+    architecture = config.model.model_dump(exclude={"init", "preset", "probe", "freeze"}) | {
         "img_size": 32,
         "num_classes": 10,
     }
