@@ -78,40 +78,21 @@ def fit_probe(
         raise ValueError("a probe needs training images of at least two classes")
     if folds is None:
         folds = assign_folds(labels)
-    readouts = list(features)
     if folds.max() < 1:
         # nothing to choose by: the last block, as it was trained
-        readout, strength, top1 = readouts[-1], 1e-2, None
-        return _fit_all(
-            features,
-            readout,
-            labels,
-            strength=strength,
-            num_classes=num_classes,
-            balanced=balanced,
-            top1=top1,
+        readout = list(features)[-1]
+        strength = 1e-2
+        top1 = None
+    else:
+        readout = _choose_readout(
+            features, labels, folds, num_classes=num_classes, balanced=balanced
         )
-
-    # the readout, of a sample where there are many images
-    sample = _choose_sample(labels, width=features[readouts[0]].shape[1], num_classes=num_classes)
-    losses = {
-        readout: _cross_validate(
-            _as_array(features, readout)[sample],
-            labels[sample],
-            folds[sample],
-            strengths=_COARSE_STRENGTHS,
-            balanced=balanced,
-        )[0].min()
-        for readout in readouts
-    }
-    readout = min(losses, key=lambda key: losses[key])
-
-    # then its strength, of all
-    strength_losses, accuracies = _cross_validate(
-        _as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
-    )
-    best = int(strength_losses.argmin())
-    strength, top1 = _STRENGTHS[best], float(accuracies[best])
+        losses, accuracies = _cross_validate(
+            _as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
+        )
+        best = int(losses.argmin())
+        strength = _STRENGTHS[best]
+        top1 = float(accuracies[best])
     return _fit_all(
         features,
         readout,
@@ -121,6 +102,30 @@ def fit_probe(
         balanced=balanced,
         top1=top1,
     )
+
+
+def _choose_readout(
+    features: Features,
+    labels: NDArray[np.int64],
+    folds: NDArray[np.int64],
+    *,
+    num_classes: int,
+    balanced: bool,
+) -> Readout:
+    """The readout of the least loss at its best strength; of a sample where there are many images."""
+    width = next(iter(features.values())).shape[1]
+    sample = _choose_sample(labels, width=width, num_classes=num_classes)
+    losses = {}
+    for readout in features:
+        strength_losses, _ = _cross_validate(
+            _as_array(features, readout)[sample],
+            labels[sample],
+            folds[sample],
+            strengths=_COARSE_STRENGTHS,
+            balanced=balanced,
+        )
+        losses[readout] = strength_losses.min()
+    return min(losses, key=lambda readout: losses[readout])
 
 
 def assign_folds(

@@ -141,6 +141,9 @@ def load_probed_model(config: Config, directory: Path) -> VisionTransformer | No
         content = read_model_file(path)
     except (OSError, ValueError):
         return None
+    # another program's weights, or a module that isn't ours
+    if "architecture" not in content.metadata:
+        return None
     architecture = dict(content.metadata["architecture"])
     architecture["drop_path_rate"] = config.model.drop_path_rate
     model = build_to_fit(architecture, content.weights, origin=str(path))
