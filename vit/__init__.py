@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from vit.api import compare, evaluate, explain, measure_faithfulness, predict, train
+    from vit.api import audit, compare, evaluate, explain, measure_faithfulness, predict, train
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.forward import capture_attention
     from vit.explanation.explainer import explain_images
@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from vit.training.observers import Observer
 
 _NAMES = {
-    "vit.api": ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train"),
+    "vit.api": (
+        "audit",
+        "compare",
+        "evaluate",
+        "explain",
+        "measure_faithfulness",
+        "predict",
+        "train",
+    ),
     "vit.factory.export_model": ("export_model",),
     "vit.bundle": ("Bundle", "load_bundle"),
     "vit.explanation.capture.forward": ("capture_attention",),
@@ -43,6 +51,7 @@ __all__ = [
     "VisionTransformer",
     "__version__",
     "attention_rollout",
+    "audit",
     "capture_attention",
     "compare",
     "evaluate",

@@ -35,10 +35,12 @@ from vit.explanation.targets import (
     find_output_kind,
 )
 from vit.explanation.writer import MapWriter
+from vit.factory.audit import AuditResult, run_audit
 from vit.factory.recipe import ConfigLike
 from vit.model.logits import compute_logits
 from vit.options import (
     TTA,
+    AuditOptions,
     EvaluateOptions,
     ExplainOptions,
     FaithfulnessOptions,
@@ -226,6 +228,45 @@ def evaluate(
             for split in splits
         ]
         return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
+
+
+def audit(
+    data: str | Path,
+    *,
+    init: str | Path | None = None,
+    model: str | Path | None = None,
+    root: str | Path | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> AuditResult:
+    """Look for what may be wrong with labelled images: labels, duplicates, odd images, classes that
+    can't be told apart.
+
+    Args:
+        data: a data set's name, a folder, a table or shards; all splits are looked at.
+        init: pretrained weights whose features are taken: "timm:NAME", a folder of timm's, or a
+            model file.
+        model: or a run directory: the features of its model. It was trained with these labels and
+            may have learnt the wrong ones by heart: `init` finds more.
+        root: where the data set that `data` names is.
+        batch_size: as of `vit.evaluate`.
+        device: as of `vit.evaluate`.
+        precision: as of `vit.evaluate`.
+
+    Returns:
+        The result: `.audit` holds what was found; `.save(directory)` writes what `vit audit`
+        writes.
+
+    Raises:
+        ValueError: not one of `init` and `model`, unknown data, or fewer than two classes.
+
+    Example:
+        >>> result = vit.audit("photos", init="timm:vit_small_patch14_dinov2")
+        >>> result.audit.label_errors[:3]
+    """
+    options = pick(AuditOptions, locals())
+    return run_audit(data, options)
 
 
 def predict(

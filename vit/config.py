@@ -51,6 +51,8 @@ class DataConfig(_Section):
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names
     class_names: AbsolutePath | dict[str, str] | None = None
+    # {path: class}, or the corrections.csv of vit audit: labels that take the place of the files'
+    corrections: AbsolutePath | dict[str, str] | None = None
     image_size: Size = 32
     # crop / resized side; None: the pretrained model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import vit
+from vit.cli.audit import audit
 from vit.cli.compare import compare
 from vit.cli.evaluate import evaluate
 from vit.cli.explain import explain
@@ -48,6 +49,7 @@ app = typer.Typer(
 for command in (
     train,
     recipes,
+    audit,
     evaluate,
     explain,
     info,

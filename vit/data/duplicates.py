@@ -95,6 +95,37 @@ def find_duplicates(
     return Duplicates(exact_pairs, near_pairs)
 
 
+def find_pairs(
+    hashes: np.ndarray, *, max_distance: int = NEAR, max_pairs: int = 10_000
+) -> list[tuple[int, int, bool]]:
+    """Pairs of images of one set that are the same or nearly, also mirrored.
+
+    Args:
+        hashes: as in `find_duplicates`, uint64 [2, n].
+        max_distance: as in `find_duplicates`.
+        max_pairs: at which the search ends: of k copies there are k (k - 1) / 2.
+
+    Returns:
+        (first index, second index, whether the pixels are the same), in the order of the images.
+    """
+    digests, dhashes = hashes
+    is_distinctive = _is_distinctive(dhashes)
+    mirrored = _mirror(dhashes)
+    pairs = []
+    for index in range(len(digests) - 1):
+        rest = slice(index + 1, None)
+        is_exact = digests[rest] == digests[index]
+        straight = np.bitwise_count(dhashes[rest] ^ dhashes[index])
+        flipped = np.bitwise_count(dhashes[rest] ^ mirrored[index])
+        is_near = np.minimum(straight, flipped) <= max_distance
+        is_near &= is_distinctive[rest] & is_distinctive[index]
+        for other in np.flatnonzero(is_exact | is_near).tolist():
+            pairs.append((index, index + 1 + other, bool(is_exact[other])))
+        if len(pairs) >= max_pairs:
+            break
+    return pairs[:max_pairs]
+
+
 def _mirror(dhashes: np.ndarray) -> np.ndarray:
     """What `compute_dhash` gives for the mirror images, but for cells that are equally bright."""
     bits = np.unpackbits(dhashes.astype(">u8").view(np.uint8)).reshape(-1, 2, 32)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.corrections import correct_labels, read_corrections
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.sources import (
     folders,
@@ -70,6 +71,7 @@ class DatasetSplits:
         title: for readers: the name of a named set, or that of the folder of own images.
         test_fraction: of the images, where there is no test split.
         class_names: where the classes get other names, see `data.class_names` in docs/data.md.
+        corrections: id of an image → the name of its right class; splits stay as they were drawn.
         renamed_classes: class → its other name, of the splits that were listed.
     """
 
@@ -82,6 +84,7 @@ class DatasetSplits:
     title: str = ""
     test_fraction: float = TEST_FRACTION
     class_names: Path | Mapping[str, str] | None = None
+    corrections: Mapping[str, str] = field(default_factory=dict)
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
 
@@ -94,7 +97,17 @@ class DatasetSplits:
         Raises:
             ValueError: the split is unknown, isn't there or would be empty.
         """
-        split = name or self.default_split
+        dataset = self._find_split(name or self.default_split)
+        if not self.corrections:
+            return dataset
+        # of classes that have other names here, both are right
+        corrections = {
+            image: self.renamed_classes.get(label, label)
+            for image, label in self.corrections.items()
+        }
+        return correct_labels(dataset, corrections)
+
+    def _find_split(self, split: str) -> ImageDataset:
         source_splits = self.source.origins
         check_choice(split, SPLITS, name="split")
         if split in self._listed:
@@ -209,6 +222,7 @@ def open_dataset(
     validation_fraction: float = 0.1,
     split_seed: int = 0,
     allow_outside: bool = False,
+    corrections: Path | Mapping[str, str] | None = None,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Find a data set by its name.
@@ -221,6 +235,7 @@ def open_dataset(
         validation_fraction: of the training images, where there is no validation split.
         split_seed: which images are held out.
         allow_outside: whether a table may name images outside its folder.
+        corrections: id of an image → its right class, or a CSV file of them.
         cache_dir: takes decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
 
     Raises:
@@ -252,6 +267,8 @@ def open_dataset(
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
+    if isinstance(corrections, Path):
+        corrections = read_corrections(corrections)
     title = name
     if root and name in _NAMED_BY_ROOT:
         # of an address without its parameters
@@ -264,6 +281,7 @@ def open_dataset(
         cache_dir,
         title=title,
         class_names=class_names,
+        corrections=corrections or {},
     )
 
 
@@ -315,6 +333,9 @@ def open_for_model(
     class_names = trained_on.get("class_names")
     if isinstance(class_names, str):
         class_names = Path(class_names)
+    corrections = trained_on.get("corrections")
+    if isinstance(corrections, str):
+        corrections = Path(corrections)
     open_named = partial(
         open_dataset,
         cache_dir=cache_dir,
@@ -332,6 +353,7 @@ def open_for_model(
             classes=trained_on.get("classes"),
             validation_fraction=trained_on.get("validation_fraction", 0.1),
             split_seed=trained_on.get("split_seed", 0),
+            corrections=corrections,
         )
 
     kind = find_kind(data)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from vit.config import Config
 from vit.data.cache import decode_dataset
+from vit.data.corrections import check_corrections
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.loader import Pipeline, TrainLoader, choose_pipeline
@@ -61,7 +62,7 @@ def build_dataset(
     """
     data = config.data
     if user_dataset is None:
-        return open_dataset(
+        splits = open_dataset(
             data.name,
             root=data.root,
             classes=data.classes,
@@ -69,8 +70,12 @@ def build_dataset(
             validation_fraction=data.validation_fraction,
             split_seed=data.split_seed,
             allow_outside=data.allow_outside,
+            corrections=data.corrections,
             cache_dir=data.cache_dir,
         )
+        if splits.corrections:
+            check_corrections(splits.split("all"), splits.corrections)
+        return splits
     # images passed from Python have no test split: whoever has them can evaluate on others, and
     # without others on those that are held out for validation
     return DatasetSplits(

@@ -39,6 +39,7 @@ class BundleWriter(ModelWriter):
         config = values_to_save(data.config)
         # whatever becomes of the file that they are from
         config["data"]["class_names"] = data.splits.renamed_classes or None
+        config["data"]["corrections"] = dict(data.splits.corrections) or None
         datasets = {"train": data.train}
         if data.validation is not None:
             datasets["validation"] = data.decoded_validation

@@ -1,0 +1,77 @@
+"""Labels that somebody has corrected, from the `corrections.csv` of an audit. The files stay where
+they are."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from vit.data.dataset import ImageDataset
+from vit.runtime.arguments import shorten
+from vit.runtime.documents import read_table
+
+COLUMNS = ("path", "given", "label")
+
+
+def read_corrections(path: Path) -> dict[str, str]:
+    """Path of an image below the root → the name of its right class.
+
+    Args:
+        path: a CSV file with the columns path, given (the label that it has) and label.
+
+    Raises:
+        ValueError: names the line that is wrong.
+        OSError: the file can't be read.
+    """
+    rows = read_table(path)
+    _, header = next(rows, ("", []))
+    if tuple(header) != COLUMNS:
+        raise ValueError(
+            f"{path} line 1 is not {','.join(COLUMNS)}; take the file that an audit saved"
+        )
+    corrections: dict[str, str] = {}
+    for line, row in rows:
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
+        name, _, label = row
+        if corrections.get(name, label) != label:
+            raise ValueError(f"{line} gives {shorten(name)!r} a second label; keep one")
+        corrections[name] = label
+    return corrections
+
+
+def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> ImageDataset:
+    """The images with the labels of `corrections`, by their ids; others keep theirs.
+
+    Raises:
+        ValueError: a label is not one of the classes.
+    """
+    label_of = {name: label for label, name in enumerate(dataset.class_names)}
+    labels = dataset.labels.copy()
+    for index, image_id in enumerate(dataset.ids):
+        name = corrections.get(image_id)
+        if name is None:
+            continue
+        if name not in label_of:
+            raise ValueError(
+                f"data.corrections gives {shorten(image_id)!r} the class {shorten(name)!r}, which is"
+                f" not one of {shorten(', '.join(dataset.class_names))}"
+            )
+        labels[index] = label_of[name]
+    num_changed = int((labels != dataset.labels).sum())
+    if num_changed == 0:
+        return dataset
+    note = f"{num_changed} labels of the {dataset.split} images are those of data.corrections"
+    # what is decoded stays: pixels don't depend on labels
+    return replace(dataset, labels=labels.astype(np.int64), notes=(*dataset.notes, note))
+
+
+def check_corrections(dataset: ImageDataset, corrections: Mapping[str, str]) -> None:
+    """Raise ValueError where none of `dataset`, all images of a set, has the id of a correction."""
+    unknown = corrections.keys() - set(dataset.ids)
+    if unknown:
+        raise ValueError(
+            f"data.corrections names {len(unknown)} images that are not among those of"
+            f" {dataset.name}, such as {shorten(min(unknown))!r}; audit these images again"
+        )
