@@ -53,3 +53,30 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     path.write_text('{"top1": 0.5}')
     with pytest.raises(ValueError, match="is not an evaluation of this version"):
         load_evaluation(path)
+
+
+# top-1 and its interval → the sentence, worked by hand
+SENTENCES = {
+    (0.6, 0.52, 0.68): "6 in 10 images are classified correctly; between 5 and 7 with",
+    (0.7, 0.6, 0.8): "7 in 10 images are classified correctly; between 6 and 8 with",
+    (0.917, 0.883, 0.946): "92 in 100 images are classified correctly; between 88 and 95 with",
+    (0.97, 0.85, 1.0): "97 in 100 images are classified correctly; between 85 and 100 with",
+    (1.0, 0.66, 1.0): "100 in 100 images are classified correctly; between 66 and 100 with",
+}
+
+
+@pytest.mark.parametrize("values", SENTENCES)
+def test_the_accuracy_is_a_plain_sentence_beside_its_baselines(
+    make_evaluation: MakeEvaluation, values: tuple[float, float, float]
+) -> None:
+    top1, *interval = values
+    path = make_evaluation("a", np.array([0, 1, 2, 3, 0])) / "evaluation.json"
+    evaluation = load_evaluation(path)
+    evaluation = evaluation.model_copy(
+        update={"top1": top1, "intervals": evaluation.intervals | {"top1": tuple(interval)}}
+    )
+    sentence = evaluation.describe_accuracy()
+    assert sentence.startswith(SENTENCES[values])
+    # two of the five images are of the first of four classes
+    assert sentence.endswith("Always the most frequent class: 40.0%; guessing: 25.0%")
+    assert "top5" not in evaluation.list_metrics()

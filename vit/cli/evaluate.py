@@ -46,6 +46,7 @@ def _show(evaluation: "Evaluation", output: Path) -> None:
 
     console = build_console()
     console.print(table)
+    console.print(evaluation.describe_accuracy(), highlight=False)
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
     console.print(f"open {output / 'report.html'} in a browser")

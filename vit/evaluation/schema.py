@@ -7,6 +7,7 @@ goes or changes its meaning; a new key alone doesn't raise it. Fractions are 0 t
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,10 +131,10 @@ class Evaluation(BaseModel):
     conditions: dict[str, str | None]
 
     def list_metrics(self) -> list[str]:
-        """The metrics that say something each: no top-5 of five classes, no second name of another
+        """The metrics that say something each: top-5 from ten classes on, no second name of another
         one's figure."""
         redundant = set()
-        if len(self.per_class) <= 5:
+        if len(self.per_class) < 10:
             redundant.add("top5")
         if self.calibration is None:
             # the loss
@@ -142,6 +143,23 @@ class Evaluation(BaseModel):
             # top-1
             redundant.add("macro_recall")
         return [name for name in self.intervals if name not in redundant]
+
+    def describe_accuracy(self) -> str:
+        """The accuracy in a plain sentence, beside that of answers which no model is needed for."""
+        low, high = self.intervals["top1"]
+        # in tenths where no more is known, and where they don't hide the errors
+        unit = 10
+        if high - low < 0.1 or round(unit * self.top1) in (0, unit):
+            unit = 100
+        # outwards; a product such as 0.7 * 10 may lie above the whole number by its last bit
+        least = math.floor(round(unit * low, 6))
+        most = math.ceil(round(unit * high, 6))
+        majority = max(row.support for row in self.per_class) / self.num_images
+        return (
+            f"{unit * self.top1:.0f} in {unit} images are classified correctly; between {least} and"
+            f" {most} with 95 % confidence. Always the most frequent class: {majority:.1%};"
+            f" guessing: {1 / len(self.per_class):.1%}"
+        )
 
     def list_warnings(self) -> list[str]:
         """What to know before a metric is quoted, in sentences."""

@@ -42,7 +42,7 @@ def write_card(
         metrics = [
             (name, evaluation[name], *evaluation["intervals"][name])
             for name in _METRICS
-            if name != "top5" or len(class_names) > 5
+            if name != "top5" or len(class_names) >= 10
         ]
     environment = Environment(
         loader=PackageLoader("vit", "export/templates"),
