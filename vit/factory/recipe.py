@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import vit
+import vit  # its folder holds the recipes
 from vit.config import Config
 from vit.runtime.files import read_text
 
