@@ -101,8 +101,18 @@ def describe_stem(config: dict[str, Any]) -> str:
     return STEMS[config["model"]["stem"]] + (f", {registers} registers" if registers else "")
 
 
+def choose_machines(results: Results) -> Results:
+    """Of each recipe the result with the most seeds, the first of equals."""
+    chosen: dict[str, str] = {}
+    for name, result in results.items():
+        best = chosen.setdefault(result["recipe"], name)
+        if result["ours"]["seeds"] > results[best]["ours"]["seeds"]:
+            chosen[result["recipe"]] = name
+    return {name: results[name] for name in chosen.values()}
+
+
 def build_summary(results: Results) -> str:
-    """README's table."""
+    """The table of the recipes' accuracies; README has it of one machine each."""
     lines = ["| recipe | test top-1 | seconds | seeds | machine |", "|---|---|---|---|---|"]
     for result in results.values():
         ours = result["ours"]
@@ -135,7 +145,9 @@ def build_recipes(results: Results) -> str:
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         recipe = path.relative_to(ROOT).as_posix()
         if recipe not in measured:
-            lines.append(f"| `{recipe.removeprefix('configs/')}` | | not measured | | | | | |")
+            needs_gpu = "# Needs a GPU" in path.read_text()
+            state = "needs a GPU, not measured" if needs_gpu else "not measured"
+            lines.append(f"| `{recipe.removeprefix('configs/')}` | | {state} | | | | | |")
     return "\n".join(lines)
 
 
@@ -371,6 +383,7 @@ def build_tables() -> dict[str, str]:
         build_minutes(choose_unchanged(recipes, RECIPE)),
     ]
     return {
+        "front": build_summary(choose_machines(choose_unchanged(recipes))),
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),

@@ -64,9 +64,12 @@ def list_recipes() -> dict[str, Recipe]:
         comment = " ".join(line[2:] for line in lines if line.startswith("# "))
         accuracy = re.search(r"([\d.]+(?: ± [\d.]+)? %) test top-1", comment)
         time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
+        unmeasured = "not measured"
+        if "Needs a GPU" in comment:
+            unmeasured = "needs a GPU, not measured"
         recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
             task=re.split(r"[.:] ", comment)[0],
-            accuracy=accuracy[1] if accuracy else "not measured",
+            accuracy=accuracy[1] if accuracy else unmeasured,
             time=time[1] if time else "",
         )
     return recipes
