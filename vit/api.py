@@ -1,7 +1,6 @@
 """What a user calls from Python: `vit.train(…)`, `vit.evaluate(…)` and so on.
 
-Each function makes an options record (`vit.options`) of its arguments. The commands call the same
-`run_` functions with a record made of their options.
+Each function makes an options record (`vit.options`) of its arguments, as the commands do of theirs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +92,8 @@ def train(
             or a `vit.config.Config`. Or images: a folder, table, shards or the name of a data set,
             for which a configuration is chosen. None with `resume`: the run's own.
         output: the run's directory.
-        overrides: changes of the configuration, such as "train.epochs=20".
+        overrides: changes of the configuration, such as ["train.epochs=20", "train.seed=1",
+            "train.device=cpu"]; `vit.config.Config` and docs/configuration.md list the keys.
         init: weights to start from: "timm:NAME", a folder of timm or Hugging Face, a file of
             weights, a model file, a run directory or a checkpoint in one. None: random ones, or
             those of `model.init`.
@@ -101,7 +101,7 @@ def train(
         resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
             `dataset`, `model` and `callbacks` are passed again.
         overwrite: replace the run in `output`.
-        dry_run: only write a picture of one batch, `dry_run.png`.
+        dry_run: print the plan, write a picture of one batch, `dry_run.png`, and stop.
         transform: called on every training image, uint8 [H, W, 3], before the augmentation of the
             configuration; of albumentations, torchvision, or any function.
         dataset: images in place of those of the configuration: a map-style data set of torch with
@@ -112,7 +112,8 @@ def train(
             labels where they are names, or "class 0" and so on.
         model: a module from images [B, 3, H, W] to logits [B, C], which is trained itself. None: a
             vision transformer as the configuration has it.
-        callbacks: see the run's events, and may end it.
+        callbacks: objects of `vit.Observer`, whose methods are called after each step and epoch;
+            one that returns True saves the state and ends the run.
 
     Returns:
         The run: `.bundle` is its best model, `.metrics` has a dictionary an epoch.
@@ -124,8 +125,8 @@ def train(
         vit.runtime.processes.ProcessLostError: another process of the job ended or hangs.
 
     Example:
-        >>> run = vit.train("digits", output="runs/digits", overrides=["train.epochs=20"])
-        >>> run.best_top1
+        >>> run = vit.train("photos", output="runs/photos", minutes=5)  # photos/<class>/*.jpg
+        >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
     # timm and more, which other functions don't need
     from vit.factory.train_model import train_model
@@ -367,8 +368,10 @@ def explain(
             others don't exclude; or a function from the model's outputs [B, C] to a number of each
             image [B], such as `lambda logits: logits[:, 3] - logits[:, 5]` or
             `vit.CosineTarget(embedding)`. Of a model with one output "auto" is that number.
-        map_options: of the methods. None: their defaults.
-        scale: of the overlays' colours: "image", "batch", or "fixed".
+        map_options: of the methods, such as `vit.options.MapOptions(head_fusion="max")`. None: their
+            defaults.
+        scale: what the strongest colour of the overlays stands for: the largest value of the
+            "image" or of the "batch", or a "fixed" one.
         interpolation: "smooth", or "patches": each patch in one colour, with its edges.
         sanity_checks: check every map. None: of up to 64 images.
         count: images, where `images` is None.
@@ -384,7 +387,8 @@ def explain(
         overwrite: replace an earlier export in `output`.
 
     Returns:
-        The result: `.maps[method]` is a tensor [images, rows, columns] on the patch grid;
+        The result: `.maps[method]` is a tensor [images, rows, columns] on the patch grid, or
+        [images, classes, rows, columns] of several targets;
         `.sanity_checks[method]` says whether each map agrees with what leaving patches out
         does. A notebook shows the first images with their maps; `.show()` opens them as a picture.
 

@@ -59,11 +59,11 @@ class Batch(NamedTuple):
 class BatchIndices(NamedTuple):
     """The images of a batch."""
 
-    # of these images alone; None: the worker has one of all
+    # reads these images; None: the worker has a reader of all images
     reader: ImageReader | None
-    # in the reader
+    # positions in the reader
     indices: list[int]
-    # of their random crops
+    # one for the random crop of each image
     seeds: list[int]
 
 
@@ -73,7 +73,7 @@ class DecodedBatch(NamedTuple):
     pixels: UInt8[Tensor, "B H W 3"]
     # row → why its image can't be read
     unreadable: dict[int, str]
-    # of the user's transform, or why images can't be reached now; else empty
+    # why the user's transform failed, or why images can't be reached now; else empty
     error: str
 
 
@@ -226,8 +226,9 @@ class TrainLoader:
         if not self.balanced:
             return order
 
-        # as many samples, of each class the same number but for one: some of a large class, all of
-        # a small one again and again
+        # Every class gets the same number of samples, give or take one: a part of a large class, and
+        # the images of a small one several times. A sample's id is its image's index plus `count`
+        # times the number of the repetition, so that each repetition is augmented anew.
         labels = self._labels[order]
         class_sizes = torch.bincount(labels)
         class_sizes = class_sizes[class_sizes > 0]
@@ -238,7 +239,8 @@ class TrainLoader:
         drawn = []
         for number, members in enumerate(classes):
             draws = torch.arange(samples_per_class + (number < remainder))
-            drawn.append(members[draws % len(members)] + count * (draws // len(members)))
+            repetition = draws // len(members)
+            drawn.append(members[draws % len(members)] + count * repetition)
         return StatelessRandom(self.seed, epoch, torch.cat(drawn)).permutation("balanced order")
 
     def close(self) -> None:
@@ -389,8 +391,10 @@ class TrainLoader:
             is_unreadable = torch.isin(rng.sample_ids % count, unreadable)
             if not is_unreadable.any():
                 return rng
-            # an id that the epoch has no other of, hence with an augmentation of its own
-            sampled = count + (rng.bits("replacement") & (2**62 - 1)) % (count << 20)
+            # beyond the ids of the epoch, hence with an augmentation of its own; that two
+            # replacements share one of a million ids an image is improbable and harmless
+            random_bits = rng.bits("replacement") & (2**62 - 1)
+            sampled = count + random_bits % (count << 20)
             rng = replace(rng, sample_ids=torch.where(is_unreadable, sampled, rng.sample_ids))
         raise ValueError(f"too few images of {self.dataset.name} {self.dataset.split} can be read")
 
