@@ -397,6 +397,7 @@ def build_tables() -> dict[str, str]:
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
         "intervals": join_tables(intervals.build_table, intervals.NAME),
+        "false-positives": join_tables(intervals.build_false_positive_table, intervals.NAME),
         "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
         "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
