@@ -72,6 +72,8 @@ class DataConfig(_Section):
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
     # of decoded images; None: $VIT_CACHE or ~/.cache/vit
     cache_dir: AbsolutePath | None = None
+    # whether decoded images are found by the contents of their files, which are read, not by times
+    check_cache: bool = False
 
     @property
     def size(self) -> tuple[int, int]:

@@ -1,15 +1,21 @@
 """Temperature scaling finds the temperature that the logits were spoilt by."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import vit
 from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.evaluation.calibration import calibrate, fit_temperature
+from vit.evaluation.calibration import (
+    calibrate,
+    chose_epoch,
+    cross_fit_temperature,
+    fit_temperature,
+)
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_metrics, score_logits
 
@@ -57,16 +63,62 @@ def test_a_temperature_is_kept_only_where_it_helps_on_other_images(
     for seed in range(60):
         # nothing is to be gained: the model is calibrated
         logits, labels = make_predictions(39, seed=seed)
-        calibrated, sentence = calibrate(bundle, logits, make_validation(labels))
+        calibrated, sentence = calibrate(bundle, make_validation(labels), logits)
         num_kept += calibrated is not bundle
         assert ("not calibrated" in sentence) == (calibrated is bundle)
     assert num_kept <= 3
 
     logits, labels = make_predictions(200)
     validation = make_validation(labels)
-    calibrated, sentence = calibrate(bundle, 4 * logits, validation)
+    calibrated, sentence = calibrate(bundle, validation, 4 * logits)
     assert calibrated.temperature == pytest.approx(4, rel=0.3)
     assert "fitted on 200 images (validation)" in sentence
-    assert "chose" not in sentence
-    chooser = replace(bundle, data={"splits": {"validation": {"fingerprint": "a" * 64}}})
-    assert "these images also chose the model's epoch" in calibrate(chooser, logits, validation)[1]
+    assert not calibrated.metadata["temperature_fitted_on"]["out_of_fold"]
+
+
+def test_images_that_chose_the_epoch_take_the_temperature_of_other_epochs(
+    make_predictions: MakePredictions, bundle: Bundle
+) -> None:
+    logits, labels = make_predictions(200)
+    validation = make_validation(labels)
+    data = {"splits": {"validation": {"fingerprint": validation.dataset.fingerprint}}}
+    chooser = replace(bundle, data=data)
+    assert chose_epoch(chooser, validation)
+    assert not chose_epoch(bundle, validation)
+
+    # the file of a run that kept none
+    unchanged, sentence = calibrate(chooser, validation)
+    assert unchanged is chooser
+    assert "not calibrated" in sentence
+
+    fit = cross_fit_temperature(4 * logits, labels, validation.dataset.digests)
+    assert fit is not None
+    assert fit.helps
+    metadata = {**bundle.metadata, "out_of_fold_temperature": asdict(fit)}
+    calibrated, sentence = calibrate(replace(chooser, metadata=metadata), validation)
+    assert calibrated.temperature == fit.temperature == pytest.approx(4, rel=0.3)
+    assert "fitted on 200 images (validation, out of fold)" in sentence
+    assert calibrated.metadata["temperature_fitted_on"] == {
+        "split": "validation",
+        "fingerprint": validation.dataset.fingerprint,
+        "out_of_fold": True,
+        "num_images": 200,
+        "loss_before": fit.loss_before,
+        "loss_after": fit.loss_after,
+        "ece_before": fit.ece_before,
+        "ece_after": fit.ece_after,
+    }
+
+    # nothing is fitted to what is no number
+    broken = logits.copy()
+    broken[0, 0] = np.nan
+    assert cross_fit_temperature(broken, labels, validation.dataset.digests) is None
+
+
+def test_a_run_keeps_the_temperature_that_vit_evaluate_takes(tiny_bundle: Bundle) -> None:
+    recorded = tiny_bundle.metadata["out_of_fold_temperature"]
+    assert recorded["num_images"] == tiny_bundle.data["splits"]["validation"]["num_images"]
+    result = vit.evaluate(tiny_bundle, calibrate=True)
+    sentence = next(note for note in result.evaluation.notes if "temperature" in note)
+    assert f"temperature {recorded['temperature']:.3f}" in sentence
+    assert (result.evaluation.calibration is not None) == recorded["helps"]

@@ -55,6 +55,7 @@ def decode_dataset(
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
     interpolation: Interpolation = "bicubic",
+    check_cache: bool = False,
 ) -> ImageDataset:
     """Decode every image once, or open what was decoded earlier.
 
@@ -66,6 +67,8 @@ def decode_dataset(
         max_unreadable_fraction: of the images may be unreadable, 0 to 1.
         progress: whether a progress bar is shown.
         interpolation: of the scaling.
+        check_cache: know the images by their contents, which are all read; by default by names,
+            sizes, times and inodes of their files.
 
     Returns:
         The readable images, with `pixels` (None without a size), `hashes` and `unreadable`.
@@ -77,7 +80,8 @@ def decode_dataset(
     if dataset.pixels is not None:
         return dataset
 
-    key = f"{_FORMAT} {dataset.cache_key()} {size} {interpolation}"
+    images_key = dataset.cache_key(by_content=check_cache)
+    key = f"{_FORMAT} {images_key} {size} {interpolation}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
     folder = cache_dir or default_cache_dir()

@@ -99,13 +99,13 @@ class ImageDataset:
         labels = self.labels.astype("<i8").tobytes()
         return hashlib.sha256(names.encode() + labels + contents).hexdigest()
 
-    def cache_key(self) -> str:
-        """Hexadecimal sha256 that changes with the files (name, size, time), labels, class names or
-        split; found without decoding any."""
+    def cache_key(self, *, by_content: bool = False) -> str:
+        """Hexadecimal sha256 that changes with the files (name, size, times, inode; or, by content,
+        all of their bytes), labels, class names or split; found without decoding any."""
         texts = ("\n".join(self.class_names), self.split, "\n".join(self.ids))
         names = "".join(text + "\0" for text in texts).encode(errors="surrogateescape")
-        contents = names + self.labels.tobytes() + self.reader.cache_key()
-        return hashlib.sha256(contents).hexdigest()
+        images = self.reader.content_key() if by_content else self.reader.cache_key()
+        return hashlib.sha256(names + self.labels.tobytes() + images).hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
         """The images at `indices`, in that order."""
@@ -196,7 +196,12 @@ class _JoinedReader(ImageReader):
             reader.fetch(self.indices[chosen[self.parts[chosen] == number]].tolist())
 
     def cache_key(self) -> bytes:
-        keys = [reader.cache_key() for reader in self.readers]
+        return self._join_keys([reader.cache_key() for reader in self.readers])
+
+    def content_key(self) -> bytes:
+        return self._join_keys([reader.content_key() for reader in self.readers])
+
+    def _join_keys(self, keys: Sequence[bytes]) -> bytes:
         places = np.stack([self.parts, self.indices], axis=1)
         return b"".join(keys) + places.tobytes()
 

@@ -72,6 +72,7 @@ class DatasetSplits:
         test_fraction: of the images, where there is no test split.
         class_names: where the classes get other names, see `data.class_names` in docs/data.md.
         corrections: id of an image → the name of its right class; splits stay as they were drawn.
+        check_cache: whether decoded images are found by the contents of their files.
         renamed_classes: class → its other name, of the splits that were listed.
     """
 
@@ -85,6 +86,7 @@ class DatasetSplits:
     test_fraction: float = TEST_FRACTION
     class_names: Path | Mapping[str, str] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
+    check_cache: bool = False
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
 

@@ -1,6 +1,6 @@
 """A temperature that makes probabilities agree with how often they are right."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,39 +21,50 @@ class Calibration:
     """Metrics of the probabilities without and with the temperature, on the evaluated images."""
 
     temperature: float
-    # split, num_images and fingerprint of the validation images; whether they chose the epoch; their
-    # loss and calibration error before and after, each half at the temperature of the other
+    # split and fingerprint of the validation images; whether they chose the epoch, each then at the
+    # epoch that others did ("out_of_fold"); and the fields of `TemperatureFit`
     fitted_on: dict[str, str | int | float]
     # ece, brier, nll
     before: dict[str, float]
     after: dict[str, float]
 
 
-def calibrate(bundle: Bundle, logits: Logits, validation: EvaluationSet) -> tuple[Bundle, str]:
-    """Fit a temperature on validation images, and keep it where it helps on images that it was not
-    fitted on.
+@dataclass(frozen=True)
+class TemperatureFit:
+    """A temperature, and what it does to images that it was not fitted on."""
+
+    temperature: float
+    num_images: int
+    loss_before: float
+    loss_after: float
+    ece_before: float
+    ece_after: float
+    # the loss falls by more than noise
+    helps: bool
+
+
+def cross_fit_temperature(
+    logits: Logits, labels: Ints, digests: np.ndarray
+) -> TemperatureFit | None:
+    """Fit a temperature, and measure it on images that it was not fitted on.
 
     The images are divided by hashes of their pixels. The loss of each half is measured at the
     temperature of the other half; it must fall by more than 1.96 standard errors. The temperature
-    that is kept is fitted on both.
+    that is returned is fitted on both.
 
     Args:
-        bundle: the model.
-        logits: of the validation images, [n, C].
-        validation: these images.
+        logits: [n, C], of images that chose nothing about the model that gave them.
+        labels: [n].
+        digests: [n], the hashes.
 
     Returns:
-        The model, with the temperature in its metadata if it helps; and a sentence about it.
+        The temperature; None of too few images, and where a logit is not a finite number.
     """
-    labels = validation.labels
     count = len(labels)
-    split = validation.dataset.split
-    is_second = validation.dataset.digests % 2 == 1
-    if min(is_second.sum(), count - is_second.sum()) < _MIN_HALF:
-        return (
-            bundle,
-            f"not calibrated: {count} images ({split}) are too few to check a temperature",
-        )
+    is_second = digests % 2 == 1
+    has_too_few = min(is_second.sum(), count - is_second.sum()) < _MIN_HALF
+    if has_too_few or not np.isfinite(logits).all():
+        return None
 
     # each image at the temperature of the half that it is not in
     scaled = np.empty_like(logits)
@@ -62,35 +73,73 @@ def calibrate(bundle: Bundle, logits: Logits, validation: EvaluationSet) -> tupl
     before = score_logits(logits, labels)
     after = score_logits(scaled, labels)
     gain = before.nll - after.nll
-    helps = gain.mean() > 1.96 * gain.std(ddof=1) / np.sqrt(count)
-
-    temperature = fit_temperature(logits, labels)
-    ece_before = compute_metrics(before)["ece"]
-    ece_after = compute_metrics(after)["ece"]
-    sentence = (
-        f"temperature {temperature:.3f}, fitted on {count} images ({split}); on the half that it was"
-        f" not fitted on, loss {before.nll.mean():.4f} → {after.nll.mean():.4f}, calibration error"
-        f" {ece_before:.4f} → {ece_after:.4f}"
+    return TemperatureFit(
+        temperature=fit_temperature(logits, labels),
+        num_images=count,
+        loss_before=float(before.nll.mean()),
+        loss_after=float(after.nll.mean()),
+        ece_before=compute_metrics(before)["ece"],
+        ece_after=compute_metrics(after)["ece"],
+        helps=bool(gain.mean() > 1.96 * gain.std(ddof=1) / np.sqrt(count)),
     )
-    trained_with = bundle.data.get("splits", {}).get(split, {}).get("fingerprint")
-    chose_epoch = trained_with == validation.dataset.fingerprint
-    if chose_epoch:
-        sentence += "; these images also chose the model's epoch"
-    if not helps:
+
+
+def chose_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
+    """Whether the model's epoch was chosen on these images."""
+    splits = bundle.data.get("splits", {})
+    recorded = splits.get(validation.dataset.split, {}).get("fingerprint")
+    return bool(recorded == validation.dataset.fingerprint)
+
+
+def calibrate(
+    bundle: Bundle, validation: EvaluationSet, logits: Logits | None = None
+) -> tuple[Bundle, str]:
+    """Keep a temperature where it helps on images that it was not fitted on.
+
+    Args:
+        bundle: the model.
+        validation: the images that the temperature is for.
+        logits: of the model for these images, [n, C]. None where they chose the model's epoch: then
+            the temperature is the one that `vit train` fitted out of fold, on logits of each image
+            at the epoch that the other half of the images would have chosen.
+
+    Returns:
+        The model, with the temperature in its metadata if it helps; and a sentence about it.
+    """
+    dataset = validation.dataset
+    if logits is None:
+        recorded = bundle.metadata.get("out_of_fold_temperature")
+        fit = None if recorded is None else TemperatureFit(**recorded)
+    else:
+        fit = cross_fit_temperature(logits, validation.labels, dataset.digests)
+    if fit is None:
+        problem = f"{len(validation)} images ({dataset.split}) are too few to check a temperature"
+        if logits is None:
+            problem += (
+                ", or the model file is of a run that kept none of images which did not choose its"
+                " epoch"
+            )
+        return bundle, f"not calibrated: {problem}"
+
+    sentence = (
+        f"temperature {fit.temperature:.3f}, fitted on {fit.num_images} images ({dataset.split}"
+        f"{', out of fold' if logits is None else ''}); on the half that it was not fitted on, loss"
+        f" {fit.loss_before:.4f} → {fit.loss_after:.4f}, calibration error {fit.ece_before:.4f} →"
+        f" {fit.ece_after:.4f}"
+    )
+    if not fit.helps:
         return bundle, f"not calibrated, the loss doesn't fall beyond noise: {sentence}"
 
+    measured = asdict(fit)
+    del measured["helps"]
     metadata = {
         **bundle.metadata,
-        "temperature": temperature,
+        "temperature": measured.pop("temperature"),
         "temperature_fitted_on": {
-            "split": split,
-            "num_images": count,
-            "fingerprint": validation.dataset.fingerprint,
-            "chose_epoch": chose_epoch,
-            "loss_before": float(before.nll.mean()),
-            "loss_after": float(after.nll.mean()),
-            "ece_before": ece_before,
-            "ece_after": ece_after,
+            "split": dataset.split,
+            "fingerprint": dataset.fingerprint,
+            "out_of_fold": logits is None,
+            **measured,
         },
     }
     return replace(bundle, metadata=metadata), f"calibrated: {sentence}"

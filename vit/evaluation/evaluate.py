@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vit.bundle import MODEL_FILE, Bundle, collect_versions
 from vit.evaluation.calibration import (
     calibrate,
+    chose_epoch,
     find_model_file,
     measure_calibration,
     save_temperature,
@@ -63,7 +64,7 @@ _MAX_REPETITIONS = 200
 # keys of the configuration that don't make another recipe: where the data lies, the machine, the
 # seed
 _MACHINE_KEYS = {
-    "data": ("root", "workers", "cache_dir", "remote_cache_gb"),
+    "data": ("root", "workers", "cache_dir", "check_cache"),
     "train": ("seed", "device"),
 }
 
@@ -177,8 +178,10 @@ def evaluate_bundle(
     has_new_temperature = False
     if validation is not None:
         model_file = find_model_file(bundle)
-        validation_logits = _predict(predictor, validation, title="calibrating")
-        calibrated, sentence = calibrate(bundle, validation_logits, validation)
+        validation_logits = None
+        if not chose_epoch(bundle, validation):
+            validation_logits = _predict(predictor, validation, title="calibrating")
+        calibrated, sentence = calibrate(bundle, validation, validation_logits)
         notes.append(sentence)
         has_new_temperature = calibrated is not bundle
         bundle = calibrated

@@ -96,6 +96,7 @@ def load_images(
         interpolation=preprocess.interpolation,
         cache_dir=dataset.cache_dir,
         progress=progress,
+        check_cache=dataset.check_cache,
     )
     return EvaluationSet(
         dataset=decoded,

@@ -216,6 +216,7 @@ def _decode(
         cache_dir=splits.cache_dir,
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
+        check_cache=config.data.check_cache,
     )
 
 

@@ -1,6 +1,8 @@
 """What lets a trained model say that it isn't sure, put into its file at the end of the run:
-thresholds of prediction sets, and features by which images unlike the training's are found."""
+thresholds of prediction sets, a temperature, and features by which images unlike the training's are
+found."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
 from vit.data.dataset import ImageDataset
+from vit.evaluation.calibration import cross_fit_temperature
 from vit.evaluation.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
 from vit.evaluation.prediction import Pixels, Predictor
 from vit.factory.data import choose_evenly
@@ -27,7 +30,8 @@ _MAX_DISTANCES = 5000
 def complete_model_file(
     run: Run, directory: Path, process: Process, *, module: nn.Module | None
 ) -> None:
-    """Put the thresholds and features into the model file of a run. Its weights stay as they are.
+    """Put the thresholds, the temperature and the features into the model file of a run. Its weights
+    stay as they are. The temperature is for `vit evaluate --calibrate`; nothing else reads it.
 
     Args:
         run: that has come to its end.
@@ -57,8 +61,21 @@ def complete_model_file(
         conformal["num_training_features"] = len(likeness.training_features)
         conformal["num_distances"] = len(likeness.distances)
     if process.is_main:
-        update_metadata(path, {"conformal": conformal}, likeness=likeness)
+        values = {"conformal": conformal, "out_of_fold_temperature": _fit_temperature(run)}
+        update_metadata(path, values, likeness=likeness)
     process.wait()
+
+
+def _fit_temperature(run: Run) -> dict[str, Any] | None:
+    """On validation images, each at an epoch that it did not choose."""
+    if run.held_aside is None:
+        return None
+    validation = run.data.decoded_validation
+    indices = run.held_aside.indices
+    fit = cross_fit_temperature(
+        run.held_aside.logits, validation.labels[indices], validation.digests[indices]
+    )
+    return None if fit is None else asdict(fit)
 
 
 def _measure_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:

@@ -57,6 +57,8 @@ def train_model(
     if options.init is not None:
         init = find_initial_weights(options.init, output)
         overrides = [f"model.init={init}", *overrides]
+    if options.check_cache:
+        overrides = ["data.check_cache=true", *overrides]
     config = resolve_config(source, overrides, output, options, objects)
     device = find_device(overrides) if config is None else config.train.device
     # before the directory is made, which would spoil the images for every later run

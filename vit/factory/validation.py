@@ -9,20 +9,23 @@ import torch
 from torch import nn
 
 from vit.evaluation.metrics import Floats, Scores, compute_metrics, score_logits
-from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.factory.data import TrainingData
+from vit.evaluation.prediction import Logits, Predictor, choose_batch_size
+from vit.factory.data import TrainingData, choose_evenly
 from vit.runtime.device import Precision
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
 from vit.training.trainer import Validator
 
+# of logits that outlast the epochs: 8 MiB in every checkpoint
+_MAX_LOGITS = 1 << 21
+
 
 @dataclass(eq=False)
 class HeldAside:
-    """Probabilities of validation images that did not choose the epoch they are from.
+    """Logits of validation images that did not choose the epoch they are from.
 
-    The images are divided by hashes of their pixels. Each has its probability at the epoch that the
+    The images are divided by hashes of their pixels. Each has its logits at the epoch that the
     other half alone would have chosen so far: what is found out with them (thresholds of prediction
-    sets) is not flattered by the choice, and all of them count.
+    sets, a temperature) is not flattered by the choice, and all of them count.
 
     Args:
         select_by: the measure of the best model.
@@ -31,13 +34,28 @@ class HeldAside:
     select_by: SelectBy
     # [n], of the right class; none before the first validation
     probabilities: Floats = field(default_factory=lambda: np.zeros(0))
+    # [k, C], of the images `indices`: all, or of many that are evenly spaced
+    logits: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     # of the half without and with the last bit of the hash
     best: list[Validation] = field(default_factory=list)
 
-    def update(self, scores: Scores, digests: np.ndarray) -> None:
-        """Take the probabilities of an epoch for the half whose other half finds it the best."""
+    @property
+    def indices(self) -> list[int]:
+        """The images whose logits are kept, [k]."""
+        return choose_evenly(len(self.probabilities), len(self.logits))
+
+    def update(self, scores: Scores, logits: Logits, digests: np.ndarray) -> None:
+        """Take what an epoch gives, for the half whose other half finds it the best.
+
+        Args:
+            scores: of all validation images.
+            logits: that they are of, [n, C].
+            digests: hashes of the images, [n].
+        """
         if not self.best:
+            num_kept = min(len(scores), max(1, _MAX_LOGITS // logits.shape[1]))
             self.probabilities = np.zeros(len(scores))
+            self.logits = np.zeros((num_kept, logits.shape[1]), np.float32)
             self.best = [NO_VALIDATION, NO_VALIDATION]
         is_second = digests % 2 == 1
         for number, half in enumerate((~is_second, is_second)):
@@ -48,17 +66,22 @@ class HeldAside:
             if is_first or validation.rank(self.select_by) > self.best[number].rank(self.select_by):
                 self.best[number] = validation
                 self.probabilities[~half] = scores.label_probability[~half]
+                indices = np.array(self.indices)
+                is_other = ~half[indices]
+                self.logits[is_other] = logits[indices[is_other]]
 
     def state_dict(self) -> dict[str, Any]:
         """As checkpoints hold it."""
         return {
             "probabilities": torch.from_numpy(self.probabilities.copy()),
+            "logits": torch.from_numpy(self.logits.copy()),
             "best": [tuple(validation) for validation in self.best],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state_dict` gave."""
         self.probabilities = state["probabilities"].numpy().copy()
+        self.logits = state["logits"].numpy().copy()
         self.best = [Validation(*values) for values in state["best"]]
 
 
@@ -79,7 +102,7 @@ class ImageValidator(Validator):
         data: with validation images.
         device: of the model.
         precision: of the forward pass.
-        held_aside: probabilities that outlast the epochs.
+        held_aside: logits that outlast the epochs.
         last_scores: of the last evaluation.
     """
 
@@ -111,7 +134,7 @@ class ImageValidator(Validator):
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )
         self.last_scores = score_logits(logits, dataset.labels)
-        self.held_aside.update(self.last_scores, dataset.digests)
+        self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)
 
     def state_dict(self) -> dict[str, Any]:

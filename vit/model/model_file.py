@@ -36,6 +36,13 @@ _CHECKSUM = "content_sha256"
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 # the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
 NUM_NEIGHBOURS = 5
+# the metadata that a checkpoint of the same run doesn't share
+_FITTED_TO_WEIGHTS = (
+    "temperature",
+    "temperature_fitted_on",
+    "out_of_fold_temperature",
+    "conformal",
+)
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 
 StateDict = dict[str, Tensor]
@@ -151,9 +158,7 @@ def _read_checkpoint(path: Path) -> ModelFile:
 
     # these were fitted to the weights of the model file
     metadata = {
-        key: value
-        for key, value in content.metadata.items()
-        if key not in ("temperature", "temperature_fitted_on", "conformal")
+        key: value for key, value in content.metadata.items() if key not in _FITTED_TO_WEIGHTS
     }
     return ModelFile(weights, metadata, content.training_hashes)
 
@@ -259,6 +264,19 @@ class _Conformal(BaseModel):
     no_likeness: str = ""
 
 
+class _TemperatureFit(BaseModel):
+    """As `vit.evaluation.calibration.TemperatureFit`."""
+
+    model_config = ConfigDict(extra="forbid")
+    temperature: float = Field(gt=0, allow_inf_nan=False)
+    num_images: int = Field(ge=0)
+    loss_before: float
+    loss_after: float
+    ece_before: float
+    ece_after: float
+    helps: bool
+
+
 class _Schema(BaseModel):
     """The JSON object of every model file."""
 
@@ -269,6 +287,7 @@ class _Schema(BaseModel):
     versions: dict[str, str] = {}
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     temperature_fitted_on: dict[str, str | int | float] = {}
+    out_of_fold_temperature: _TemperatureFit | None = None
     conformal: _Conformal | None = None
     run_id: str | None = None
 

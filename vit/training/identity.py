@@ -16,6 +16,7 @@ from vit.runtime.arguments import shorten
 _NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
+    "data.check_cache",
     "data.root",
     "data.allow_outside",
     "data.class_names",

@@ -3,6 +3,7 @@ library."""
 
 import io
 import json
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -75,6 +76,35 @@ def test_a_parquet_file_is_read_with_the_names_in_its_metadata(tmp_path: Path) -
     assert source.ids[3] == "train/00003"
     assert_pictures(source)
     assert_pictures(pickle.loads(pickle.dumps(source.subset([5, 6]))), first=5)
+
+
+def test_rows_that_hold_paths_are_decoded_again_when_a_file_changes(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, file in enumerate(files):
+        file.write_bytes(encode(number))
+    images = [{"bytes": None, "path": str(file)} for file in files]
+    rows = {"image": images, "label": [0, 1, 0, 1]}
+    path = write_parquet(tmp_path / "x.parquet", rows, names=["ant", "bee"])
+
+    def decode() -> Any:
+        source = open_dataset("huggingface", root=path, cache_dir=tmp_path / "cache").split("all")
+        cache_dir = tmp_path / "pixels"
+        return decode_dataset(source, size=(8, 8), cache_dir=cache_dir, progress=False), source
+
+    (before, source) = decode()
+    content_key = source.reader.content_key()
+    assert source.reader.content_key() == content_key
+    # with the size and the time of what it replaces
+    stat = files[2].stat()
+    content = encode(7)
+    files[2].write_bytes(content[: stat.st_size].ljust(stat.st_size, b"\0"))
+    os.utime(files[2], ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after, source = decode()
+    assert source.reader.content_key() != content_key
+    changed = (before.pixels != after.pixels).any(axis=(1, 2, 3))
+    assert changed.tolist() == [False, False, True, False]
+    # of images in the table nothing else is looked at
+    assert source.subset([0, 1]).reader._list_paths() == [str(file) for file in files[:2]]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, read_image
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import read_text
+from vit.runtime.files import compute_sha256, read_text
 
 # split → what its folder, its shards or the value in a table may be called
 SPLIT_NAMES = {
@@ -65,6 +65,12 @@ class ImageReader(Protocol):
     def cache_key(self) -> bytes:
         """Bytes that change when an image changes, found without decoding any."""
 
+    def content_key(self) -> bytes:
+        """The same from the contents alone, which are all read: for file systems whose times and
+        inodes can't be trusted."""
+        # whoever knows a checksum gives it already
+        return self.cache_key()
+
     def subset(self, indices: np.ndarray) -> ImageReader:
         """These images in this order, and nothing else: it may be sent to another process."""
 
@@ -103,25 +109,43 @@ class FileReader(ImageReader):
     def cache_key(self) -> bytes:
         return self._read_stats().tobytes()
 
+    def content_key(self) -> bytes:
+        return hash_files(self.root / path for path in self.paths)
+
     def subset(self, indices: np.ndarray) -> FileReader:
         return FileReader(self.root, [self.paths[index] for index in indices])
 
     def _read_stats(self) -> np.ndarray:
-        """Bytes, times of modification and of change in nanoseconds, and inode of each file, int64
-        [n, 4]: a copy may have the size and the time of what it replaced, but not the others."""
-        stats = np.zeros((len(self.paths), 4), dtype=np.int64)
         # joining texts is many times faster than joining paths
         root = os.fspath(self.root)
-        for index, path in enumerate(self.paths):
-            try:
-                stat = os.stat(os.path.join(root, path))
-            except OSError:
-                # a link to nothing: reading the image will say so
-                stats[index, 0] = -1
-            else:
-                inode = stat.st_ino & (2**63 - 1)
-                stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
-        return stats
+        return read_stats([os.path.join(root, path) for path in self.paths])
+
+
+def read_stats(paths: Sequence[str]) -> np.ndarray:
+    """Bytes, times of modification and of change in nanoseconds, and inode of each file, int64
+    [n, 4]: a copy may have the size and the time of what it replaced, but not the others."""
+    stats = np.zeros((len(paths), 4), dtype=np.int64)
+    for index, path in enumerate(paths):
+        try:
+            stat = os.stat(path)
+        except OSError:
+            # a link to nothing: reading the image will say so
+            stats[index, 0] = -1
+        else:
+            inode = stat.st_ino & (2**63 - 1)
+            stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
+    return stats
+
+
+def hash_files(paths: Iterable[Path]) -> bytes:
+    """SHA-256 over the contents of files; of one that can't be read its name counts."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            digest.update(compute_sha256(path).encode())
+        except OSError:
+            digest.update(os.fsencode(path))
+    return digest.digest()
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:

@@ -4,7 +4,6 @@ files."""
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from vit.data.sources.base import (
     check_classes,
     check_label,
     check_test_classes,
+    hash_files,
+    read_stats,
 )
 from vit.data.sources.shards import list_shards
 from vit.runtime.arguments import first_line, shorten
@@ -59,9 +60,24 @@ class RowReader(ImageReader):
         return sizes
 
     def cache_key(self) -> bytes:
-        stats = [os.stat(file["filename"]) for file in self.rows.cache_files]
-        versions = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
-        return repr(versions).encode() + self.indices.tobytes()
+        stats = read_stats([file["filename"] for file in self.rows.cache_files])
+        # of images in files of their own
+        return stats.tobytes() + self.indices.tobytes() + read_stats(self._list_paths()).tobytes()
+
+    def content_key(self) -> bytes:
+        tables = [Path(file["filename"]) for file in self.rows.cache_files]
+        contents = hash_files([*tables, *map(Path, self._list_paths())])
+        return contents + self.indices.tobytes()
+
+    def _list_paths(self) -> list[str]:
+        """The files of those rows that hold a path alone."""
+        import pyarrow.compute as pc
+
+        (column,) = self.rows.with_format("arrow")[:].columns
+        paths = pc.struct_field(column, "path").take(self.indices)
+        is_path_alone = pc.is_null(pc.struct_field(column, "bytes").take(self.indices))
+        listed: list[str] = paths.filter(is_path_alone).drop_null().to_pylist()
+        return listed
 
     def subset(self, indices: np.ndarray) -> RowReader:
         ids = [self.ids[index] for index in indices]

@@ -37,6 +37,7 @@ from vit.data.sources.base import (
     check_classes,
     check_test_classes,
     count_suffixes,
+    hash_files,
 )
 from vit.data.sources.remote import StoredFile
 from vit.runtime.arguments import hide_tokens, shorten
@@ -90,6 +91,9 @@ class ShardReader(ImageReader):
         versions = [(shard.size, shard.version) for shard in self.shards]
         return repr(versions).encode() + self.places.tobytes()
 
+    def content_key(self) -> bytes:
+        return hash_files(Path(shard.path) for shard in self.shards) + self.places.tobytes()
+
     def subset(self, indices: np.ndarray) -> Self:
         names = [self.names[index] for index in indices]
         return replace(self, names=names, places=self.places[indices])
@@ -102,6 +106,10 @@ class RemoteShardReader(ShardReader):
 
     folder: Path
     is_remote: ClassVar[bool] = True
+
+    def content_key(self) -> bytes:
+        # the store has told their versions
+        return self.cache_key()
 
     def fetch(self, indices: Iterable[int]) -> None:
         missing = [index for index in indices if not self._path(index).is_file()]
