@@ -22,6 +22,7 @@ from tests.conftest import TINY_RUN, Launcher
 from vit.bundle import Bundle
 from vit.config import load_config
 from vit.factory.recipe import find_recipe
+from vit.model.vision_transformer import VisionTransformer
 from vit.options import (
     EvaluateOptions,
     ExplainOptions,
@@ -369,6 +370,27 @@ def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
         (first, *_) = vit.predict(model, pictures).predictions
         assert len(first.classes) == 3
     assert {name for _, name, _ in first.classes} == {"ant", "bee", "cow"}
+
+
+def test_a_module_comes_back_in_the_mode_it_came_in(pictures: list[Image.Image]) -> None:
+    model = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3
+    ).train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    options = {"methods": "rollout", "sanity_checks": False}
+    explanations = vit.explain(model, pictures, **options)
+    assert [module.training for module in model.modules()] == modes
+    predictions = vit.predict(model, pictures).predictions
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(ValueError, match="unknown class 'owl'"):
+        vit.explain(model, pictures, methods="gae", target="owl")
+    with pytest.raises(ValueError, match="image"):
+        vit.predict(model, [3])
+    assert [module.training for module in model.modules()] == modes
+    # a result's bundle holds that module
+    assert vit.predict(explanations.bundle, pictures).predictions == predictions
+    assert [module.training for module in model.modules()] == modes
 
 
 # --- faithfulness

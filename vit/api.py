@@ -3,10 +3,11 @@
 Each function makes an options record (`vit.options`) of its arguments, as the commands do of theirs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from vit.explanation.writer import MapWriter
 from vit.factory.audit import AuditResult, run_audit
 from vit.factory.recipe import ConfigLike
 from vit.model.logits import compute_logits
+from vit.model.model_info import keep_mode
 from vit.options import (
     TTA,
     AuditOptions,
@@ -63,11 +65,24 @@ from vit.training.observers import Observer
 from vit.training.result import TrainingResult
 
 ModelLike = str | Path | Bundle | nn.Module
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
 
 _CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
+
+
+def _keeps_mode(function: _Function) -> _Function:
+    """A function that puts a model into evaluation mode, and gives a user's module back in the mode
+    it came in, whatever happens."""
+
+    @wraps(function)
+    def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
+        with keep_mode(model.model if isinstance(model, Bundle) else model):
+            return function(model, *args, **kwargs)
+
+    return cast("_Function", run)
 
 
 def train(
@@ -151,6 +166,7 @@ def train(
     return train_model(config, overrides, expand_home(output), options, objects)
 
 
+@_keeps_mode
 def evaluate(
     model: ModelLike,
     *,
@@ -278,6 +294,7 @@ def audit(
     return run_audit(data, options)
 
 
+@_keeps_mode
 def predict(
     model: ModelLike,
     images: ImageInputs,
@@ -340,6 +357,7 @@ def iterate_predictions(
     yield from predictions
 
 
+@_keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
 def explain(
     model: ModelLike,
@@ -468,6 +486,7 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     return compare_evaluations(evaluations)
 
 
+@_keeps_mode
 def measure_faithfulness(
     model: ModelLike,
     *,

@@ -23,7 +23,12 @@ from vit.model.model_file import (
     read_model_file,
     write_model_file,
 )
-from vit.model.model_info import count_classes, find_class_names, find_preprocess
+from vit.model.model_info import (
+    count_classes,
+    find_class_names,
+    find_preprocess,
+    unwrap_model,
+)
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit, check_fit
 from vit.runtime.arguments import check_kind
@@ -77,7 +82,8 @@ class Bundle:
         """Wrap a model of this project, timm, torchvision or Hugging Face.
 
         Args:
-            model: Not copied, but put into evaluation mode.
+            model: Not copied, but put into evaluation mode. Of torch.compile,
+                DistributedDataParallel or peft, the model within.
             class_names: None: those that the model has, otherwise "class 0" and so on.
             preprocess: None: as `vit.model.model_info.find_preprocess` finds it, otherwise with
                 ImageNet's normalisation.
@@ -86,6 +92,7 @@ class Bundle:
             ValueError: for another number of class names than of logits, and where something that
                 wasn't passed can't be found.
         """
+        model = unwrap_model(model)
         names = find_class_names(model) if class_names is None else tuple(class_names)
         _check_class_names(names, count_classes(model))
         if preprocess is None:
@@ -133,7 +140,7 @@ def load_model(
         return Bundle.from_model(model.to(device))
     expected = "a path, timm:NAME, a Bundle or an nn.Module; of a run, pass its .bundle"
     check_kind(model, Bundle, name="model", expected=expected)
-    model.model.to(device)
+    model.model.to(device).eval()
     return model
 
 

@@ -1,6 +1,7 @@
 """From images to logits, for models of this project, timm, torchvision and Hugging Face."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 def compute_logits(
     model: nn.Module, images: Float[Tensor, "B C height width"]
 ) -> Float[Tensor, "_ classes"]:
-    """The model's logits, in float32 (float64 stays) under any autocast, also where an output
-    object holds them.
+    """The model's logits, in float32 (float64 stays) under any autocast, also where a tuple, a
+    dictionary or an output object holds them.
 
     A separate head (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties
     change top-1 by tenths of a percent.
@@ -22,17 +23,12 @@ def compute_logits(
         images: Normalised, as the model takes them.
 
     Raises:
-        ValueError: for a model that doesn't give [images, classes].
+        ValueError: for a model that doesn't give [images, classes], and for one that takes patches
+            in the place of images.
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
-        output = net(images)
-        logits = getattr(output, "logits", output)
-        if not (isinstance(logits, Tensor) and logits.ndim == 2):
-            raise ValueError(
-                f"{type(model).__name__} gives no logits [images, classes]; take it with a classifier"
-            )
-        return at_least_float32(logits)
+        return at_least_float32(_find_logits(net, _call(net, images)))
 
     num_out_tokens = getattr(net, "num_out_tokens", None)
     if num_out_tokens is None:
@@ -44,6 +40,56 @@ def compute_logits(
             features = at_least_float32(features)
         head_logits: Tensor = net.forward_head(features)
     return head_logits
+
+
+def _call(model: nn.Module, images: Tensor) -> Any:
+    """The forward pass of any library's model. Some take images by name alone, or after others."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):  # compiled code
+        return model(images)
+    if "spatial_shapes" in parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes patches with their spatial_shapes, not images; wrap it "
+            "in a module that makes them of images"
+        )
+
+    kinds = {parameter.kind for parameter in parameters.values()}
+    positional = {
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    }
+    # the name in Hugging Face
+    if "pixel_values" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}:
+        return model(pixel_values=images)
+    if kinds.isdisjoint(positional):
+        return model(**{next(iter(parameters)): images})
+    return model(images)
+
+
+def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
+    """The logits among what a forward pass gives."""
+    if isinstance(output, Mapping):
+        candidates = [output.get("logits")]
+    elif isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        candidates = list(output)
+    else:
+        candidates = [getattr(output, "logits", output)]
+    matrices = [
+        candidate
+        for candidate in candidates
+        if isinstance(candidate, Tensor) and candidate.ndim == 2
+    ]
+    if len(matrices) == 1:
+        return matrices[0]
+    name = type(model).__name__
+    if matrices:
+        raise ValueError(
+            f"{name} gives {len(matrices)} tensors that may be logits [images, classes]; let it give "
+            'one, or a dictionary with "logits"'
+        )
+    raise ValueError(f"{name} gives no logits [images, classes]; take it with a classifier")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

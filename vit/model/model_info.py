@@ -3,12 +3,13 @@ of its images, and the names of its classes."""
 
 import json
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -20,6 +21,34 @@ _PROCESSORS = {
     "metaclip_2": "CLIPImageProcessor",
     "siglip": "SiglipImageProcessor",
 }
+
+
+@contextmanager
+def keep_mode(model: object) -> Iterator[None]:
+    """Every submodule of a module is afterwards in training or evaluation mode as it was before;
+    of what is no module, nothing is kept."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model within torch.compile, DistributedDataParallel, DataParallel or peft's model. It
+    computes the same (peft's adapters lie in its layers), and says what it is."""
+    net: Any = model
+    while True:
+        if isinstance(net, DataParallel | DistributedDataParallel):
+            net = net.module
+        elif hasattr(net, "_orig_mod"):  # torch.compile's name for it
+            net = net._orig_mod
+        elif hasattr(net, "get_base_model"):  # peft's
+            net = net.get_base_model()
+        else:
+            return cast("nn.Module", net)
 
 
 def count_classes(model: nn.Module) -> int | None:

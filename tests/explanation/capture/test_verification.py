@@ -159,6 +159,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "shared layer": (share_a_layer, r"runs 2 times in one forward pass"),
     "crop": (lambda: Wrapper(crop, build_timm()), "no token of Wrapper changes|doesn't have"),
+    "an image that is not looked at": (
+        lambda: Wrapper(lambda x, m: m(torch.ones_like(x)), build_timm()),
+        "no token of Wrapper changes with the pixels of row 0, column 0",
+    ),
 }
 
 

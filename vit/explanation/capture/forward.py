@@ -46,10 +46,15 @@ from vit.explanation.capture.pooling import (
 from vit.explanation.capture.tokens import (
     Grid as Grid,
 )
-from vit.explanation.capture.tokens import count_prefix_tokens, replace_blocks
+from vit.explanation.capture.tokens import (
+    capture_patch_grids,
+    count_prefix_tokens,
+    replace_blocks,
+)
 from vit.explanation.capture.verification import check_chain, check_places
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
+from vit.model.model_info import keep_mode, unwrap_model
 
 Images = Float[Tensor, "B 3 height width"]  # as the model takes them
 PatchMaps = Float[Tensor, "B rows columns"]
@@ -133,8 +138,10 @@ def capture_attention(
 
     Raises:
         ValueError: for a model whose attention is not understood (hierarchical models, unknown
-            layers).
+            layers), and for what torch.compile made: its code would run past the hooks.
     """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     layers = find_attention_layers(model)
     handles: list[RemovableHandle] = []
     # timm's: it would run the blocks again in the backward pass, with what they computed first in
@@ -237,6 +244,7 @@ def run_forward(
         raise ValueError(
             f"{type(model).__name__} was made within torch.inference_mode; load it outside"
         )
+    model = unwrap_model(model)
     # a leaf of its own, so that the caller's tensor gets no gradient
     if gradients:
         images = images.detach().clone().requires_grad_()
@@ -247,6 +255,7 @@ def run_forward(
     with ExitStack() as stack:
         stack.enter_context(_evaluation_mode(model))
         stack.enter_context(torch.set_grad_enabled(gradients))
+        patch_grids = stack.enter_context(capture_patch_grids(model))
         record = stack.enter_context(
             capture_attention(model, gradients=gradients, block_tokens=block_tokens, verify=verify)
         )
@@ -261,13 +270,11 @@ def run_forward(
 
         check_calls(record._layers)
         try:
-            num_prefix, grid = _find_places(model, images, record)
+            num_prefix, grid = _find_places(model, images, record, patch_grids)
         except RuntimeError as error:  # a layer that didn't run
             raise ValueError(str(error)) from error
         if is_known:
-            pool_weights = compute_pool_weights(
-                model, tokens, pooling, num_prefix_tokens=num_prefix
-            )
+            pool_weights = compute_pool_weights(model, tokens, pooling)
         else:
             pool_weights, tokens = measure_pool_weights(last_tokens, logits)
             if not gradients:  # the graph of the measurement alone
@@ -292,9 +299,11 @@ def run_forward(
     )
 
 
-def _find_places(model: nn.Module, images: Images, record: AttentionRecord) -> tuple[int, Grid]:
-    """The number of prefix tokens, and the grid of the patches. Raises ValueError where so many
-    patches don't tile the images."""
+def _find_places(
+    model: nn.Module, images: Images, record: AttentionRecord, patch_grids: set[Grid]
+) -> tuple[int, Grid]:
+    """The number of prefix tokens, and the grid of the patches, which is one of `patch_grids` where
+    there are any. Raises ValueError where so many patches don't tile the images."""
     # hierarchical models give each layer another number of tokens, windows another batch
     shapes = {(layer.batch, layer.num_tokens) for layer in record.layers}
     batch, num_tokens = shapes.pop()
@@ -306,6 +315,12 @@ def _find_places(model: nn.Module, images: Images, record: AttentionRecord) -> t
 
     num_prefix = count_prefix_tokens(model)
     num_patches = num_tokens - num_prefix
+    # prompts beside the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
+    # which no model counts
+    for grid in patch_grids:
+        if math.prod(grid) <= num_patches:
+            return num_tokens - math.prod(grid), grid
+
     height, width = images.shape[-2:]
     patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch_size, tuple):
@@ -323,14 +338,12 @@ def _find_places(model: nn.Module, images: Images, record: AttentionRecord) -> t
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no parameter that asks for a gradient, for as long as this lasts."""
-    modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        model.eval().requires_grad_(False)
-        yield
+        with keep_mode(model):
+            model.eval().requires_grad_(False)
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for parameter, requires_grad in flags:
             parameter.requires_grad_(requires_grad)
 
@@ -371,7 +384,7 @@ def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tenso
     ):
         try:
             return compute_logits(forward.model, forward.images[:1].detach())
-        except RuntimeError as error:  # a shape
+        except (RuntimeError, IndexError) as error:  # a shape
             name = type(forward.model).__name__
             raise ValueError(
                 f"{name} can't classify a single patch, which LeGrad asks for: {error}"

@@ -35,20 +35,13 @@ def has_known_pooling(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def compute_pool_weights(
-    model: Any,
-    tokens: Tokens,
-    pooling: dict[str, Tensor],
-    *,
-    num_prefix_tokens: int,
-) -> TokenWeights:
+def compute_pool_weights(model: Any, tokens: Tokens, pooling: dict[str, Tensor]) -> TokenWeights:
     """The pool weights of a model that `has_known_pooling`.
 
     Args:
         model: of this project or timm's.
         tokens: what it pools, [B, N, D].
         pooling: what `capture_attention_pooling` left of the pass.
-        num_prefix_tokens: tokens in front of the patches.
 
     Returns:
         Weights [B, N] whose rows sum to one, at least float32.
@@ -60,7 +53,7 @@ def compute_pool_weights(
     weights = torch.zeros(
         tokens.shape[:2], dtype=at_least_float32(tokens).dtype, device=tokens.device
     )
-    first = find_first_pooled(model, num_prefix_tokens)
+    first = find_first_pooled(model)
     match model.global_pool:
         case "token":
             is_distilled = getattr(model, "head_dist", None) is not None
@@ -79,9 +72,10 @@ def compute_pool_weights(
     return weights
 
 
-def find_first_pooled(model: Any, num_prefix_tokens: int) -> int:
-    """The first token of a mean or maximum: of the patches, or of all."""
-    return 0 if getattr(model, "pool_include_prefix", False) else num_prefix_tokens
+def find_first_pooled(model: Any) -> int:
+    """The first token of a mean or maximum: of the patches, or of all. Prompts that were put
+    between the model's own prefix tokens and the patches are pooled with them."""
+    return 0 if getattr(model, "pool_include_prefix", False) else int(model.num_prefix_tokens)
 
 
 def compute_latent_attention(

@@ -38,6 +38,28 @@ def count_prefix_tokens(model: nn.Module) -> int:
 
 
 @contextmanager
+def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
+    """The grids of the convolutions that make patches of pixels: three channels in, side by side.
+    One, as a rule; none where patches are made otherwise."""
+    grids: set[Grid] = set()
+
+    def keep_grid(module: nn.Module, args: object, patches: Tensor) -> None:
+        rows, columns = patches.shape[-2:]
+        grids.add((rows, columns))
+
+    handles = []
+    for module in model.modules():
+        is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == 3
+        if is_convolution and module.kernel_size == module.stride:
+            handles.append(module.register_forward_hook(keep_grid))
+    try:
+        yield grids
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Let `forward` compute in the place of each of a model's `blocks`."""
     instance_forwards = [vars(block).get("forward") for block in blocks]
@@ -69,6 +91,7 @@ def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[No
             f"{type(model).__name__} has rotary positions or a relative position bias, so its "
             "tokens cannot be left out; use fill='mean'"
         )
+    # of one whole image; with prompts there are more than the model's parameters say
     num_prefix = count_prefix_tokens(model)
 
     def select(tokens: Tensor) -> Tensor:

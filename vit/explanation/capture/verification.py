@@ -147,6 +147,12 @@ def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLay
                 f"{layers[number].name} doesn't read what {layers[number - 1].name} gave (are "
                 "there two encoders?), so their attention doesn't multiply to a map"
             )
+        num_fresh = int((later[number] == 0).sum())
+        if num_fresh > 0:
+            raise ValueError(
+                f"{num_fresh} tokens of {layers[number].name} don't come from the block before "
+                "(prompts of each layer's own?), so their attention doesn't multiply to a map"
+            )
 
     for number, change in sorted(changes.items()):
         changed = is_changed[: len(change)]

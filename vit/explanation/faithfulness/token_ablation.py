@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Grid, Images
-from vit.explanation.capture.tokens import can_drop_tokens, change_tokens, keep_tokens
+from vit.explanation.capture.tokens import can_drop_tokens, change_tokens
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
@@ -69,7 +69,6 @@ def build_predictor(
     """
     drops_tokens = fill == "auto" and can_drop_tokens(model)
     num_patches = grid[0] * grid[1]
-    every_patch = torch.arange(num_patches, device=images.device)
     all_tokens: list[Tensor] = []
     all_logits: list[Tensor] = []
 
@@ -82,7 +81,6 @@ def build_predictor(
         with ExitStack() as contexts:
             contexts.enter_context(autocast(images.device, precision))
             if drops_tokens:
-                contexts.enter_context(keep_tokens(model, every_patch.expand(len(batch), -1)))
                 contexts.enter_context(change_tokens(model, record_tokens))
             all_logits.append(compute_logits(model, batch))
     image_logits = torch.cat(all_logits)

@@ -74,7 +74,6 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
     """Gates of the pooling. 0 where a class token is read, which is read whole, and of a maximum,
     which has no first order."""
     model = forward.model
-    num_prefix = forward.num_prefix_tokens
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
     if not has_known_pooling(model):
         first = _find_measured_mean(forward)
@@ -83,7 +82,7 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
 
     match model.global_pool:
         case "avg":
-            first = find_first_pooled(model, num_prefix)
+            first = find_first_pooled(model)
             result[:, first:] = _differentiate_mean(forward, score, first)
         case "map":
             attention = compute_latent_attention(
@@ -123,6 +122,10 @@ def _find_measured_mean(forward: Forward) -> int:
         name = type(forward.model).__name__
         raise ValueError(f"{name} pools by something else than a mean, so its gates are unknown")
 
+    # prefix tokens next to the patches may be part of it: all of them, or prompts
     prefix = forward.pool_weights[:, :num_prefix]
-    includes_prefix = torch.allclose(prefix, patches[:, :1], rtol=1e-3, atol=0)
-    return 0 if includes_prefix else num_prefix
+    is_part = torch.isclose(prefix, patches[:, :1], rtol=1e-3, atol=0).all(dim=0).tolist()
+    first = num_prefix
+    while first > 0 and is_part[first - 1]:
+        first -= 1
+    return first

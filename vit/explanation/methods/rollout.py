@@ -184,9 +184,7 @@ class LogitsAndRollout(nn.Module):
         """Logits [B, C], maps [B, rows, columns] and features [B, D]."""
         model = self.model
         tokens, attentions = model.forward_features_with_attention(images)
-        pool_weights = compute_pool_weights(
-            model, tokens, {}, num_prefix_tokens=model.num_prefix_tokens
-        )
+        pool_weights = compute_pool_weights(model, tokens, {})
         relevance = attention_rollout(attentions, pool_weights=pool_weights)
         maps, _ = split_prefix(
             relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Forward, classify_token
+from vit.explanation.capture.tokens import count_prefix_tokens
 from vit.explanation.methods.rollout import attention_rollout
 from vit.explanation.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
@@ -164,8 +165,10 @@ def _name_prefix_tokens(forward: Forward) -> tuple[str, ...]:
         names.append("class token")
     if getattr(forward.model, "dist_token", None) is not None:
         names.append("distillation token")
-    num_registers = forward.num_prefix_tokens - len(names)
+    num_registers = count_prefix_tokens(forward.model) - len(names)
     names += [f"register {number + 1}" for number in range(num_registers)]
+    num_prompts = forward.num_prefix_tokens - len(names)
+    names += [f"prompt {number + 1}" for number in range(num_prompts)]
     return tuple(names[: forward.num_prefix_tokens])
 
 
