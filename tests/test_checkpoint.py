@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.checkpoint import CheckpointStore
+from vit.checkpoint import CheckpointStore, serialize_state
 
 
 def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
-    return store.save({"value": torch.tensor(step)}, step=step, best_step=best)
+    content = serialize_state({"value": torch.tensor(step)})
+    return store.save(content, step=step, best_step=best)
 
 
 def load(store: CheckpointStore) -> tuple[int | None, list[str]]:

@@ -3,8 +3,9 @@ another library."""
 
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -222,6 +223,7 @@ def save_bundle(
     weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
     run_id: str | None = None,
+    submit: Callable[[Callable[[], None]], object] = lambda write: write(),
 ) -> None:
     """Write a model and its metadata, atomically. Equal inputs give equal bytes.
 
@@ -231,6 +233,8 @@ def save_bundle(
         preprocess, class_names, config, data, training_hashes: As in `Bundle`.
         weights: Copies on the CPU of the model's own, where those are on a device.
         run_id: Of the training run.
+        submit: Has the file written, later perhaps: from then on only `weights` must not change. By
+            default it is written at once.
 
     Raises:
         ValueError: for another number of class names than of logits.
@@ -254,7 +258,8 @@ def save_bundle(
         "preprocess": preprocess.to_dict(),
         "versions": collect_versions(),
     }
-    write_model_file(path, ModelFile(weights or model.state_dict(), metadata, training_hashes))
+    content = ModelFile(weights or model.state_dict(), metadata, training_hashes)
+    submit(partial(write_model_file, path, content))
 
 
 def update_metadata(

@@ -19,6 +19,17 @@ from vit.model.model_file import CHECKPOINT_NAME
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 
+def serialize_state(state: dict[str, Any]) -> memoryview:
+    """The content of a checkpoint, in the host's memory: later steps don't change it.
+
+    Args:
+        state: tensors, numbers and text, in dictionaries and lists.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getbuffer()
+
+
 @dataclass(frozen=True)
 class CheckpointStore:
     """A run's checkpoints: the last two (so that a damaged last one has a fallback) and the best.
@@ -29,12 +40,12 @@ class CheckpointStore:
 
     directory: Path
 
-    def save(self, state: dict[str, Any], *, step: int, best_step: int) -> Path:
+    def save(self, content: memoryview, *, step: int, best_step: int) -> Path:
         """Write a checkpoint and delete those that are no longer kept.
 
         Args:
-            state: tensors, numbers and text, in dictionaries and lists.
-            step: the global step after which `state` was taken.
+            content: of `serialize_state`.
+            step: the global step after which the state was taken.
             best_step: the step of the best model so far, whose checkpoint stays; 0 for none.
 
         Returns:
@@ -45,11 +56,9 @@ class CheckpointStore:
                 checkpoints are as they were.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+        digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
-        write_atomically(path, lambda temporary: temporary.write_bytes(buffer.getbuffer()))
+        write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
         checkpoints = self._list()
         last_two = [number for number, _ in checkpoints if number <= step][-2:]

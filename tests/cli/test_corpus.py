@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY_RUN, Launcher
-from vit.checkpoint import CheckpointStore
+from vit.checkpoint import CheckpointStore, serialize_state
 from vit.data.cache import decode_dataset
 from vit.data.images import read_image
 from vit.data.open import open_dataset
@@ -84,7 +84,7 @@ def test_a_shard_is_refused_in_one_line(cli: Launcher, path: Path, tmp_path: Pat
 @find("checkpoints/*")
 def test_a_checkpoint_is_passed_over(path: Path, tmp_path: Path) -> None:
     store, said = CheckpointStore(tmp_path), list[str]()
-    store.save({"value": torch.tensor(1)}, step=1, best_step=1)
+    store.save(serialize_state({"value": torch.tensor(1)}), step=1, best_step=1)
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     found = store.load_latest(warn=said.append)
     assert found is not None

@@ -17,7 +17,7 @@ from tests.conftest import BuildOnce, Launcher
 from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
-from vit.checkpoint import CheckpointStore
+from vit.checkpoint import CheckpointStore, serialize_state
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
@@ -171,7 +171,7 @@ def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
 
 def test_a_pipe_in_place_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    store.save({"value": torch.tensor(1)}, step=1, best_step=1)
+    store.save(serialize_state({"value": torch.tensor(1)}), step=1, best_step=1)
     os.mkfifo(tmp_path / "step-00000002-0123456789abcdef.pt")
     said: list[str] = []
     found = store.load_latest(warn=said.append)

@@ -1,5 +1,6 @@
 """The model file of a run, written whenever its model is the best so far."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from vit.bundle import MODEL_FILE, save_bundle
 from vit.config import values_to_save
 from vit.factory.data import TrainingData
 from vit.model.model_file import read_model_file
+from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
 from vit.runtime.processes import Process
 from vit.training.trainer import ModelWriter
@@ -24,17 +26,23 @@ class BundleWriter(ModelWriter):
         data: what the model was trained on, with the configuration.
         process: the main one writes.
         run_id: of the run.
+        writer: of the run's files.
     """
 
     directory: Path
     data: TrainingData
     process: Process
     run_id: str
+    writer: BackgroundWriter
 
     def write(self, model: nn.Module) -> None:
-        weights = copy_to_host(model.state_dict())
+        state = model.state_dict()
+        weights = copy_to_host(state)
         if not self.process.is_main:
             return
+        # those of a model on a CPU are its own, which the next step changes
+        if weights is state:
+            weights = copy.deepcopy(state)
         data = self.data
         config = values_to_save(data.config)
         # whatever becomes of the file that they are from
@@ -67,6 +75,7 @@ class BundleWriter(ModelWriter):
                 "notes": list(data.train.notes),
             },
             training_hashes=hashes,
+            submit=self.writer.submit,
         )
 
     def has_written(self) -> bool:

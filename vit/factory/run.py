@@ -34,6 +34,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.optim.schedule import schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
+from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
@@ -138,9 +139,11 @@ def build_run(
     if data.validation is not None:
         held_aside = HeldAside(config.train.select_by)
         validator = ImageValidator(data, device, train_step.precision, held_aside)
+    writer = BackgroundWriter()
     if observers is None:
         tensorboard = TensorBoardWithPictures(directory, train_loader, validator)
-        observers = [ProgressBar(), MetricsFile(directory), tensorboard, *objects.callbacks]
+        metrics_file = MetricsFile(directory, writer)
+        observers = [ProgressBar(), metrics_file, tensorboard, *objects.callbacks]
 
     # checkpoints and the model file say of which run they are
     identity = RunIdentity.from_config(
@@ -159,10 +162,11 @@ def build_run(
         train_batches=train_loader,
         validator=validator,
         checkpoints=CheckpointStore(directory / "checkpoints"),
-        model_writer=BundleWriter(directory, data, process, identity.run_id),
+        model_writer=BundleWriter(directory, data, process, identity.run_id, writer),
         observers=list(observers) if process.is_main else [],
         process=process,
         identity=identity,
+        writer=writer,
         keeps_first_model=uses_probe(config),
     )
     return Run(config, data, trainer, held_aside, probe)

@@ -5,11 +5,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.progress import Advance, show_progress
 from vit.training.run_directory import METRICS_FILE, append_metrics
 
@@ -47,15 +49,26 @@ class Observer:
 
 
 class MetricsFile(Observer):
-    """`metrics.jsonl`: one object an epoch."""
+    """`metrics.jsonl`: one object an epoch.
+
+    Args:
+        directory: of the run.
+        writer: of the run's files; None writes at once.
+    """
 
     is_essential = True
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, writer: BackgroundWriter | None = None) -> None:
         self.path = directory / METRICS_FILE
+        self._writer = writer
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        append_metrics(self.path, metrics)
+        # other observers get the same dictionary
+        append = partial(append_metrics, self.path, dict(metrics))
+        if self._writer is None:
+            append()
+        else:
+            self._writer.submit(append)
 
 
 class TensorBoard(Observer):

@@ -10,17 +10,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from vit.checkpoint import CheckpointStore
+from vit.checkpoint import CheckpointStore, serialize_state
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
+from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
@@ -73,6 +76,7 @@ class Trainer:
         observers: told what happens; in the main process alone.
         process: this process's place in the run.
         identity: kept in every checkpoint.
+        writer: of checkpoints, and of what others write beside the loop.
         keeps_first_model: whether the model is worth keeping before it is trained, as a probe is:
             it is validated and written as the first best one.
     """
@@ -86,6 +90,7 @@ class Trainer:
     observers: list[Observer]
     process: Process
     identity: RunIdentity
+    writer: BackgroundWriter
     keeps_first_model: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +100,8 @@ class Trainer:
         self._started_at = 0.0
         # step → whether it was finite, which was not read yet: reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
+        # done when the last checkpoint is on disk
+        self._saving: Future[None] | None = None
 
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
@@ -123,6 +130,7 @@ class Trainer:
                     self._finish_epoch()
                     if not self.progress.is_done(self.plan) and self._stop_if_requested():
                         break
+                self._wait_for_files()
             except (RuntimeError, ConnectionError, EOFError) as error:
                 # torch's handler of a killed worker's signal raises wherever the loop is, unless
                 # the worker's pipe ends before
@@ -134,6 +142,7 @@ class Trainer:
                 ) from error
             finally:
                 self.train_batches.close()
+                self.writer.finish()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
 
@@ -178,6 +187,7 @@ class Trainer:
             progress.epoch_sums += torch.stack([finite_loss, result.correct, result.finite])
             progress.epoch_seconds = time.perf_counter() - epoch_started_at
             self._log(result)
+            self.writer.check()
 
             if self._stop_if_requested():
                 return False
@@ -250,12 +260,15 @@ class Trainer:
         return every is not None and self.progress.step % every == 0
 
     def _save(self) -> None:
-        """Write a checkpoint; all processes take part."""
+        """Have a checkpoint of the state as it is now written while training goes on."""
         self._check_finite()
 
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         if self.process.is_main:
+            # memory holds one that is not written yet, and a crash loses no more than its steps
+            if self._saving is not None:
+                self._saving.result()
             checkpoint = {
                 # its tuple without a name: a checkpoint holds no classes
                 "progress": vars(progress) | {"best": tuple(progress.best)},
@@ -264,7 +277,18 @@ class Trainer:
             }
             if self.validator is not None:
                 checkpoint["validator"] = self.validator.state_dict()
-            self.checkpoints.save(checkpoint, step=progress.step, best_step=progress.best_step)
+            save = partial(
+                self.checkpoints.save,
+                serialize_state(checkpoint),
+                step=progress.step,
+                best_step=progress.best_step,
+            )
+            self._saving = self.writer.submit(save)
+
+    def _wait_for_files(self) -> None:
+        """Return, in all processes, when all files of the run are on disk: torchrun ends the others
+        when the first process ends with a code that is not 0."""
+        self.writer.wait()
         self.process.wait()
 
     def resume(self) -> bool:
@@ -390,6 +414,7 @@ class Trainer:
         if not self.process.any_rank(self._stop_requested):
             return False
         self._save()
+        self._wait_for_files()
         text = f"stopped after step {self.progress.step}; continue with --resume"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
