@@ -19,6 +19,7 @@ from tests.training.conftest import flatten
 from vit.bundle import load_model
 from vit.config import load_config
 from vit.data.loader import choose_pipeline
+from vit.evaluation.prediction import Predictor
 from vit.explanation.capture.layers import CHUNK_ELEMENTS, find_attention_layers
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
@@ -185,6 +186,33 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
         assert torch.equal(explanations.maps[method], maps)
     with pytest.raises(torch.OutOfMemoryError):
         explain(2**8)
+
+
+def test_evaluations_that_do_not_fit_are_made_in_halves(
+    npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model.safetensors")
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
+
+    def predict(limit: int) -> tuple[Predictor, Any]:
+        monkeypatch.setattr(MEMORY, "limit", 2**30)
+        predictor = Predictor.from_bundle(
+            load_model(path, device="npu"), batch_size=16, precision="float32"
+        )
+        gc.collect()
+        MEMORY.reset_peak()
+        monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
+        return predictor, predictor.predict_images(list(pixels))
+
+    predictor, expected = predict(2**30)
+    whole = MEMORY.peak - MEMORY.allocated
+    assert predictor._part_size == 16
+    del predictor
+    predictor, logits = predict(whole // 2)
+    assert predictor._part_size in (1, 2, 4, 8)
+    assert np.array_equal(logits, expected)
+    with pytest.raises(torch.OutOfMemoryError):
+        predict(2**8)
 
 
 def test_a_gpu_takes_more_attention_weights_at_once(

@@ -27,7 +27,13 @@ from vit.model.logits import (
     count_features,
 )
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.device import Precision, autocast, choose_precision, copy_to_device
+from vit.runtime.device import (
+    Precision,
+    autocast,
+    choose_precision,
+    copy_to_device,
+    run_in_memory,
+)
 from vit.runtime.files import prepare_output, write_atomically
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
@@ -38,7 +44,7 @@ Logits = NDArray[np.float32]
 Classes = list[tuple[int, str, float]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Predictor:
     """A model in evaluation mode with the conditions it runs under.
 
@@ -46,7 +52,7 @@ class Predictor:
         model: from normalised images to logits.
         preprocess: of the model's images.
         num_classes: C.
-        batch_size: images a forward pass.
+        batch_size: images a forward pass; fewer where a GPU's memory doesn't hold them.
         device: the model's.
         precision: "float32", "bfloat16" or "float16".
         tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
@@ -60,6 +66,10 @@ class Predictor:
     device: torch.device
     precision: Precision
     tta: str = "none"
+
+    def __post_init__(self) -> None:
+        # images that fit a GPU's memory together
+        self._part_size = self.batch_size
 
     @classmethod
     def from_bundle(
@@ -148,6 +158,11 @@ class Predictor:
         # a batch of each process
         images_a_round = world_size * self.batch_size
 
+        def run_part(start: int, stop: int) -> None:
+            pixels = torch.from_numpy(np.array(read(start, stop)))
+            images = self.preprocess.normalize(copy_to_device(pixels, self.device))
+            results[start:stop] = function(images).to(results_device)
+
         # each thread has modes of its own
         @torch.inference_mode()
         def run(rounds: Iterable[int]) -> None:
@@ -159,9 +174,9 @@ class Predictor:
                     # this process has no batch in the last round
                     if start >= count:
                         continue
-                    pixels = torch.from_numpy(np.array(read(start, stop)))
-                    images = self.preprocess.normalize(copy_to_device(pixels, self.device))
-                    results[start:stop] = function(images).to(results_device)
+                    self._part_size = run_in_memory(
+                        run_part, start, stop, part_size=self._part_size, device=self.device
+                    )
                     on_progress(min(images_a_round, count - start))
 
         rounds = range(0, count, images_a_round)

@@ -48,7 +48,7 @@ from vit.runtime.device import (
     choose_precision,
     copy_to_device,
     copy_to_host,
-    free_cached_memory,
+    run_in_memory,
 )
 from vit.runtime.files import clean_name
 from vit.runtime.progress import show_progress
@@ -252,7 +252,15 @@ class Explainer:
 
         starts = range(0, len(results), part_size)
         if self.device.type != "cpu":
-            self._explain_in_memory(results, token_bytes)
+            self._part_size = run_in_memory(
+                lambda first, end: self._explain_part(
+                    results[first:end], self.bundle.model, token_bytes
+                ),
+                0,
+                len(results),
+                part_size=self._part_size,
+                device=self.device,
+            )
         elif len(starts) == 1:
             explain_part(0)
         else:
@@ -260,26 +268,6 @@ class Explainer:
         # checking the capture waits for the device: the first batch is enough
         self._is_verified = True
         _set_scales(results, self.options.scale)
-
-    def _explain_in_memory(self, results: Sequence[ImageResult], token_bytes: int) -> None:
-        """Explain a batch in parts that fit the GPU's memory. A part that doesn't is tried again
-        with half as many images, as are all later ones."""
-        start = 0
-        while start < len(results):
-            part = results[start : start + self._part_size]
-            has_failed = False
-            try:
-                self._explain_part(part, self.bundle.model, token_bytes)
-            except torch.OutOfMemoryError:
-                if len(part) == 1:
-                    raise
-                has_failed = True
-            # not above, where the error still keeps the tensors of the failed pass
-            if has_failed:
-                self._part_size = len(part) // 2
-                free_cached_memory(self.device)
-                continue
-            start += len(part)
 
     @torch.inference_mode(False)  # each thread has modes of its own
     def _explain_part(

@@ -162,6 +162,49 @@ def free_cached_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
+def run_in_memory(
+    run: Callable[[int, int], object],
+    start: int,
+    stop: int,
+    *,
+    part_size: int,
+    device: torch.device,
+) -> int:
+    """Compute something of the images from number `start` to before `stop`, one part of them after
+    the other. A part that doesn't fit a GPU's memory is tried again with half as many images, as
+    are all later ones.
+
+    Args:
+        run: `run(first, end)` computes it of a part, from number `first` to before `end`.
+        start, stop: of all images.
+        part_size: images of a part, at most.
+        device: on which they are computed.
+
+    Returns:
+        The images of a part that fits.
+
+    Raises:
+        torch.OutOfMemoryError: one image doesn't fit.
+    """
+    first = start
+    while first < stop:
+        end = min(first + part_size, stop)
+        has_failed = False
+        try:
+            run(first, end)
+        except torch.OutOfMemoryError:
+            if end - first == 1:
+                raise
+            has_failed = True
+        # not above, where the error still keeps the tensors of the failed pass
+        if has_failed:
+            part_size = (end - first) // 2
+            free_cached_memory(device)
+            continue
+        first = end
+    return part_size
+
+
 def describe_device(device: torch.device) -> str:
     """The device's product name, for reports and benchmarks."""
     if device.type == "cuda":
