@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.runtime.device import choose_device, choose_precision
+from vit.training.step_graphs import StepGraph
 from vit.training.train_step import TrainStep
 
 NAME = "recipe-steps"
@@ -77,18 +78,12 @@ def measure_device(device: torch.device, *, side: int = SIDE) -> dict[str, float
 
 
 def capture(step: TrainStep, images: Tensor, targets: Tensor) -> Callable[[Tensor, Tensor], Any]:
-    """A step that replays one CUDA graph: batches are copied to where the captured one was."""
-    places = images.clone(), targets.clone()
-    step.set_schedule_values()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step.run_on_device(*places)
+    """A step that replays one CUDA graph."""
+    graph = StepGraph(step.run_on_device, step.optimizer, images, targets)
 
     def replay(images: Tensor, targets: Tensor) -> Any:
-        places[0].copy_(images)
-        places[1].copy_(targets)
         step.set_schedule_values()
-        graph.replay()
+        result = graph.replay(images, targets)
         step.num_steps += 1
         return result
 
@@ -104,6 +99,8 @@ def measure_variant(
     config = load_recipe(name, f"train.precision={choose_precision('auto', device)}", *overrides)
     torch.manual_seed(0)
     step = build(config, device=device, compile=variant != "plain")
+    # each variant in its own way
+    step.graphs = None
     images, targets = (
         values.to(device) for values in draw_batch(config, step.module.patch_embed.img_size)
     )

@@ -13,8 +13,10 @@ import torch
 from tests.training.conftest import flatten, read_metrics, run_until
 from vit.config import load_config
 from vit.factory.run import Run, build_run
+from vit.runtime.device import count_total_bytes, free_cached_memory
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+from vit.training.step_graphs import StepGraph
 
 TINY = [
     "data.name=digits",
@@ -131,12 +133,53 @@ def test_eighteen_of_twenty_steps_wait_for_nothing(cuda: torch.device, tmp_path:
     assert observer.num_refusing >= LOG_EVERY_STEPS - 2
 
 
-def test_a_captured_step_equals_the_eager_one(cuda: torch.device, tmp_path: Path) -> None:
-    """The whole step as a CUDA graph, replayed on other batches."""
-    from recipe_steps import capture
-
-    overrides = ["optimizer.name=muon", "model.drop_path_rate=0"]
+def test_steps_that_run_out_of_memory_go_on_in_micro_batches(
+    cuda: torch.device, tmp_path: Path
+) -> None:
+    """Of the memory that a step takes, less than half may be had."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(4096, 3, 8, 8, generator=generator).to(cuda)
+    labels = torch.randint(10, (4096,), generator=generator).to(cuda)
+    # whose steps are in proportion to the gradients, so that these differ by rounding alone
+    overrides = ["optimizer.name=sgd", "model.drop_path_rate=0", "train.precision=float32"]
     steps = [
+        make_run(tmp_path / name, cuda, *overrides, "train.grad_accum_steps=1").trainer.train_step
+        for name in ("whole", "split")
+    ]
+    whole, split = steps
+    for step in steps:
+        # makes the optimizer's state
+        step(images[:128], labels[:128])
+
+    free_cached_memory(cuda)
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
+    whole(images, labels)
+    step_bytes = torch.cuda.max_memory_allocated(cuda) - before
+    free_cached_memory(cuda)
+    limit = torch.cuda.memory_reserved(cuda) + step_bytes // 2
+    torch.cuda.set_per_process_memory_fraction(limit / count_total_bytes(cuda), cuda)
+    try:
+        with pytest.warns(UserWarning, match="4096 images did not fit the GPU's memory"):
+            split(images, labels)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * step_bytes, dtype=torch.uint8, device=cuda)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    assert split.grad_accum_steps > 1
+    expected = flatten(whole.state_dict()["model"])
+    for name, value in flatten(split.state_dict()["model"]).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_captured_step_equals_the_eager_one(
+    cuda: torch.device, tmp_path: Path, optimizer: str
+) -> None:
+    """The whole step as a CUDA graph, replayed on other batches, to the last bit: a resumed run
+    begins with other steps as they are."""
+    overrides = [f"optimizer.name={optimizer}"]
+    eager, captured = steps = [
         make_run(tmp_path / name, cuda, *overrides).trainer.train_step
         for name in ("eager", "captured")
     ]
@@ -149,12 +192,30 @@ def test_a_captured_step_equals_the_eager_one(cuda: torch.device, tmp_path: Path
         for _ in range(8)
     ]
     for step in steps:
-        for batch in batches[:3]:
+        step.graphs = None
+        for seed, batch in enumerate(batches[:3]):
+            torch.manual_seed(seed)  # of the paths that are dropped
             step(*batch)
-    replay = capture(steps[1], *batches[0])
-    for batch in batches[3:]:
-        steps[0](*batch)
-        replay(*batch)
-    eager, captured = (flatten(step.state_dict()) for step in steps)
-    for key, expected in eager.items():
-        torch.testing.assert_close(captured[key], expected, rtol=1e-5, atol=1e-6)
+    graph = StepGraph(captured.run_on_device, captured.optimizer, *batches[0])
+    for seed, batch in enumerate(batches[3:]):
+        torch.manual_seed(seed)
+        expected = eager(*batch)
+        torch.manual_seed(seed)
+        captured.set_schedule_values()
+        result = graph.replay(*batch)
+        captured.num_steps += 1
+        assert torch.equal(result.loss, expected.loss)
+    expected_state, state = (flatten(step.state_dict()) for step in steps)
+    assert [key for key in state if not torch.equal(state[key], expected_state[key])] == []
+
+
+def test_a_run_whose_launches_bound_it_is_captured(cuda: torch.device, tmp_path: Path) -> None:
+    """By what was measured, also after its images have another size."""
+    run = make_run(tmp_path, cuda, "optimizer.name=adamw", "train.image_sizes=[[0.5,0.5],[1,1]]")
+    run.trainer.train()
+    graphs = run.trainer.train_step.graphs
+    assert graphs is not None
+    assert len(graphs._kinds) >= 2
+    for kind in graphs._kinds.values():
+        assert kind.graph is not None
+        assert not kind.stays_eager

@@ -18,10 +18,9 @@ def cube(values: Tensor) -> Tensor:
     return (values**3).sum()
 
 
-@pytest.mark.parametrize("failing", ["fw_compiler", "bw_compiler"])
-def test_a_compiler_that_fails_in_either_pass_is_done_without(
-    failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def build_failing_backend(failing: str) -> Any:
+    """A compiler that fails in one of the passes, "fw_compiler" or "bw_compiler"."""
+
     def fail(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no Python.h\nand more lines")
 
@@ -29,7 +28,15 @@ def test_a_compiler_that_fails_in_either_pass_is_done_without(
         name: fail if name == failing else lambda graph, inputs: make_boxed_func(graph)
         for name in ("fw_compiler", "bw_compiler")
     }
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(**compilers)))
+    return aot_autograd(**compilers)
+
+
+@pytest.mark.parametrize("failing", ["fw_compiler", "bw_compiler"])
+def test_a_compiler_that_fails_in_either_pass_is_done_without(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = build_failing_backend(failing)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     function = CompiledFunction(cube)
     values = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -40,6 +47,24 @@ def test_a_compiler_that_fails_in_either_pass_is_done_without(
     # said once
     with warnings.catch_warnings(action="error"):
         assert float(function(values).detach()) == 9.0
+
+
+def test_only_force_non_lazy_backward_lowering_finds_a_failing_backward_pass_in_time() -> None:
+    """torch's private setting: without it the forward pass succeeds, and nothing can be done without
+    compiling any more when its backward pass fails."""
+    backend = build_failing_backend("bw_compiler")
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    torch._dynamo.reset()
+    loss = torch.compile(cube, dynamic=False, backend=backend)(values)
+    with pytest.raises(RuntimeError, match=r"no Python\.h"):
+        loss.backward()
+
+    torch._dynamo.reset()
+    with (
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        pytest.raises(RuntimeError, match=r"no Python\.h"),
+    ):
+        torch.compile(cube, dynamic=False, backend=backend)(values)
 
 
 def test_an_error_of_the_function_itself_is_raised() -> None:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
 from vit.training.compiled_function import CompiledFunction
 from vit.training.loss_scale import LossScale
+from vit.training.step_graphs import StepGraphs
 from vit.training.threaded_step import forward_backward_on_threads
 
 
@@ -108,6 +110,13 @@ class TrainStep:
         if self.precision == "float16":
             self.loss_scale = LossScale(self.device)
 
+        self.graphs: StepGraphs | None = None
+        # other models may do something else in each step, by numbers of the host; torch's gradient
+        # checkpointing reads the state of the device's random numbers
+        is_capturable = isinstance(self.model, VisionTransformer)
+        if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
+            self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
+
     @property
     def learning_rate(self) -> float:
         """Of the first group's next step."""
@@ -126,7 +135,11 @@ class TrainStep:
             targets: classes [B] or class probabilities [B, C].
         """
         self.set_schedule_values()
-        result = self.run_on_device(images, targets)
+        if self.graphs is None:
+            result = self.run_on_device(images, targets)
+        else:
+            settings = (getattr(self.module, "patch_drop_rate", 0.0), self.grad_accum_steps)
+            result = self.graphs(images, targets, settings=settings)
         self.num_steps += 1
         return result
 
@@ -288,6 +301,8 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
+        if self.graphs is not None:
+            self.graphs.forget()
         self.num_steps = state["num_steps"]
         self.grad_accum_steps = state["grad_accum_steps"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])

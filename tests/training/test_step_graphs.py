@@ -1,0 +1,223 @@
+"""Steps that are replayed as CUDA graphs, on a pretend graph: equal to the others to the last bit, and
+only where they are faster."""
+
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretend_graph import PretendGraph, pretend_capture
+from tests.training.conftest import flatten
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.optimizer import create_optimizer
+from vit.training.step_graphs import StepGraph, StepGraphs
+from vit.training.train_step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Seconds of a host, and of a device that works behind it."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def start_kernels(self, *, launch: float, run: float) -> None:
+        self.device = max(self.host, self.device) + max(launch, run)
+        self.host += launch
+
+    def wait(self, *_: object) -> None:
+        self.host = max(self.host, self.device)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In the place of CUDA's graphs and waits, and of the clock that steps are measured by."""
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
+    monkeypatch.setattr(torch.cuda, "graph", pretend_capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", clock.wait)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.host)
+    return clock
+
+
+class Result(NamedTuple):
+    total: Tensor
+
+
+class Counted:
+    """A step that adds up what it has seen, and the ways in which it was run."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        launch: float,
+        run: float,
+        replay: float = 0.1,
+    ) -> None:
+        self.sum = torch.zeros(())
+        self.ways: list[str] = []
+        self.clock = clock
+        self.seconds = {"launch": launch, "run": run}
+        replay_step = StepGraph.replay
+
+        def replay_and_note(graph: StepGraph, *batch: Tensor) -> Any:
+            self.ways.append("replay")
+            self.clock.start_kernels(launch=replay, run=run)
+            return replay_step(graph, *batch)
+
+        monkeypatch.setattr(StepGraph, "replay", replay_and_note)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        self.graphs = StepGraphs(self.run, optimizer, CPU)
+
+    def run(self, images: Tensor, targets: Tensor) -> Result:
+        self.ways.append("eager")
+        self.clock.start_kernels(**self.seconds)
+        self.sum += images.sum() + targets.sum()
+        return Result(self.sum * 2)
+
+    def do_steps(self, count: int, *, size: int = 3, settings: Any = None) -> list[float]:
+        batches = [(torch.full((size,), float(n)), torch.ones(1)) for n in range(count)]
+        results = [self.graphs(*batch, settings=settings) for batch in batches]
+        return [float(result.total) for result in results]
+
+
+# twice the sum of 3 n + 1 up to each step
+EXPECTED_TOTALS = [n * (n + 1) * 3.0 + 2 * (n + 1) for n in range(10)]
+# ten steps: three warm up, one is measured; what is captured runs the step's code once more
+EAGER = ["eager"] * 10
+REPLAYED = ["eager"] * 5 + ["replay"] * 6
+GIVEN_UP = ["eager"] * 5 + ["replay"] * 2 + ["eager"] * 4
+
+
+@pytest.mark.parametrize(
+    ("launch", "run", "replay", "expected"),
+    [
+        pytest.param(1.0, 0.2, 0.1, REPLAYED, id="launches bound it"),
+        pytest.param(0.5, 1.0, 0.1, EAGER, id="the device bounds it"),
+        pytest.param(1.0, 0.2, 1.5, GIVEN_UP, id="a replay is slower"),
+    ],
+)
+def test_the_faster_way_of_two_measured_steps_stays(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: float,
+    run: float,
+    replay: float,
+    expected: list[str],
+) -> None:
+    step = Counted(clock, monkeypatch, launch=launch, run=run, replay=replay)
+    # no result is written over by a later one
+    assert step.do_steps(10) == EXPECTED_TOTALS
+    assert step.ways == expected
+
+
+def test_each_shape_and_setting_is_measured_on_its_own(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Counted(clock, monkeypatch, launch=1.0, run=0.2)
+    step.do_steps(10)
+    for kind in ({"size": 4}, {"settings": 0.5}):
+        step.ways.clear()
+        step.do_steps(10, **kind)
+        assert step.ways == REPLAYED
+    step.ways.clear()
+    step.do_steps(2)
+    assert step.ways == ["replay", "replay"]
+    step.graphs.forget()
+    step.ways.clear()
+    step.do_steps(10)
+    assert step.ways == REPLAYED
+
+
+def test_a_step_that_cannot_be_captured_goes_on_as_it_is_and_says_so(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Counted(clock, monkeypatch, launch=1.0, run=0.2)
+    run = step.run
+
+    def read_and_run(images: Tensor, targets: Tensor) -> Result:
+        float(images.sum())  # which waits for the device
+        return run(images, targets)
+
+    step.graphs._run = read_and_run
+    with pytest.warns(UserWarning, match=r"captured as a CUDA graph \(operation not") as said:
+        results = step.do_steps(10)
+    assert len(said) == 1
+    assert results == EXPECTED_TOTALS
+    assert step.ways == EAGER
+
+
+def test_a_step_that_does_not_fit_twice_goes_on_as_it_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    step = Counted(clock, monkeypatch, launch=1.0, run=0.2)
+    with warnings.catch_warnings(action="error"):
+        assert step.do_steps(10) == EXPECTED_TOTALS
+    assert step.ways == EAGER
+
+
+def build_step(optimizer: str, *, precision: Any) -> TrainStep:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, drop_path_rate=0.5
+    )
+    model.patch_drop_rate = 0.5
+    return TrainStep(
+        model.train(),
+        create_optimizer(optimizer, model, lr=1e-2, weight_decay=0.1),
+        lambda step: 1 / (1 + step),
+        precision=precision,
+        clip_grad=0.5,
+        ema_decay=0.9,
+        grad_accum_steps=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [("muon", "bfloat16"), ("adamw", "float16"), ("sgd", "float32")],
+)
+def test_captured_steps_equal_the_eager_ones(clock: Clock, optimizer: str, precision: str) -> None:
+    """Random numbers, rates that change, clipping, the average, the loss scale, and a batch whose
+    gradients are not finite."""
+    eager, captured = (build_step(optimizer, precision=precision) for _ in range(2))
+    run = captured.run_on_device
+
+    def run_slowly(images: Tensor, targets: Tensor) -> Any:
+        clock.start_kernels(launch=1.0, run=0.2)
+        return run(images, targets)
+
+    captured.graphs = StepGraphs(run_slowly, captured.optimizer, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(12):
+        images = torch.randn(16, 3, 8, 8, generator=generator)
+        labels = torch.randint(5, (16,), generator=generator)
+        if number == 8:
+            images[0, 0, 0, 0] = float("inf")
+        results = []
+        for step in (eager, captured):
+            torch.manual_seed(number)
+            results.append(step(images, labels))
+        for value, expected in zip(*results, strict=True):
+            assert torch.equal(value, expected) or number == 8
+    (kind,) = captured.graphs._kinds.values()
+    assert kind.graph is not None
+    expected_state = flatten(eager.state_dict())
+    state = flatten(captured.state_dict())
+    assert state.keys() == expected_state.keys()
+    assert [name for name in state if not torch.equal(state[name], expected_state[name])] == []
+
+
+def test_only_our_models_on_a_gpu_are_captured() -> None:
+    step = build_step("muon", precision="float32")
+    assert step.graphs is None
