@@ -22,6 +22,7 @@ import faithfulness
 import gpu
 import intervals
 import planted_evidence
+import pretrained
 import step_cost
 import train_throughput
 from conditions import name_processor
@@ -399,6 +400,7 @@ def build_tables() -> dict[str, str]:
         "intervals": join_tables(intervals.build_table, intervals.NAME),
         "false-positives": join_tables(intervals.build_false_positive_table, intervals.NAME),
         "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
+        "pretrained": join_tables(pretrained.build_table, pretrained.NAME),
         "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
         "training-speed": build_training_speed(load_results("train-throughput")),

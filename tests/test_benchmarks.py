@@ -8,6 +8,7 @@ from typing import Any
 import attention_programs
 import faithfulness
 import numpy as np
+import pretrained
 import pytest
 import study_tables
 import time_to_accuracy
@@ -258,6 +259,58 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
     assert rows[0] == ["ViT", "images/s", "/ vit-explain, rollout"]
     assert rows[2:4] == [["vit-explain, rollout", "4.0", ""], ["x", "10.0", "2.5 ×"]]
     assert rows[6] == ["digits", "a, b", "npz", "9.0", "3.0", "3.0"]
+
+
+def test_sets_of_photos_are_drawn_by_seed_and_leave_the_unseen_ones_alone(tmp_path: Path) -> None:
+    for split, count in (("train", 9), ("val", 3)):
+        for name in ("a", "b"):
+            folder = tmp_path / "source" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                (folder / f"{split}-{name}-{number}.jpg").write_bytes(b"")
+    image_set = pretrained.ImageSet((6, 2))
+
+    def draw(folder: str, seed: int) -> list[str]:
+        pretrained.draw_images(image_set, tmp_path / "source", tmp_path / folder, seed=seed)
+        return sorted(path.name for path in (tmp_path / folder).rglob("*.jpg"))
+
+    first = draw("first", 0)
+    assert draw("again", 0) == first != draw("other", 1)
+    counts = [sum(name.startswith(start) for name in first) for start in ("train-a", "train-b")]
+    assert counts == [6, 2]
+    assert sum(name.startswith("val") for name in first) == 6
+
+
+def test_pretrained_weights_are_summarised_by_set_and_way() -> None:
+    log = """data    photos: 720 training
+length  epochs=3 (4 minutes (--minutes) on this CPU)
+probe   block 10 of 12,   the class token
+the probe's top-1 on the validation images is 90.00%
+"""
+    assert pretrained.read_plan(log) == {
+        "length": "epochs=3 (4 minutes (--minutes) on this CPU)",
+        "probe": "block 10 of 12, the class token",
+        "validation of the probe": "the probe's top-1 on the validation images is 90.00%",
+    }
+    cells = {
+        f"10 x 5 | {way} | {seed}": {"top1": top1, "macro_f1": top1, "seconds": 60.0}
+        for way, values in {
+            "probe alone": (0.6, 0.7),
+            "probe, then fine-tuning": (0.65, 0.7),
+        }.items()
+        for seed, top1 in enumerate(values)
+    }
+    summary = pretrained.summarise(cells)["10 x 5"]
+    assert summary["probe alone"]["top1"]["mean"] == pytest.approx(0.65)
+    assert summary["probe, then fine-tuning"]["over_probe"] == pytest.approx([0.05, 0.0])
+    result = {
+        "summary": {"10 x 5": summary},
+        "weights": "ViT",
+        "minutes": 4.0,
+        "machine": {"device": "cpu"},
+    }
+    row = pretrained.build_table(result).splitlines()[2]
+    assert row == "| 10 x 5 | 65.0 ± 7.1 % (60 s) | 67.5 ± 3.5 % (60 s) | – | – |"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
