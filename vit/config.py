@@ -154,9 +154,9 @@ class ModelConfig(_Section):
     qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: the block to end at, the pooling and the head are chosen by a linear probe; with
-    # freeze=backbone that is all
-    probe: bool = False
+    # with init: the block to end at, the pooling and the head are chosen by a linear probe, on all
+    # training images or on so many of them; with freeze=backbone that is all
+    probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head alone; N: freeze N blocks
     freeze: Literal["none", "backbone"] | int = "none"
 

@@ -54,7 +54,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """speed(rate): so many images a second, instead of a measurement."""
 
     def set_speed(rate: float) -> None:
-        monkeypatch.setattr(automatic, "_measure_rate", lambda config, task, model=None: rate)
+        monkeypatch.setattr(automatic, "_measure_rate", lambda *arguments: rate)
 
     set_speed(150.0)
     return set_speed

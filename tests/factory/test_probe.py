@@ -21,6 +21,7 @@ from vit.evaluation.prediction import Predictor
 from vit.evaluation.probe import fit_probe
 from vit.factory import automatic
 from vit.model.model_file import read_model_file, write_model_file
+from vit.model.vision_transformer import VisionTransformer
 from vit.training.trainer import Trainer
 
 SHORT = [
@@ -166,10 +167,47 @@ def test_the_minutes_decide_what_is_trained_after_the_probe(
     num_frozen: list[object],
     epochs: list[int],
 ) -> None:
-    monkeypatch.setattr(automatic, "_measure_rate", lambda config, task, model=None: rate)
+    def measure(config: object, task: object, model: VisionTransformer, data: object) -> float:
+        # forward through all blocks, and twice that backward through those that are trained
+        is_trained = [next(block.parameters()).requires_grad for block in model.blocks]
+        return 3 * rate / (1 + 2 * sum(is_trained) / len(is_trained))
+
+    monkeypatch.setattr(automatic, "_measure_rate", measure)
     overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
     choice = automatic.choose_config("digits", overrides, minutes=0.4)
     assert choice.config.model.freeze in num_frozen
     assert choice.config.train.epochs in epochs
     assert choice.probe is not None
     assert "0.4 minutes" in choice.reasons["length"]
+    # the patches are the weights' own
+    assert "patch_size" not in choice.reasons["image size"]
+
+
+def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
+    cli: Launcher,
+    weights: Path,
+    probe_alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # so slow that half of the minutes hold 0.6 images
+    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 0.1)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "model.freeze=backbone"]
+    choice = automatic.choose_config("digits", overrides, minutes=0.2)
+    assert choice.config.model.probe == 200
+    assert choice.probe is not None
+    assert "(200 of 387 training images;" in choice.probe.describe()
+    assert choice.reasons["length"] == "the probe alone (given)"
+    # what the user sets holds: all of them
+    choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
+    assert choice.config.model.probe is True
+    assert choice.probe is not None
+    assert "(387 training images;" in choice.probe.describe()
+
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+        "model.probe=200", "--init", weights, "-o", tmp_path / "part",
+    )  # fmt: skip
+    assert "(200 of 387 training images;" in " ".join(outcome.text.split())
+    part, whole = load_bundle(tmp_path / "part"), load_bundle(probe_alone)
+    assert part.metadata["run_id"] != whole.metadata["run_id"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.evaluation.features import Features
 from vit.model.block_features import Readout
@@ -22,6 +23,10 @@ NUM_FOLDS = 5
 # every third
 _STRENGTHS = tuple(float(strength) for strength in 10.0 ** np.arange(-4, 1.5, 0.5))
 _COARSE_STRENGTHS = _STRENGTHS[2::3]
+# of the readouts, by least squares; of 4 x 200 photos and the 24 readouts of a ViT-S/14 the best
+# two are the same by both
+_NUM_CANDIDATES = 4
+_PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 # features × classes × images of which the readout is chosen: seconds of one core
 _MAX_VALUES = 8_000_000
 _MIN_IMAGES_A_CLASS = 10
@@ -78,6 +83,20 @@ def fit_probe(
         raise ValueError("a probe needs training images of at least two classes")
     if folds is None:
         folds = assign_folds(labels)
+    # the matrices are small, and several threads wait for one another, the longer the more other
+    # programs run
+    with threadpool_limits(1):
+        return _fit_probe(features, labels, folds, num_classes=num_classes, balanced=balanced)
+
+
+def _fit_probe(
+    features: Features,
+    labels: NDArray[np.int64],
+    folds: NDArray[np.int64],
+    *,
+    num_classes: int,
+    balanced: bool,
+) -> LinearProbe:
     if folds.max() < 1:
         # nothing to choose by: the last block, as it was trained
         readout = list(features)[-1]
@@ -112,13 +131,18 @@ def _choose_readout(
     num_classes: int,
     balanced: bool,
 ) -> Readout:
-    """The readout of the least loss at its best strength; of a sample where there are many images."""
+    """The readout of the least loss at its best strength; of a sample where there are many images,
+    and among the few for which least squares, which take a fraction of the time, do best."""
     width = next(iter(features.values())).shape[1]
     sample = _choose_sample(labels, width=width, num_classes=num_classes)
+    arrays = {readout: _as_array(features, readout)[sample] for readout in features}
+    errors = {
+        readout: _compute_ridge_error(values, labels[sample]) for readout, values in arrays.items()
+    }
     losses = {}
-    for readout in features:
+    for readout in sorted(errors, key=lambda readout: errors[readout])[:_NUM_CANDIDATES]:
         strength_losses, _ = _cross_validate(
-            _as_array(features, readout)[sample],
+            arrays[readout],
             labels[sample],
             folds[sample],
             strengths=_COARSE_STRENGTHS,
@@ -126,6 +150,33 @@ def _choose_readout(
         )
         losses[readout] = strength_losses.min()
     return min(losses, key=lambda readout: losses[readout])
+
+
+def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> float:
+    """Mean squared error of ridge regressions on the classes' indicators, each image left out in
+    turn, at the best of a few penalties; in closed form (Allen 1974, PRESS)."""
+    standardised, _, _ = _standardise(features)
+    targets = np.eye(labels.max() + 1)[labels]
+    targets -= targets.mean(axis=0)
+    vectors, values, _ = np.linalg.svd(standardised, full_matrices=False)
+    errors = []
+    for penalty in _PENALTIES:
+        shrinkage = values**2 / (values**2 + penalty)
+        fitted = (vectors * shrinkage) @ (vectors.T @ targets)
+        # the diagonal of the projection, with the intercept's
+        leverage = (vectors**2) @ shrinkage + 1 / len(labels)
+        residuals = (targets - fitted) / np.maximum(1 - leverage, 1e-9)[:, None]
+        errors.append((residuals**2).sum(axis=1).mean())
+    return float(min(errors))
+
+
+def _standardise(features: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """The features with mean 0 and standard deviation 1, and what these were."""
+    mean = features.mean(axis=0)
+    std = features.std(axis=0)
+    # a channel that never changes tells nothing
+    std[std == 0] = 1
+    return (features - mean) / std, mean, std
 
 
 def assign_folds(
@@ -189,11 +240,7 @@ def _fit_path(
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
 
-    mean = features.mean(axis=0)
-    std = features.std(axis=0)
-    # a channel that never changes tells nothing
-    std[std == 0] = 1
-    standardised = (features - mean) / std
+    standardised, mean, std = _standardise(features)
     # each fit starts from the one before, which is near it
     model = LogisticRegression(
         max_iter=1000, warm_start=True, class_weight="balanced" if balanced else None

@@ -8,7 +8,7 @@ to the images. What the user sets with `key.path=value` holds, and what depends 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,22 @@ from torch import nn
 from vit.config import Config, flatten_config, load_config, read_sections
 from vit.data.open import DatasetSplits, find_kind
 from vit.data.statistics import measure_shorter_side
-from vit.factory.data import build_data, build_dataset
+from vit.factory.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.factory.model import build_model
-from vit.factory.probe import FittedProbe, build_probed_model, fit_to_data, uses_probe
+from vit.factory.probe import (
+    FittedProbe,
+    build_probed_model,
+    fit_to_data,
+    is_probe_alone,
+    uses_probe,
+)
 from vit.factory.recipe import find_recipe
 from vit.factory.run import build_plan, build_train_step
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import autocast, choose_device, choose_precision, free_cached_memory
 from vit.runtime.processes import Process, current_process
-from vit.training.execution import estimate_seconds
+from vit.training.execution import estimate_seconds, time_steps
 
 # section → key → value, not yet validated
 Sections = dict[str, dict[str, Any]]
@@ -49,12 +55,16 @@ _PRETRAINED_HINT = (
 # After a probe, of what is left of the minutes: the rest is for augmentation and what a machine does
 # beside. Fewer epochs of fine-tuning than these move the weights and come to no rest.
 _FINE_TUNING_FRACTION = 0.85
+# of the time that an image is trained on in
+_VALIDATION_COST = 1 / 3
 _MIN_FINE_TUNING_EPOCHS = 2.0
 # of the probed model's blocks, that may stay frozen where that makes room for so many epochs
 _FROZEN_FRACTIONS = (0.0, 0.5, 0.75)
 _WANTED_EPOCHS = 4.0
 # of the minutes, for the pass of all images through the weights
 _FEATURE_FRACTION = 0.5
+# of all images, that are not worth leaving out a few of them for
+_NEARLY_ALL = 0.75
 # images whose pass through the weights is timed
 _TIMED_IMAGES = 16
 _MIN_PROBED_IMAGES = 200
@@ -322,29 +332,40 @@ def _plan_fine_tuning(
     data = build_data(config, splits, device=task.device, pretrained=pretrained)
     model.to(task.device)
     max_images = int(_FEATURE_FRACTION * 60 * task.minutes * _measure_forward_rate(model, task))
-    # a wrong measurement mustn't leave too few
-    max_images = max(max_images, _MIN_PROBED_IMAGES)
-    probe = fit_to_data(config, model, data, device=task.device, max_images=max_images)
+    if max_images < _NEARLY_ALL * task.num_images:
+        # a wrong measurement mustn't leave too few; another number of images is another run
+        sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
+        config = load_config(sections, overrides)
+    probe = fit_to_data(config, model, data, device=task.device)
+    if is_probe_alone(config):
+        return probe, "the probe alone (given)"
+
+    def count_seconds_left() -> float:
+        return 60 * task.minutes - (time.perf_counter() - started_at)
 
     model = build_probed_model(config, model, probe.probe).to(task.device)
-    seconds_left = 60 * task.minutes - (time.perf_counter() - started_at)
-    # too few for the measurement, too
+    # of a model that is trained as a whole
+    num_images = task.num_images + _VALIDATION_COST * len(data.validation or ())
     epochs = 0.0
     num_frozen = 0
     rate = 0.0
-    if seconds_left > 0:
-        rate = _measure_rate(config, task, model)
-        seconds_left = 60 * task.minutes - (time.perf_counter() - started_at)
-        num_validation = 0 if data.validation is None else len(data.validation)
+    # there may be too few for the measurement, too
+    if count_seconds_left() > 0:
+        rate = _measure_rate(config, task, model, data)
         for fraction in _FROZEN_FRACTIONS:
             num_frozen = int(fraction * len(model.blocks))
             # forward through all, backward, at twice the cost, through the others
             num_trained = len(model.blocks) - num_frozen
             cost = (len(model.blocks) + 2 * num_trained) / (3 * len(model.blocks))
-            epoch_seconds = (cost * task.num_images + num_validation / 3) / rate
-            epochs = _FINE_TUNING_FRACTION * seconds_left / epoch_seconds
+            epochs = _FINE_TUNING_FRACTION * count_seconds_left() * rate / (cost * num_images)
             if epochs >= _WANTED_EPOCHS:
                 break
+    # as it will run
+    if num_frozen and epochs >= _MIN_FINE_TUNING_EPOCHS:
+        model.freeze(num_frozen)
+        rate = _measure_rate(config, task, model, data)
+        epochs = _FINE_TUNING_FRACTION * count_seconds_left() * rate / num_images
+    seconds_left = max(count_seconds_left(), 0)
 
     train = sections["train"]
     train["epochs"] = min(max(int(epochs), 1), train["epochs"])
@@ -356,7 +377,8 @@ def _plan_fine_tuning(
     if num_frozen and not user_keys:
         sections["model"]["freeze"] = num_frozen
         length += f", with {num_frozen} of {len(model.blocks)} blocks frozen"
-    return probe, f"{length}, of which {seconds_left / 60:.1f} are left after the probe"
+    length += f", of which {seconds_left / 60:.1f} are left after the probe"
+    return probe, f"{length}, {rate:,.0f} images/s"
 
 
 def _measure_forward_rate(model: VisionTransformer, task: _Task) -> float:
@@ -373,16 +395,28 @@ def _measure_forward_rate(model: VisionTransformer, task: _Task) -> float:
     return _TIMED_IMAGES / min(seconds)
 
 
-def _measure_rate(config: Config, task: _Task, model: nn.Module | None = None) -> float:
+def _measure_rate(
+    config: Config,
+    task: _Task,
+    model: nn.Module | None = None,
+    data: TrainingData | None = None,
+) -> float:
     """Images that are trained on in a second, over the sizes and the dropped patches of the run.
-    The steps train `model`; None: the configuration's."""
+    The steps train `model`; None: the configuration's. With `data` they are on its batches, whose
+    augmentation counts."""
     if model is None:
         model, _ = build_model(config, num_classes=task.num_classes)
     model.to(task.device)
     plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
     process = Process()
+    if data is not None:
+        loader = build_train_loader(data, device=task.device, process=process)
+        plan = replace(plan, batch_size=loader.batch_size)
     train_step = build_train_step(config, model, plan=plan, process=process, device=task.device)
-    seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
+    if data is None:
+        seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
+    else:
+        seconds = plan.total_steps * time_steps(train_step, loader)
     # free memory decides how the images of the run are kept
     del train_step, model
     free_cached_memory(task.device)
@@ -427,12 +461,19 @@ def _explain_choices(
     reasons = dict.fromkeys(_CHOSEN_KEYS, "as in the recipe")
     reasons["image size"] = candidate.size_reason
     reasons["length"] = length
-    if task.pretrained_size is None:
+    chosen_keys = dict(_CHOSEN_KEYS)
+    if task.pretrained_size is not None:
+        # the patches are those of the weights
+        chosen_keys["image size"] = ("data.image_size",)
+    else:
         reasons["batch"] = f"near √(2 × {task.num_images:,} images)"
-    if config.model.drop_path_rate > 0 or _is_small(candidate, task):
-        reasons["regularisation"] = (
-            f"more than in the recipe for so few as {task.num_images:,} images"
-        )
+        if config.model.drop_path_rate > 0 or _is_small(candidate, task):
+            reasons["regularisation"] = (
+                f"more than in the recipe for so few as {task.num_images:,} images"
+            )
+    # then no step follows the probe
+    if is_probe_alone(config):
+        del chosen_keys["length"], chosen_keys["batch"], chosen_keys["regularisation"]
 
     choices = {
         "recipe": f"{candidate.recipe}; set augment.flip=none where left and right matter, "
@@ -440,11 +481,13 @@ def _explain_choices(
     }
     values = flatten_config(config)
     user_keys = {f"{section}.{key}" for section, keys in task.user.items() for key in keys}
-    for name, keys in _CHOSEN_KEYS.items():
+    for name, keys in chosen_keys.items():
         text = ", ".join(f"{key.partition('.')[2]}={values[key]}" for key in keys)
         # only where the user set all of them
         is_given = user_keys.issuperset(keys)
         choices[name] = f"{text} ({'given' if is_given else reasons[name]})"
+    if is_probe_alone(config):
+        choices["length"] = length
     if _is_small(candidate, task):
         choices["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
     return choices

@@ -32,6 +32,7 @@ class FittedProbe:
         probe: Of the training images.
         depth: Blocks of the model that it was fitted on.
         num_images: It was fitted on.
+        num_training_images: Among which those were chosen.
         feature_seconds: Of the forward pass, or of reading its results from the cache.
         fit_seconds: Of the regressions.
     """
@@ -39,6 +40,7 @@ class FittedProbe:
     probe: LinearProbe
     depth: int
     num_images: int
+    num_training_images: int
     feature_seconds: float
     fit_seconds: float
 
@@ -48,13 +50,16 @@ class FittedProbe:
         text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
         if self.probe.top1 is not None:
             text += f"; top-1 in cross-validation {self.probe.top1:.1%}"
-        text += f" ({self.num_images:,} training images; features {self.feature_seconds:.0f} s,"
+        count = f"{self.num_images:,}"
+        if self.num_images < self.num_training_images:
+            count += f" of {self.num_training_images:,}"
+        text += f" ({count} training images; features {self.feature_seconds:.0f} s,"
         return f"{text} regressions {self.fit_seconds:.0f} s)"
 
 
 def uses_probe(config: Config) -> bool:
     """Whether a run starts from a probe, as one of random weights can't."""
-    return config.model.probe and config.model.init is not None
+    return bool(config.model.probe) and config.model.init is not None
 
 
 def is_probe_alone(config: Config) -> bool:
@@ -69,19 +74,20 @@ def fit_to_data(
     data: TrainingData,
     *,
     device: torch.device,
-    max_images: int | None = None,
 ) -> FittedProbe:
     """Fit a probe on the training images.
 
     Args:
-        config: Of the run.
+        config: Of the run; `model.probe` says on how many images, of each class as many as of the
+            others.
         model: With the pretrained weights, on its device.
         data: Of the run.
         device: The model's.
-        max_images: Of so many at most, of each class as many as of the others; None: all.
     """
     dataset = data.train
-    if max_images is not None and max_images < len(dataset):
+    max_images = config.model.probe
+    # True is all of them, and a number as well
+    if max_images is not True and max_images < len(dataset):
         dataset = dataset.subset(_choose_evenly(dataset, max_images))
     # of images that are decoded as training goes, the unreadable ones are left out here
     dataset = data.decode(dataset)
@@ -113,6 +119,7 @@ def fit_to_data(
         probe,
         depth=len(model.blocks),
         num_images=len(dataset),
+        num_training_images=len(data.train),
         feature_seconds=computed_at - started_at,
         fit_seconds=time.perf_counter() - computed_at,
     )

@@ -4,12 +4,15 @@ and how long one takes."""
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vit.data.loader import Batch, TrainLoader
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, count_free_bytes, free_cached_memory
 from vit.runtime.processes import Process
@@ -177,16 +180,35 @@ def estimate_seconds(
     batch_size = plan.batch_size // process.world_size
     images = torch.zeros(batch_size, 3, *image_size, device=train_step.device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=train_step.device)
-    seconds = []
-    for _ in range(1 + _TIMED_STEPS):
+    step_seconds = _time_steps(train_step, repeat(Batch(images, labels, labels, labels)))
+    # large images and all patches cost more than the small ones that a run may begin with
+    return step_seconds * plan.count_full_steps(image_size)
+
+
+def time_steps(train_step: TrainStep, loader: TrainLoader) -> float:
+    """Seconds of a step with the making of its batch, from a few of the first ones. They train, and
+    the loader is closed."""
+
+    def list_batches() -> Iterator[Batch]:
+        # an epoch may be shorter than what is timed
+        for epoch in range(1 + _TIMED_STEPS):
+            yield from loader.epoch(epoch)
+
+    try:
+        return _time_steps(train_step, list_batches())
+    finally:
+        loader.close()
+
+
+def _time_steps(train_step: TrainStep, batches: Iterator[Batch]) -> float:
+    seconds: list[float] = []
+    while len(seconds) < 1 + _TIMED_STEPS:
         start = time.perf_counter()
-        float(train_step(images, labels).loss)  # reading it waits for the device
+        batch = next(batches)
+        float(train_step(batch.images, batch.targets).loss)  # reading it waits for the device
         seconds.append(time.perf_counter() - start)
         # a long one varies little, and its time is the user's
         if len(seconds) == 2 and seconds[-1] > _LONG_STEP_SECONDS:
             break
-
     # the first one also warms up
-    step_seconds = min(seconds[1:])
-    # large images and all patches cost more than the small ones that a run may begin with
-    return step_seconds * plan.count_full_steps(image_size)
+    return min(seconds[1:])
