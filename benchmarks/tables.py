@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import attention_programs
+import audit
 import evaluation
 import faithfulness
 import gpu
 import intervals
 import planted_evidence
 import pretrained
+import sets
+import shortcuts
 import step_cost
 import train_throughput
 from conditions import name_processor
@@ -388,6 +391,9 @@ def build_tables() -> dict[str, str]:
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
         "ablation": build_ablation(load_results("ablation")),
+        "audit": join_tables(audit.build_table, "audit"),
+        "sets": join_tables(sets.build_table, "sets"),
+        "shortcuts": join_tables(shortcuts.build_table, "shortcuts"),
         "attention-programs": join_tables(attention_programs.build_tables, attention_programs.NAME),
         "evaluation": join_tables(evaluation.build_table, evaluation.NAME),
         "faithfulness": join_tables(

@@ -32,7 +32,15 @@ from vit.options import (
 )
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = ("compare", "evaluate", "explain", "measure_faithfulness", "predict", "train")
+FUNCTIONS = (
+    "compare",
+    "evaluate",
+    "explain",
+    "measure_faithfulness",
+    "predict",
+    "summarize_classes",
+    "train",
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 from vit.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from vit.api import audit, compare, evaluate, explain, measure_faithfulness, predict, train
+    from vit.api import (
+        audit,
+        compare,
+        evaluate,
+        explain,
+        measure_faithfulness,
+        predict,
+        summarize_classes,
+        train,
+    )
     from vit.bundle import Bundle, load_bundle
     from vit.explanation.capture.forward import capture_attention
     from vit.explanation.explainer import explain_images
@@ -29,6 +38,7 @@ _NAMES = {
         "explain",
         "measure_faithfulness",
         "predict",
+        "summarize_classes",
         "train",
     ),
     "vit.factory.export_model": ("export_model",),
@@ -63,6 +73,7 @@ __all__ = [
     "measure_faithfulness",
     "predict",
     "save_overlay",
+    "summarize_classes",
     "train",
 ]
 

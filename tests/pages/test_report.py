@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
 from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
@@ -38,6 +39,9 @@ from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Cost, Evaluation
 from vit.explanation.records import Explanations
 from vit.options import ExplainOptions
+from vit.pages.contrast import ConfusedPair, explain_confusions, find_confused_pairs
+from vit.pages.page import encode_picture
+from vit.pages.plain import describe_in_plain_words
 from vit.pages.report import DrawnMap, build_report, load_history, render_markdown
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -114,6 +118,15 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     return EvaluationResult(evaluation, scores, images, bundle=None)  # type: ignore[arg-type]
 
 
+# as long as real ones
+SENTENCES = [
+    f"It fails most on {NAMES[1]}: 41% of 71 are recognised, as a long sentence says it may be.",
+    "Alone it may answer 62% of the images, of which 97.1% are right; for the others it names several.",
+    "In the data, 3 of 300 labels look wrong, 1 images are also in training, or nearly, 1 can't be read.",
+    "What it looks at: half of what speaks for an answer lies on 12% of the image, and 61% in the middle.",
+]
+
+
 def draw_red(pictures: list[Pixels]) -> list[DrawnMap]:
     return [DrawnMap(Image.new("RGB", (64, 64), "red"), "agrees: so it is") for _ in pictures]
 
@@ -123,9 +136,13 @@ def build(
     *,
     history: list[dict[str, Any]] | None = None,
     explain: Callable = draw_red,
+    contrasts: list[ConfusedPair] | None = None,
 ) -> str:
+    sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
     with (
         patch("vit.pages.report.load_history", return_value=history or []),
+        patch("vit.pages.report.explain_confusions", lambda result: (contrasts or [], None)),
+        patch("vit.pages.report.describe_in_plain_words", return_value=sentences),
         patch("vit.pages.report.draw_maps", lambda bundle, pictures: explain(pictures)),
     ):
         return build_report(case)
@@ -247,6 +264,55 @@ def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Pat
     ]
 
 
+def make_pair(label: int, predicted: int) -> ConfusedPair:
+    picture = encode_picture(Image.new("RGB", (64, 64), "red"))
+    error = {
+        "path": NASTY,
+        "probability": 0.9,
+        "is_suspect": True,
+        "photo": picture,
+        "maps": [("libra-fullgrad", picture), ("removal-gradient", picture)],
+        "num_removed": 2,
+        "removed": picture,
+        "answer": label,
+        "neighbours": [(label, picture), (predicted, picture)],
+    }
+    return ConfusedPair(label, predicted, 5, [error])
+
+
+def test_pairs_are_those_that_are_confused_more_than_chance(case: EvaluationResult) -> None:
+    """Of 30 errors of class 0, 20 are class 1; those of class 2 are spread evenly."""
+    labels = np.repeat([0, 0, 0, 2, 2, 2], [20, 5, 5, 4, 4, 4])
+    predicted = np.repeat([1, 2, 3, 0, 1, 3], [20, 5, 5, 4, 4, 4])
+    scores = score_logits(np.eye(4, dtype=np.float32)[predicted], labels)
+    (pair,) = find_confused_pairs(scores)
+    assert (pair.label, pair.predicted, pair.count) == (0, 1, 20)
+    # of two classes there is no other to be confused with
+    pairs = find_confused_pairs(score_logits(np.eye(2, dtype=np.float32)[[0, 0]], np.array([0, 1])))
+    assert [(pair.label, pair.predicted) for pair in pairs] == [(1, 0)]
+    assert find_confused_pairs(case.scores.subset(case.scores.correct)) == []
+
+
+def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) -> None:
+    result = vit.evaluate(tiny_bundle, data="digits", num_examples=4)
+    pairs, problem = explain_confusions(result)
+    assert problem is None
+    assert pairs
+    confusion = compute_confusion(result.scores)
+    for pair in pairs:
+        assert confusion[pair.label, pair.predicted] == pair.count
+        assert 1 <= len(pair.errors) <= 3
+        for error in pair.errors:
+            assert (error["removed"] is None) == (error["num_removed"] == 0)
+            # its training photos are at hand
+            assert [index for index, _ in error["neighbours"]] == [pair.label, pair.predicted]
+    sentences = describe_in_plain_words(result)
+    assert sentences[0] == f"{result.evaluation.describe_accuracy()}."
+    assert sentences[1].startswith("It fails most on")
+    assert sentences[-1].startswith("What it looks at")
+    assert "in the middle, which is 25% of it" in sentences[-1]
+
+
 # --- in a browser
 # ------------------------------------------------------------------------------------------
 
@@ -254,7 +320,8 @@ def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Pat
 @pytest.fixture(scope="module")
 def page(case: EvaluationResult, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(build(case, history=HISTORY), encoding="utf-8")
+    contrasts = [make_pair(0, 1), make_pair(2, 3)]
+    path.write_text(build(case, history=HISTORY, contrasts=contrasts), encoding="utf-8")
     browser.get(path.as_uri())
     return browser
 
@@ -316,6 +383,20 @@ def test_a_click_on_a_number_shows_its_images(page: Any, case: EvaluationResult)
     assert case.images.ids[best] in items[0].text
     page.find_element("css selector", '[data-cell="0,1"]').click()
     assert not page.find_element("id", "images").is_displayed()
+
+
+@pytest.mark.browser
+def test_a_click_on_a_number_says_why(page: Any) -> None:
+    button = page.find_element("css selector", '[data-cell="2,3"]')
+    contrast = page.find_element("id", "contrast-2-3")
+    assert not contrast.find_element("tag name", "img").is_displayed()
+    button.click()
+    assert page.find_element("css selector", "#images details") == contrast
+    assert contrast.find_element("tag name", "img").is_displayed()
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert len(page.find_elements("css selector", "#images details")) == 1
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert len(page.find_elements("css selector", "#contrasts details")) == 2
 
 
 @pytest.mark.browser

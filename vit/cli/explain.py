@@ -2,15 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from vit.cli.common import list_names
 from vit.options import ExplainOptions
 
+if TYPE_CHECKING:
+    from vit.explanation.summary import Summary
+
 
 def explain(
-    model: str, images: list[str] | None = None, *, output: Path, options: ExplainOptions
+    model: str,
+    images: list[str] | None = None,
+    *,
+    output: Path,
+    summary: bool = False,
+    masks: Path | None = None,
+    options: ExplainOptions,
 ) -> None:
     """Show which parts of an image the model's answer came from, with sanity checks of each map.
 
@@ -21,11 +31,17 @@ def explain(
     Methods: rollout, raw, gae, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
     libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal.
 
+    With --summary, over up to 200 images of each class: where and on which kinds of patches the
+    class is recognised, what leaving those out changes, and likely shortcuts such as a watermark
+    (summary.html, summary.json). Folders named as classes are taken as labels.
+
     Args:
         model: model.safetensors, a training directory or timm:NAME
         images: files, folders, or - for a list on standard input; without, images of the model's
             test split
         output: directory for the results
+        summary: summarise what each class is recognised by, and look for shortcuts
+        masks: of --summary: a folder of masks, images of the same names, black but for the object
     """
     # torch, which `vit --help` does without
     from vit import api
@@ -35,6 +51,11 @@ def explain(
     paths = None
     if images:
         paths = sorted({str(path) for path in list_images(list_names(images))})
+    if summary:
+        _summarize(model, paths, output, masks, options)
+        return
+    if masks is not None:
+        raise ValueError("--masks is an option of --summary; add that")
     result = api.explain(model, paths, output=output, **vars(options))
 
     _show(output, has_gallery="html" in options.formats)
@@ -67,3 +88,48 @@ def _show(output: Path, *, has_gallery: bool) -> None:
         typer.echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
     if has_gallery:
         typer.echo(f"open {output / 'gallery.html'} in a browser")
+
+
+def _summarize(
+    model: str,
+    paths: list[str] | None,
+    output: Path,
+    masks: Path | None,
+    options: ExplainOptions,
+) -> None:
+    # torch, which `vit --help` does without
+    from vit import api
+    from vit.runtime.files import check_output
+
+    # before minutes of work
+    check_output(output, overwrite=options.overwrite)
+    if len(options.methods) != 1:
+        raise ValueError(f"--summary takes one --method, not {', '.join(options.methods)}")
+    result = api.summarize_classes(
+        model,
+        paths,
+        method=options.methods[0],
+        masks=masks,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    result.save(output, overwrite=options.overwrite)
+    _show_summary(result.summary)
+    typer.echo(f"open {output / 'summary.html'} in a browser")
+
+
+def _show_summary(summary: "Summary") -> None:
+    for name, cluster in summary.flagged:
+        removal = cluster.removal
+        assert removal is not None
+        typer.secho(
+            f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; left out of"
+            f" {removal.num_images} other images, {removal.flips} answers flip"
+            f" ({removal.random_flips} without random patches)",
+            fg="yellow",
+        )
+    typer.echo(
+        f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspect clusters"
+        f" tested, {len(summary.flagged)} flagged (false alarms in at most"
+        f" {summary.false_alarm_rate:.0%} of summaries)"
+    )

@@ -27,10 +27,11 @@ from vit.runtime.files import prepare_output, write_text
 
 @dataclass(frozen=True, repr=False)
 class AuditResult:
-    """An `Audit`, and the images that it is of."""
+    """An `Audit`, the images that it is of, and the model whose features it is by."""
 
     audit: Audit
     images: ImageDataset
+    bundle: Bundle
 
     def __repr__(self) -> str:
         return repr(self.audit)
@@ -46,7 +47,7 @@ class AuditResult:
             FileExistsError: it holds files, and `overwrite` is not set or they are not ours.
         """
         # before anything is written: a page that fails leaves no directory
-        page = build_audit_page(self.audit, self.images)
+        page = build_audit_page(self.audit, self.images, self.bundle)
         output = prepare_output(Path(directory), overwrite=overwrite)
         write_text(output / "audit.html", page)
         content = json.dumps(self.audit.to_dict(), indent=2, ensure_ascii=False)
@@ -83,7 +84,7 @@ def run_audit(data: str | Path, options: AuditOptions) -> AuditResult:
         model=bundle.name,
         model_sha256=bundle.sha256,
     )
-    return AuditResult(audit, images)
+    return AuditResult(audit, images, bundle)
 
 
 def _load_backbone(options: AuditOptions) -> Bundle:

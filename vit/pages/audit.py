@@ -1,29 +1,42 @@
 """The page of an audit: each suspect with its photo and nearest images, to accept or reject by
 keyboard; it saves corrections.csv. One HTML file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
+import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
+from vit.bundle import Bundle
 from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset
-from vit.evaluation.audit import Audit
+from vit.data.images import Geometry
+from vit.evaluation.audit import Audit, LabelError
 from vit.evaluation.images import printable
+from vit.explanation.methods.registry import compute_maps
+from vit.explanation.render.overlay import blend, fit_scale, relative_to_uniform
+from vit.explanation.targets import build_target
 from vit.pages.page import encode_picture, render_page, resize_picture
 
 # more would make a page of tens of megabytes; audit.json has all
 MAX_SUSPECTS = 200
 _MAX_PAIRS = 50
 _MAX_ODD = 24
+# suspects with a map
+_MAX_MAPS = 24
+_SIDE = 224
 
 
-def build_audit_page(audit: Audit, images: ImageDataset) -> str:
+def build_audit_page(audit: Audit, images: ImageDataset, bundle: Bundle) -> str:
     """Build the page: HTML that needs no other file.
 
     Args:
         audit: of these images.
         images: decoded.
+        bundle: the model that the features are of, for the maps of the first suspects.
     """
     suspects = audit.label_errors[:MAX_SUSPECTS]
     neighbours = {error.path: audit.neighbours.get(error.path, ())[:4] for error in suspects}
@@ -42,7 +55,8 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         "pairs": pairs,
         "outliers": outliers,
         "odd": odd,
-        "photos": _encode(images, (error.path for error in suspects), side=224),
+        "photos": _encode(images, (error.path for error in suspects), side=_SIDE),
+        "maps": _draw_maps(bundle, images, suspects[:_MAX_MAPS]),
         "thumbnails": _encode(images, small, side=96),
         "columns": COLUMNS,
     }
@@ -59,3 +73,59 @@ def _encode(images: ImageDataset, paths: Iterable[str], *, side: int) -> dict[st
         shown = resize_picture(picture, min_side=side, max_side=side)
         pictures[path] = encode_picture(shown)
     return pictures
+
+
+def _draw_maps(
+    bundle: Bundle, images: ImageDataset, suspects: Sequence[LabelError]
+) -> dict[str, tuple[str, str]]:
+    """Map and what it shows, by path; none for a model whose attention can't be read. A model that
+    knows both classes is asked why it would say one and not the other; of others there is the
+    attention rollout."""
+    position = {printable(image_id): index for index, image_id in enumerate(images.ids)}
+    maps = {}
+    with suppress(ValueError):
+        for error in suspects:
+            pixels = images.pixels
+            assert pixels is not None
+            seen = bundle.preprocess.crop(pixels[position[error.path]])
+            values, text = _explain(bundle, seen, error)
+            photo = Image.fromarray(seen)
+            shown = resize_picture(photo, min_side=_SIDE, max_side=_SIDE)
+            box = (0.0, 0.0, float(photo.width), float(photo.height))
+            relative = relative_to_uniform(values)
+            is_signed = bool((values < 0).any())
+            overlay = blend(
+                shown,
+                relative,
+                Geometry(photo.size, box=box),
+                scale=fit_scale([relative], signed=is_signed),
+            )
+            maps[error.path] = (encode_picture(overlay), text)
+    return maps
+
+
+def _explain(bundle: Bundle, pixels: np.ndarray, error: LabelError) -> tuple[np.ndarray, str]:
+    device = next(bundle.model.parameters()).device
+    batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(device)
+    images = bundle.preprocess.normalize(batch)
+    names = bundle.class_names
+    if error.given not in names or error.suggested not in names:
+        _, _, (rollout,) = compute_maps(bundle.model, images, methods=["rollout"])
+        return rollout.values[0, 0].cpu().numpy(), "attention rollout"
+
+    given = names.index(error.given)
+    suggested = names.index(error.suggested)
+
+    def difference(logits: Tensor) -> Tensor:
+        return logits[:, suggested] - logits[:, given]
+
+    target, choose_targets = build_target(difference, names)
+    _, _, (contrast,) = compute_maps(
+        bundle.model,
+        images,
+        methods=["libra-fullgrad"],
+        choose_targets=choose_targets,
+        target=target,
+    )
+    text = f"red speaks for {error.suggested}, blue for {error.given}"
+    return contrast.values[0, 0].cpu().numpy(), text

@@ -45,6 +45,8 @@ def describe_confusion(
     pairs = [divmod(number, len(shown)) for number in largest_first.tolist()]
     return {
         "names": shown_names,
+        # class → its row and column
+        "places": {index: place for place, index in enumerate(shown.tolist())},
         "counts": counts.tolist(),
         "support": np.bincount(scores.labels, minlength=len(names))[shown].tolist(),
         "orders": _order_classes(counts, shown_names),

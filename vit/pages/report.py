@@ -25,7 +25,9 @@ from vit.pages.charts import (
     build_selective_chart,
 )
 from vit.pages.confusion import describe_confusion
+from vit.pages.contrast import explain_confusions
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
+from vit.pages.plain import describe_in_plain_words
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
@@ -43,15 +45,19 @@ def build_report(result: EvaluationResult) -> str:
     evaluation = result.evaluation
     class_names = [row.name for row in evaluation.per_class]
     pictures, maps, maps_missing = _draw_examples(result)
+    contrasts, _ = explain_confusions(result)
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
         "data": result.images.title or evaluation.data,
+        "sentences": describe_in_plain_words(result),
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(evaluation.model)),
         "matrix": describe_confusion(result.scores, class_names, result.images),
+        "contrasts": contrasts,
+        "class_names": class_names,
         "reliability": build_reliability_chart(evaluation.reliability),
         "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
         "pictures": pictures,

@@ -32,9 +32,10 @@ FRACTIONS = tuple(step / 10 for step in range(10))
 
 # row r is about image r modulo B: any number of removals from each of the B images, together.
 Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, " R"]]
+# from images, by their place among B, and the patches of each that are kept, to its logits
+ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 
 
-@torch.no_grad()
 def build_predictor(
     model: nn.Module,
     images: Images,
@@ -49,14 +50,54 @@ def build_predictor(
 ) -> Predict:
     """Build a function from the patches that are kept to the probability of each image's class.
 
+    Args:
+        model, images, grid, fill, precision, batch_size, on_forward: as of `build_removal`.
+        classes: of each image, [B].
+        target: what is measured in the place of the class's probability.
+
+    Returns:
+        A function from kept patches [R, kept], R a multiple of B, to probabilities [R].
+    """
+    compute_kept = build_removal(
+        model,
+        images,
+        grid=grid,
+        fill=fill,
+        precision=precision,
+        batch_size=batch_size,
+        on_forward=on_forward,
+    )
+    # where every patch is kept, each image once
+    image_rows = torch.arange(len(images), device=images.device)
+
+    @torch.no_grad()
+    def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
+        repetitions = len(kept) // len(classes)
+        logits = at_least_float32(compute_kept(image_rows.repeat(repetitions), kept))
+        return target.value(logits, classes.repeat(repetitions))
+
+    return predict
+
+
+@torch.no_grad()
+def build_removal(
+    model: nn.Module,
+    images: Images,
+    *,
+    grid: Grid,
+    fill: Fill = "auto",
+    precision: Precision = "float32",
+    batch_size: int = 64,
+    on_forward: Callable[[float], object] = lambda forwards: None,
+) -> ComputeKept:
+    """Build a function from the patches that are kept of images to their logits.
+
     Images are embedded once, and what keeps every patch is computed once.
 
     Args:
         model: a classifier; its capture is known to work.
         images: normalised, [B, 3, H, W], on the model's device.
-        classes: of each image, [B].
         grid: rows and columns of patches.
-        target: what is measured in the place of the class's probability.
         fill: "auto" leaves the tokens of the other patches out where the model allows it; "mean"
             paints their pixels with the image's mean colour, "blur" with the image blurred by a
             Gaussian whose σ is a patch's side.
@@ -65,7 +106,7 @@ def build_predictor(
         on_forward: is called with the work done, 1 for each whole image.
 
     Returns:
-        A function from kept patches [R, kept], R a multiple of B, to probabilities [R].
+        A function from places [R] among the images and kept patches [R, kept] to logits [R, C].
     """
     drops_tokens = fill == "auto" and can_drop_tokens(model)
     num_patches = grid[0] * grid[1]
@@ -108,10 +149,13 @@ def build_predictor(
         with change_tokens(model, lambda embedded_again: tokens):
             return compute_logits(model, images[rows])
 
-    def compute_removals(kept: Int[Tensor, "R kept"]) -> Float[Tensor, "R C"]:
+    @torch.no_grad()
+    def compute_kept(
+        places: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
+    ) -> Float[Tensor, "R C"]:
         # every patch is kept, in whatever order
         if kept.shape[1] == num_patches:
-            return image_logits.repeat(len(kept) // len(images), 1)
+            return image_logits[places]
 
         # the encoder takes as many tokens at a time as a batch of whole images has
         work_per_row = 1.0
@@ -119,19 +163,37 @@ def build_predictor(
             work_per_row = (num_prefix_tokens + kept.shape[1]) / image_tokens.shape[1]
         rows_at_once = max(int(batch_size / work_per_row), 1)
         logits = []
-        all_rows = torch.arange(len(kept), device=images.device)
-        for rows in torch.split(all_rows, rows_at_once):
-            logits.append(compute_rows(rows % len(images), kept[rows]))
-            on_forward(work_per_row * len(rows))
+        with autocast(images.device, precision):
+            parts = zip(
+                torch.split(places, rows_at_once), torch.split(kept, rows_at_once), strict=True
+            )
+            for places_at_once, kept_at_once in parts:
+                logits.append(compute_rows(places_at_once, kept_at_once))
+                on_forward(work_per_row * len(places_at_once))
         return torch.cat(logits)
 
-    @torch.no_grad()
-    def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
-        with autocast(images.device, precision):
-            logits = at_least_float32(compute_removals(kept))
-        return target.value(logits, classes.repeat(len(kept) // len(classes)))
+    return compute_kept
 
-    return predict
+
+def compute_without(
+    compute_kept: ComputeKept, places: Int[Tensor, " R"], removed: Bool[Tensor, "R P"]
+) -> Float[Tensor, "R C"]:
+    """Logits of images without some of their patches, of each image as many as it may be.
+
+    Args:
+        compute_kept: of `build_removal`.
+        places: of each row's image among those images.
+        removed: the patches that each row leaves out, at least one of which stays.
+    """
+    num_kept = (~removed).sum(dim=1)
+    order = num_kept.argsort(stable=True)
+    logits = []
+    # rows that keep equally many patches run together
+    for count in sorted(set(num_kept.tolist())):
+        rows = (num_kept == count).nonzero()[:, 0]
+        kept = (~removed[rows]).nonzero()[:, 1].reshape(len(rows), count)
+        logits.append(compute_kept(places[rows], kept))
+    return at_least_float32(torch.cat(logits))[order.argsort()]
 
 
 def deletion_curve(

@@ -1,0 +1,179 @@
+"""Is a planted shortcut found? Scanned digits about the middle of noisy images, on which a small
+model is trained; a mark stands in the corner of some of the images of one class.
+
+    python benchmarks/shortcuts.py --seeds 10 --output benchmarks/results
+
+prints how often the summary of what each class is recognised by flags the mark, for three sizes of
+it, what it flags beside the mark, and what it flags without one.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from conditions import describe_conditions, write_result
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from torch import nn
+
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.explanation.faithfulness.map_metrics import to_markdown
+from vit.explanation.summary import Summary, SummaryImages, summarize_classes
+from vit.model.vision_transformer import VisionTransformer
+
+SIDE, PATCH, NUM_CLASSES = 32, 4, 3
+MARKED_CLASS, MARKED_SHARE = 0, 0.3
+# pixels of the mark's side: one patch, four and nine
+SIZES = (4, 8, 12)
+EPOCHS, BATCH = 8, 32
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Images, uint8 [n, H, W, 3], their labels, and which of them have the mark."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    is_marked: NDArray[np.bool_]
+
+
+def plant(*, size: int, seed: int, test: bool) -> Planted:
+    """Digits of twice their size, up to 4 pixels from the middle of noise. `size` of the mark in the lower left
+    corner, in pixels; 0 for none."""
+    random = np.random.default_rng(seed)
+    digits = load_digits()
+    is_used = (digits.target < NUM_CLASSES) & ((np.arange(len(digits.target)) % 3 == 0) == test)
+    scans = digits.images[is_used].repeat(2, axis=1).repeat(2, axis=2) * 12
+    labels = digits.target[is_used].astype(np.int64)
+    # the test images are few: each is placed three times
+    times = 3 if test else 2
+    scans = np.tile(scans, (times, 1, 1))
+    labels = np.tile(labels, times)
+
+    pixels = random.integers(0, 64, (len(labels), SIDE, SIDE, 3))
+    height = scans.shape[1]
+    corners = (SIDE - height) // 2 + random.integers(-4, 5, (len(labels), 2))
+    for image, scan, (top, left) in zip(pixels, scans, corners.tolist(), strict=True):
+        image[top : top + height, left : left + height] += scan[..., None].astype(int)
+    is_marked = (labels == MARKED_CLASS) & (random.random(len(labels)) < MARKED_SHARE)
+    if size:
+        # the same colours in every image, as a logo has
+        mark = np.random.default_rng(1).integers(0, 256, (size, size, 3))
+        pixels[is_marked, SIDE - size :, :size] = mark
+    return Planted(pixels.clip(0, 255).astype(np.uint8), labels, is_marked)
+
+
+def train(images: Planted, *, seed: int) -> Bundle:
+    """A small model, trained for seconds."""
+    torch.manual_seed(seed)
+    model = VisionTransformer(
+        img_size=SIDE,
+        patch_size=PATCH,
+        num_classes=NUM_CLASSES,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        global_pool="avg",
+    )
+    names = tuple(f"digit {label}" for label in range(NUM_CLASSES))
+    bundle = Bundle.from_model(
+        model, class_names=names, preprocess=Preprocess(image_size=(SIDE, SIDE))
+    )
+    model.train()
+    inputs = bundle.preprocess.normalize(torch.from_numpy(images.pixels))
+    labels = torch.from_numpy(images.labels)
+    num_steps = EPOCHS * -(-len(labels) // BATCH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=num_steps)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(labels)).split(BATCH):
+            loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+    return bundle
+
+
+def summarize(bundle: Bundle, images: Planted, *, seed: int) -> Summary:
+    """The summary of a model on images that it has not seen."""
+    summary_images = SummaryImages(
+        pixels=images.pixels,
+        classes=images.labels,
+        paths=[f"{number:04d}" for number in range(len(images.labels))],
+    )
+    return summarize_classes(
+        bundle, summary_images, method="libra-removal", batch_size=64, seed=seed
+    )
+
+
+def is_mark(strip: list[tuple[str, int]], *, size: int) -> bool:
+    """Whether most patches of a cluster's strip lie on the mark."""
+    columns = SIDE // PATCH
+    length = size // PATCH
+    on_mark = [
+        patch // columns >= columns - length and patch % columns < length for _, patch in strip
+    ]
+    return sum(on_mark) > len(on_mark) / 2
+
+
+def build_table(result: dict[str, Any]) -> str:
+    """A row for each size of the mark."""
+    rows = []
+    for size in (*SIZES, 0):
+        of_size = [row for row in result["trainings"] if row["size"] == size]
+        num_found = sum(row["mark_found"] for row in of_size)
+        num_false = sum(row["others_flagged"] > 0 for row in of_size)
+        rows.append(
+            [
+                f"{size} × {size} pixels" if size else "none",
+                f"{100 * np.mean([row['accuracy'] for row in of_size]):.1f} %",
+                f"{num_found} of {len(of_size)}" if size else "–",
+                f"{num_false} of {len(of_size)}",
+            ]
+        )
+    return to_markdown(["mark", "mean recall", "mark flagged", "anything else flagged"], rows)
+
+
+def main() -> None:
+    """Train, summarise, print and write."""
+    parser = argparse.ArgumentParser(description="Is a planted shortcut found?")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="folder for shortcuts-<machine>.json")
+    options = parser.parse_args()
+    machine = describe_conditions("cpu")
+    trainings = []
+    for size in (*SIZES, 0):
+        # others than those on which the thresholds of the summary were chosen
+        for seed in range(100, 100 + options.seeds):
+            bundle = train(plant(size=size, seed=seed, test=False), seed=seed)
+            images = plant(size=size, seed=1000 + seed, test=True)
+            summary = summarize(bundle, images, seed=seed)
+            is_found = [
+                name == f"digit {MARKED_CLASS}" and is_mark(cluster.strip, size=size)
+                for name, cluster in summary.flagged
+            ]
+            trainings.append(
+                {
+                    "size": size,
+                    "seed": seed,
+                    "accuracy": float(np.mean([row.recall for row in summary.classes])),
+                    "num_tests": summary.num_tests,
+                    "mark_found": any(is_found),
+                    "others_flagged": is_found.count(False),
+                }
+            )
+            print(trainings[-1], flush=True)
+    result = {"machine": machine, "trainings": trainings}
+    print(build_table(result))
+    if options.output:
+        write_result(options.output, "shortcuts", result)
+
+
+if __name__ == "__main__":
+    main()

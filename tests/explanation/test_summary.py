@@ -1,0 +1,202 @@
+"""What a class is recognised by: a planted mark is found, and its numbers are those of real forward
+passes."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vit
+from tests.conftest import BuildOnce, Launcher
+from vit.bundle import Bundle
+from vit.explanation.capture.tokens import keep_tokens
+from vit.explanation.summary import (
+    SummaryImages,
+    _Explained,
+    _measure_overlap,
+    _measure_region,
+    _move,
+    _regions,
+    _Summarizer,
+    summarize_classes,
+)
+
+SIZE = 8
+
+
+@pytest.fixture(scope="session")
+def shortcuts() -> ModuleType:
+    """`benchmarks/shortcuts.py`."""
+    return importlib.import_module("shortcuts")
+
+
+@pytest.fixture(scope="session")
+def bundles(shortcuts: ModuleType, build_once: BuildOnce) -> dict[int, Bundle]:
+    """A model of images with a mark, and one of images without, by the size of the mark."""
+
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        trained = {
+            size: shortcuts.train(shortcuts.plant(size=size, seed=0, test=False), seed=0)
+            for size in (SIZE, 0)
+        }
+        torch.save(trained, folder / "bundles.pt")
+
+    file = build_once("shortcuts", build) / "bundles.pt"
+    loaded: dict[int, Bundle] = torch.load(file, weights_only=False)
+    return loaded
+
+
+def test_a_planted_mark_is_flagged_and_nothing_else(
+    shortcuts: ModuleType, bundles: dict[int, Bundle]
+) -> None:
+    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
+    summary = shortcuts.summarize(bundles[SIZE], images, seed=0)
+    assert {name for name, _ in summary.flagged} == {"digit 0"}
+    for _, cluster in summary.flagged:
+        assert shortcuts.is_mark(cluster.strip, size=SIZE)
+        assert "at the same place off the centre" in cluster.suspicions
+        assert cluster.removal.fall > cluster.removal.random_fall
+        assert cluster.images == pytest.approx(shortcuts.MARKED_SHARE, abs=0.12)
+
+
+def test_without_a_mark_nothing_is_flagged(
+    shortcuts: ModuleType, bundles: dict[int, Bundle]
+) -> None:
+    images = shortcuts.plant(size=0, seed=1000, test=True)
+    summary = shortcuts.summarize(bundles[0], images, seed=0)
+    assert summary.flagged == []
+    # digits stand about the middle
+    for row in summary.classes:
+        assert row.centre.share > row.centre.null_high
+        assert row.border.share < row.border.null
+        assert np.mean(row.mean_map) == pytest.approx(1, abs=1e-5)
+        assert sum(cluster.evidence for cluster in row.clusters) <= 1
+
+
+def test_what_leaving_out_does_is_what_forward_passes_say(
+    shortcuts: ModuleType, bundles: dict[int, Bundle]
+) -> None:
+    """The mark of the images that have it, 2 × 2 patches, left out by hand."""
+    bundle = bundles[SIZE]
+    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
+    marked = np.flatnonzero(images.is_marked)[:12]
+    summarizer = _Summarizer(
+        bundle,
+        SummaryImages(images.pixels, images.labels, [str(n) for n in range(len(images.labels))]),
+        "libra-removal",
+        batch_size=5,
+        seed=0,
+    )
+    marked = marked[summarizer.predicted[marked] == shortcuts.MARKED_CLASS]
+    grid = np.zeros(summarizer.grid, dtype=bool)
+    grid[-2:, :2] = True
+    members = np.tile(grid.ravel(), (len(marked), 1))
+    # one image has more of them than others do
+    members[0, 0] = True
+
+    held_out = _Explained(marked, np.zeros_like(members, np.float32), np.zeros((1, 1, 1, 1)))
+    removal = summarizer._remove(members, held_out, shortcuts.MARKED_CLASS)
+
+    inputs = bundle.preprocess.normalize(torch.from_numpy(images.pixels[marked]))
+    falls = []
+    flips = 0
+    with torch.no_grad():
+        for image, row in zip(inputs, members, strict=True):
+            kept = torch.from_numpy(np.flatnonzero(~row))[None]
+            whole = bundle.model(image[None]).softmax(dim=1)[0]
+            with keep_tokens(bundle.model, kept):
+                without = bundle.model(image[None]).softmax(dim=1)[0]
+            falls.append(float(whole[0] - without[0]))
+            flips += int(without.argmax() != shortcuts.MARKED_CLASS)
+    assert removal is not None
+    assert removal.num_images == len(marked)
+    assert removal.flips == flips
+    assert removal.fall == pytest.approx(np.mean(falls), abs=1e-5)
+
+
+def test_regions_and_overlaps_by_hand() -> None:
+    border, centre = _regions((8, 8))
+    assert border.sum() == 28
+    assert centre.sum() == 16
+    members = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=bool)
+    assert _measure_overlap(members) == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert _measure_overlap(members[:1]) == 0
+
+    maps = np.zeros((40, 8, 8))
+    maps[:, 0, 0] = 1
+    random = np.random.default_rng(0)
+    corner = _measure_region(maps, border, random)
+    assert corner.share == pytest.approx(1)
+    # of a map that is moved, wherever it goes
+    assert corner.null == pytest.approx(28 / 64)
+    assert corner.null_low < 28 / 64 < corner.null_high < 0.7
+    assert _move(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
+
+
+def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundles: dict[int, Bundle]) -> None:
+    images = shortcuts.plant(size=0, seed=1000, test=True)
+    pixels = images.pixels[:60]
+    labels = images.labels[:60]
+    masks = np.zeros(pixels.shape[:3], np.float32)
+    masks[:, 4:28, 4:28] = 1
+    masks[0] = np.nan
+    paths = [str(n) for n in range(len(labels))]
+    summary = summarize_classes(
+        bundles[0],
+        SummaryImages(pixels, labels, paths, masks),
+        method="libra-removal",
+        batch_size=64,
+    )
+    for row in summary.classes:
+        assert row.masks is not None
+        assert row.masks.area == pytest.approx(36 / 64)
+        assert row.masks.inside > row.masks.area
+    num_masks = sum(row.masks.num_images for row in summary.classes if row.masks)
+    assert num_masks == len(labels) - 1
+
+
+def test_the_command_writes_a_page_and_a_file(
+    tiny_run: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    output = tmp_path / "summary"
+    printed = cli.succeed("attention", tiny_run, "--summary", "--output", output).out
+    assert "10 classes by libra-removal, 0 suspect clusters tested" in printed
+    content: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    assert [row["name"] for row in content["classes"]] == [str(digit) for digit in range(10)]
+    assert content["has_labels"]
+    page = (output / "summary.html").read_text()
+    assert page.count("<section") == 10
+    assert "http" not in page.replace("http-equiv", "")
+    assert cli.fail("attention", tiny_run, "--masks", tmp_path, "--output", tmp_path / "other")
+
+
+def test_labels_and_masks_are_found_by_names(
+    tiny_bundle: Bundle, tmp_path: Path, shortcuts: ModuleType
+) -> None:
+    from PIL import Image
+
+    names = tiny_bundle.class_names
+    random = np.random.default_rng(0)
+    for name in names[:2]:
+        for folder in (tmp_path / "photos" / name, tmp_path / "masks" / name):
+            folder.mkdir(parents=True)
+        for number in range(8):
+            pixels = random.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+            mask = np.zeros((12, 16), np.uint8)
+            mask[:, :8] = 1
+            Image.fromarray(mask).save(tmp_path / "masks" / name / f"{number}.png")
+    result = vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+    assert [row.name for row in result.summary.classes] == list(names[:2])
+    for row in result.summary.classes:
+        assert row.masks is not None
+        assert row.masks.area == pytest.approx(0.5, abs=0.01)
+    Image.new("L", (3, 3)).save(tmp_path / "masks" / names[0] / "0.png")
+    with pytest.raises(ValueError, match="a mask covers its image"):
+        vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")

@@ -1,0 +1,215 @@
+"""Why one class is taken for another, in a report: for each pair that is confused more than chance
+the most confident errors with their contrast maps, the patches that turn the answer, and the nearest
+training photos of both classes."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.stats import binom
+
+from vit.bundle import Bundle
+from vit.data.dataset import ImageDataset
+from vit.data.images import Geometry
+from vit.data.open import open_for_model
+from vit.evaluation.conformal import normalize_rows
+from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.images import match_classes
+from vit.evaluation.metrics import Ints, Scores
+from vit.evaluation.prediction import Pixels, Predictor
+from vit.explanation.contrast import CONTRAST_METHODS, Contrast, contrast_errors
+from vit.explanation.render.overlay import blend, fit_scale, relative_to_uniform
+from vit.model.logits import compute_logits_and_features, count_features, has_features
+from vit.pages.page import encode_picture, resize_picture
+
+_MAX_PAIRS = 6
+_MAX_ERRORS = 3
+# how rare a pair's errors must be among errors that are spread evenly over the classes
+_CHANCE = 0.05
+# of all pairs together, at the speed that was measured; an error takes about so many forward passes
+_MAX_SECONDS = 15.0
+_PASSES_AN_ERROR = 40
+# training photos of a class that are compared
+_MAX_TRAINING = 100
+_SIDE = 128
+
+
+@dataclass
+class ConfusedPair:
+    """A class that is taken for another."""
+
+    label: int
+    predicted: int
+    count: int
+    # of the template
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+
+def explain_confusions(result: EvaluationResult) -> tuple[list[ConfusedPair], str | None]:
+    """The pairs with what the template shows of them, and why there are none."""
+    pairs = find_confused_pairs(result.scores)
+    num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_ERROR)
+    errors_a_pair = min(_MAX_ERRORS, num_affordable // max(len(pairs), 1))
+    if not errors_a_pair:
+        # on a slow machine the most frequent alone
+        errors_a_pair = 1
+        pairs = pairs[: max(num_affordable, 1)]
+    suspects = {example.path for example in result.evaluation.examples.label_errors}
+    classes = {index for pair in pairs for index in (pair.label, pair.predicted)}
+    training = _TrainingPhotos(result, num_classes=len(classes))
+    for pair in pairs:
+        indices = _choose_errors(result.scores, pair)[:errors_a_pair].tolist()
+        pixels = np.concatenate([result.images.read(index, index + 1) for index in indices])
+        try:
+            contrasts = contrast_errors(
+                result.bundle, pixels, label=pair.label, predicted=pair.predicted
+            )
+        except ValueError as error:
+            return [], str(error)
+        neighbours = training.find_nearest(pixels, (pair.label, pair.predicted))
+        for row, index in enumerate(indices):
+            path = result.images.ids[index]
+            pair.errors.append(
+                {
+                    "path": path,
+                    "probability": float(result.scores.confidence[index]),
+                    "is_suspect": path in suspects,
+                    "photo": _encode(pixels[row]),
+                    "maps": [
+                        (method, _draw_map(pixels[row], contrasts[row].maps[method]))
+                        for method in CONTRAST_METHODS
+                    ],
+                    "num_removed": len(contrasts[row].removed),
+                    "removed": _draw_removed(pixels[row], contrasts[row]),
+                    "answer": contrasts[row].answer,
+                    "neighbours": neighbours[row],
+                }
+            )
+    return pairs, None
+
+
+def find_confused_pairs(scores: Scores) -> list[ConfusedPair]:
+    """Pairs of label and prediction, the most frequent first, that are more frequent than if the
+    errors of the label were spread evenly over the other classes (binomial test); of two classes
+    both."""
+    is_wrong = scores.labels != scores.predicted
+    labels = scores.labels[is_wrong]
+    num_errors = np.bincount(labels, minlength=scores.num_classes)
+    # of many classes the whole matrix would not fit into memory
+    cells, counts = np.unique(
+        labels * scores.num_classes + scores.predicted[is_wrong], return_counts=True
+    )
+    num_others = scores.num_classes - 1
+    pairs = []
+    for cell, count in zip(cells.tolist(), counts.tolist(), strict=True):
+        label, predicted = divmod(cell, scores.num_classes)
+        chance = binom.sf(count - 1, int(num_errors[label]), 1 / max(num_others, 1))
+        if num_others == 1 or (count > 1 and chance <= _CHANCE):
+            pairs.append(ConfusedPair(label, predicted, count))
+    return sorted(pairs, key=lambda pair: -pair.count)[:_MAX_PAIRS]
+
+
+def _choose_errors(scores: Scores, pair: ConfusedPair) -> Ints:
+    """The images of a pair, the most confident first."""
+    is_error = (scores.labels == pair.label) & (scores.predicted == pair.predicted)
+    indices = np.flatnonzero(is_error)
+    return np.asarray(indices[np.argsort(-scores.confidence[indices], kind="stable")])
+
+
+class _TrainingPhotos:
+    """Training photos of some classes and their features, where both can be had quickly."""
+
+    def __init__(self, result: EvaluationResult, *, num_classes: int) -> None:
+        self.bundle = result.bundle
+        num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second)
+        self.count = min(_MAX_TRAINING, num_affordable // max(num_classes, 1))
+        self.dataset: ImageDataset | None = None
+        self.labels = np.zeros(0, np.int64)
+        self.known: dict[int, tuple[NDArray[np.float32], list[Pixels]]] = {}
+        bundle = self.bundle
+        if not num_classes or not has_features(bundle.model) or bundle.passed_images is not None:
+            return
+        # what a model was trained on may be gone, or of other classes
+        with suppress(ValueError, OSError):
+            source = open_for_model(None, trained_on=bundle.config.get("data", {})).split("train")
+            if source.reader.is_remote:
+                return
+            class_indices = match_classes(
+                source.labels,
+                source_classes=source.class_names,
+                model_classes=bundle.class_names,
+            )
+            self.labels = class_indices[source.labels]
+            self.dataset = source
+
+    def find_nearest(self, pixels: Pixels, classes: tuple[int, int]) -> list[list[tuple[int, str]]]:
+        """Class and picture of the nearest training photo of each class, for each image."""
+        if self.dataset is None:
+            return [[] for _ in pixels]
+        units = normalize_rows(_embed(self.bundle, pixels))
+        nearest: list[list[tuple[int, str]]] = [[] for _ in pixels]
+        for class_index in classes:
+            features, photos = self._read(class_index)
+            if not photos:
+                continue
+            for row, place in enumerate((units @ features.T).argmax(axis=1).tolist()):
+                nearest[row].append((class_index, _encode(photos[place])))
+        return nearest
+
+    def _read(self, class_index: int) -> tuple[NDArray[np.float32], list[Pixels]]:
+        if class_index not in self.known:
+            assert self.dataset is not None
+            indices = np.flatnonzero(self.labels == class_index)
+            count = min(self.count, len(indices))
+            photos = []
+            for place in np.linspace(0, len(indices) - 1, count).round().astype(int).tolist():
+                with suppress(ValueError, OSError):
+                    image = self.dataset.image(int(indices[place]))
+                    photos.append(self.bundle.preprocess.to_uint8(image))
+            features = np.zeros((0, 0), np.float32)
+            if photos:
+                features = normalize_rows(_embed(self.bundle, np.stack(photos)))
+            self.known[class_index] = features, photos
+        return self.known[class_index]
+
+
+def _embed(bundle: Bundle, pixels: Pixels) -> NDArray[np.float32]:
+    """What the classifier reads, [n, D]."""
+    predictor = Predictor.from_bundle(bundle)
+    features: NDArray[np.float32] = predictor.compute(
+        lambda images: compute_logits_and_features(bundle.model, images)[1],
+        lambda start, stop: pixels[start:stop],
+        shape=(len(pixels), count_features(bundle.model)),
+    ).numpy()
+    return features
+
+
+def _encode(pixels: Pixels) -> str:
+    return encode_picture(resize_picture(Image.fromarray(pixels), min_side=_SIDE, max_side=_SIDE))
+
+
+def _draw_map(pixels: Pixels, values: NDArray[np.float32]) -> str:
+    photo = Image.fromarray(pixels)
+    shown = resize_picture(photo, min_side=_SIDE, max_side=_SIDE)
+    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    relative = relative_to_uniform(values)
+    scale = fit_scale([relative], signed=True)
+    return encode_picture(blend(shown, relative, geometry, scale=scale))
+
+
+def _draw_removed(pixels: Pixels, contrast: Contrast) -> str | None:
+    """The photo without the patches that turn the answer."""
+    if not contrast.removed:
+        return None
+    rows, columns = next(iter(contrast.maps.values())).shape
+    height = pixels.shape[0] // rows
+    width = pixels.shape[1] // columns
+    without = pixels.copy()
+    for patch in contrast.removed:
+        top = patch // columns * height
+        left = patch % columns * width
+        without[top : top + height, left : left + width] = 255
+    return _encode(without)
