@@ -11,10 +11,11 @@ demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
 	$(BIN)/vit evaluate $(RUN) --output $(RUN)-evaluation --overwrite
 	$(BIN)/vit attention $(RUN) --output $(RUN)-attention --overwrite
+	$(BIN)/vit attention imagenette docs/photos --output $(RUN)-photos --overwrite
 	@echo
 	@echo "model:          $(RUN)/model.safetensors"
 	@echo "evaluation:     $(RUN)-evaluation/evaluation.json"
-	@echo "attention maps: $(RUN)-attention/*.png"
+	@echo "attention maps: $(RUN)-attention/index.png, of digits; $(RUN)-photos/index.png, of photos"
 
 # Tests of one file share their fixtures, so that one worker runs the whole file
 test: $(VENV)/.installed-dev

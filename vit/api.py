@@ -189,8 +189,8 @@ def evaluate(
     """Measure a model on images that it has not seen.
 
     Args:
-        model: a model file, a run directory, "timm:NAME", a bundle, or a module of timm,
-            torchvision or Hugging Face.
+        model: a model file, a run directory, "timm:NAME", "imagenette" (a small model that comes
+            with the package), a bundle, or a module of timm, torchvision or Hugging Face.
         data: a data set's name, a folder or shards. None: what the model was trained on.
         root: where the data set that `data` names is. None: its usual place.
         split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without

@@ -36,6 +36,9 @@ from vit.runtime.arguments import check_kind
 from vit.runtime.files import compute_sha256
 from vit.runtime.version import __version__
 
+# models that come with the package, as NAME.safetensors
+PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
+
 Device = str | torch.device
 Values = Mapping[str, Any]  # as JSON has them
 
@@ -157,7 +160,8 @@ def load_bundle(
     """Load a model with all that its file records.
 
     Args:
-        source: A `model.safetensors`, a training directory, for its best model, or `timm:NAME`.
+        source: A `model.safetensors`, a training directory, for its best model, `timm:NAME`, or the
+            name of a model that comes with the package, "imagenette".
         model: The module that takes the weights, needed where `vit.train` was given one that is
             neither ours nor built by timm from its name alone.
         device: Where the model goes.
@@ -175,16 +179,7 @@ def load_bundle(
         module = create_timm(str(source).removeprefix("timm:"), pretrained=not random_weights)
         return dataclasses.replace(Bundle.from_model(module.to(device)), name=str(source))
 
-    path = Path(source)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; MODEL is a {MODEL_FILE}, a training directory or timm:NAME"
-        )
-    path = path / MODEL_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{source} holds no {MODEL_FILE}; has its training reached a first evaluation?"
-        )
+    path = _find_file(source)
     content = read_model_file(path)
     metadata = content.metadata
     if not metadata:
@@ -210,6 +205,29 @@ def load_bundle(
         training_hashes=content.training_hashes,
         likeness=content.likeness,
     )
+
+
+def list_pretrained() -> list[str]:
+    """The names of the models that come with the package."""
+    return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
+
+
+def _find_file(source: str | Path) -> Path:
+    path = Path(source)
+    file = path / MODEL_FILE if path.is_dir() else path
+    if file.is_file():
+        return file
+
+    # also beside a folder of images that has this name
+    names = list_pretrained()
+    if str(source) in names:
+        return PRETRAINED_FOLDER / f"{source}.safetensors"
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"{source} holds no {MODEL_FILE}; has its training reached a first evaluation?"
+        )
+    choices = ", ".join([f"a {MODEL_FILE}", "a training directory", "timm:NAME", *names])
+    raise FileNotFoundError(f"{path} does not exist; MODEL is one of: {choices}")
 
 
 def save_bundle(

@@ -18,7 +18,7 @@ def evaluate(
     Writes evaluation.json and .md, predictions.csv, confusion.png and report.html.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         output: directory for the results
         overwrite: replace an earlier result
     """

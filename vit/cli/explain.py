@@ -36,7 +36,7 @@ def explain(
     (summary.html, summary.json). Folders named as classes are taken as labels.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         images: files, folders, or - for a list on standard input; without, images of the model's
             test split
         output: directory for the results

@@ -15,7 +15,7 @@ def export(model: str, *, output: Path, options: ExportOptions) -> None:
     pretrained=True) opens. huggingface: one for transformers, with trust_remote_code=True.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         output: directory for the results
     """
     # torch, which `vit --help` does without

@@ -21,7 +21,7 @@ def faithfulness(
     measured, model.faithfulness.json beside the model file, for vit explain --method best.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         output: directory for the results
         overwrite: replace an earlier result
     """

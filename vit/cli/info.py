@@ -11,7 +11,7 @@ def info(model: str | None = None) -> None:
     and data.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
     """
     facts = _describe_model(model) if model else _describe_machine()
     build_console().print(build_table(facts.items(), num_text_columns=2))
@@ -46,7 +46,10 @@ def _describe_model(source: str) -> dict[str, object]:
     }
     if "temperature" in bundle.metadata:
         shown["temperature"] = f"{bundle.temperature:.4f}"
+    if limits := bundle.metadata.get("limits"):
+        shown["limits"] = limits
     sections = (
+        "evaluation",
         "temperature_fitted_on",
         "architecture",
         "module",

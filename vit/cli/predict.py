@@ -27,7 +27,7 @@ def predict(
     1. Progress goes to standard error.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         images: files, folders, or - for a list on standard input
         output_format: of standard output
     """

@@ -24,7 +24,7 @@ def serve(
     out, top_k sets the number of classes.
 
     Args:
-        model: model.safetensors, a training directory or timm:NAME
+        model: model.safetensors, a training directory, timm:NAME or imagenette
         host: address to listen on; 0.0.0.0 is all: anyone who reaches it may ask
         port: 0 takes a free one
         allow_host: another name under which this machine may be reached, such as that of a proxy;

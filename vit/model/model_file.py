@@ -290,6 +290,9 @@ class _Schema(BaseModel):
     out_of_fold_temperature: _TemperatureFit | None = None
     conformal: _Conformal | None = None
     run_id: str | None = None
+    # of the models that come with the package: accuracy with its interval, and what they are not for
+    evaluation: dict[str, str | int | float] = {}
+    limits: str = ""
 
 
 # Limits of the arguments of a VisionTransformer: without them a small file could ask for days of

@@ -1,0 +1,130 @@
+"""Makes the small model that comes with the package, from a run: weights in half precision.
+
+    python benchmarks/package_model.py RUN --root IMAGENETTE --output benchmarks/results
+
+RUN is a run of `vit train imagenette/cpu …`, IMAGENETTE the folder of its images. What is written,
+`vit/pretrained/imagenette.safetensors`, is evaluated as it is shipped, on the images of val/, beside
+the run's own file; accuracy, interval and the largest difference between the two models'
+probabilities of the right class go into its metadata, its card `imagenette.md` and the result file. The hashes of the
+training images are left out (0.3 MB), and so is the folder in which they lay.
+"""
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conditions import describe_conditions, write_result
+
+import vit
+from vit.bundle import MODEL_FILE, PRETRAINED_FOLDER
+from vit.model.model_file import ModelFile, read_model_file, write_model_file
+
+NAME = "imagenette"
+MAX_BYTES = 5_000_000
+LIMITS = (
+    "Ten classes: whatever a photo shows, one of them is predicted. For trying things out, not for use."
+)
+CARD = """# imagenette
+
+A vision transformer of {parameters:.2f} million parameters, trained from scratch on the 9,469 training photos of
+Imagenette v2 (ten classes of ImageNet; fastai, Apache-2.0), at 128×128 pixels. It comes with the package, so that
+`vit predict imagenette PHOTO`, `vit explain imagenette PHOTOS` and `vit serve imagenette` answer before anything was
+trained. MIT licence, as the code.
+
+| | |
+|---|---|
+| test accuracy | {top1:.1%} ({low:.1%}–{high:.1%}, 95 % interval), {num_images:,} photos of Imagenette's val/ |
+| with mirror images (`--tta hflip`) | {top1_hflip:.1%} |
+| classes | {classes} |
+| trained | `{command}`, {seconds:.0f} s{note} |
+| machine | {machine} |
+| commit | {commit} |
+| precision | half; of no test photo the probability of the right class differs by more than {difference:.4f} from the float32 model's |
+| limits | {limits} |
+
+`python benchmarks/package_model.py` made this file and the model beside it.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--command", required=True, help="that trained the run")
+    parser.add_argument("--seconds", type=float, required=True, help="that the training took")
+    parser.add_argument("--note", default="", help="on these seconds")
+    parser.add_argument("--commit", required=True, help="of the training")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    content = read_model_file(arguments.run / MODEL_FILE)
+    halved = halve(content)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / MODEL_FILE
+        write_model_file(path, halved)
+        shipped = vit.evaluate(str(path), data=NAME, root=arguments.root)
+        mirrored = vit.evaluate(str(path), data=NAME, root=arguments.root, tta="hflip")
+    own = vit.evaluate(str(arguments.run), data=NAME, root=arguments.root)
+
+    differences = np.abs(shipped.scores.label_probability - own.scores.label_probability)
+    difference = float(differences.max())
+    evaluation = shipped.evaluation
+    low, high = evaluation.intervals["top1"]
+    figures: dict[str, Any] = {
+        "images": "val/ of Imagenette v2",
+        "num_images": evaluation.num_images,
+        "top1": evaluation.top1,
+        "top1_low": low,
+        "top1_high": high,
+        "top1_hflip": mirrored.evaluation.top1,
+        "difference_to_float32": difference,
+    }
+    metadata = {**halved.metadata, "evaluation": figures, "limits": LIMITS}
+    target = PRETRAINED_FOLDER / f"{NAME}.safetensors"
+    write_model_file(target, dataclasses.replace(halved, metadata=metadata))
+    size = target.stat().st_size
+    if size > MAX_BYTES:
+        raise SystemExit(f"{target} has {size:,} bytes, more than {MAX_BYTES:,}")
+
+    conditions = describe_conditions("cpu")
+    card = CARD.format(
+        parameters=sum(tensor.numel() for tensor in halved.weights.values()) / 1e6,
+        top1=evaluation.top1,
+        low=low,
+        high=high,
+        top1_hflip=mirrored.evaluation.top1,
+        num_images=evaluation.num_images,
+        classes=", ".join(metadata["class_names"]),
+        command=arguments.command,
+        seconds=arguments.seconds,
+        note=arguments.note and f" ({arguments.note})",
+        machine=conditions["device"],
+        commit=arguments.commit,
+        difference=difference,
+        limits=LIMITS,
+    )
+    target.with_suffix(".md").write_text(card)
+    training = {
+        "command": arguments.command,
+        "seconds": arguments.seconds,
+        "note": arguments.note,
+        "commit": arguments.commit,
+    }
+    result = {"machine": conditions, "training": training, "bytes": size, **figures}
+    write_result(arguments.output, "package-model", result)
+
+
+def halve(content: ModelFile) -> ModelFile:
+    """The file's content with weights in half precision, without what only this machine has."""
+    weights = {name: tensor.half() for name, tensor in content.weights.items()}
+    config = {**content.metadata["config"]}
+    config["data"] = {**config["data"], "root": None}
+    metadata = {**content.metadata, "config": config}
+    return ModelFile(weights, metadata)
+
+
+if __name__ == "__main__":
+    main()

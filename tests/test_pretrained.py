@@ -1,0 +1,80 @@
+"""The model that comes with the package: found by its name, small, and as its card says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.conftest import Launcher
+from vit.bundle import PRETRAINED_FOLDER, list_pretrained, load_bundle
+
+PHOTOS = Path(__file__).parent.parent / "docs" / "photos"
+FILE = PRETRAINED_FOLDER / "imagenette.safetensors"
+
+
+def test_the_packaged_model_is_small_and_without_paths_of_the_machine_that_trained_it() -> None:
+    assert list_pretrained() == ["imagenette"]
+    assert FILE.stat().st_size <= 5_000_000
+    metadata = load_bundle("imagenette").metadata
+    assert metadata["config"]["data"]["root"] is None
+    assert b"/work/" not in FILE.read_bytes()
+    assert b"/tmp/" not in FILE.read_bytes()
+
+
+def test_the_packaged_model_computes_in_float32() -> None:
+    model = load_bundle("imagenette").model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_three_photos_are_predicted_and_explained_by_name(tmp_path: Path) -> None:
+    predictions = vit.predict("imagenette", PHOTOS, top_k=10).predictions
+    assert len(predictions) == 3
+    for prediction in predictions:
+        assert sum(probability for *_, probability in prediction.classes) == pytest.approx(1)
+
+    explanations = vit.explain("imagenette", PHOTOS, output=tmp_path / "maps")
+    assert explanations.maps["rollout"].shape[0] == 3
+    assert (tmp_path / "maps" / "index.png").is_file()
+
+
+def test_a_folder_of_images_of_that_name_does_not_hide_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imagenette" / "train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert load_bundle("imagenette").class_names[3] == "chain saw"
+
+
+def test_only_names_of_the_list_are_looked_for_in_the_package() -> None:
+    with pytest.raises(FileNotFoundError, match="imagenette"):
+        load_bundle("../pretrained/imagenette")
+    with pytest.raises(FileNotFoundError, match="one of: a model.safetensors"):
+        load_bundle("imagenet")
+
+
+def test_info_tells_accuracy_interval_and_limits(cli: Launcher) -> None:
+    outcome = cli.run("info", "imagenette")
+    evaluation = load_bundle("imagenette").metadata["evaluation"]
+    assert outcome.code == 0
+    text = " ".join(outcome.out.split())
+    for name in ("top1", "top1_low", "top1_high", "num_images"):
+        assert str(evaluation[name]) in text
+    assert "whatever a photo shows" in text
+
+
+def test_the_card_has_the_figures_of_the_file() -> None:
+    evaluation = load_bundle("imagenette").metadata["evaluation"]
+    card = FILE.with_suffix(".md").read_text()
+    low = evaluation["top1_low"]
+    high = evaluation["top1_high"]
+    assert f"{evaluation['top1']:.1%} ({low:.1%}–{high:.1%}" in card
+    assert low < evaluation["top1"] < high
+
+
+def test_a_gray_and_a_tall_picture_are_predicted() -> None:
+    gray = np.full((300, 20, 3), 128, dtype=np.uint8)
+    result = vit.predict("imagenette", [gray, Image.new("L", (5, 400))])
+    assert all(prediction.error is None for prediction in result.predictions)
