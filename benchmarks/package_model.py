@@ -42,7 +42,7 @@ trained. MIT licence, as the code.
 | trained | `{command}`, {seconds:.0f} s{note} |
 | machine | {machine} |
 | commit | {commit} |
-| precision | half; of no test photo the probability of the right class differs by more than {difference:.4f} from the float32 model's |
+| precision | half: the right class's probability differs by at most {difference:.4f} from float32 |
 | limits | {limits} |
 
 `python benchmarks/package_model.py` made this file and the model beside it.

@@ -51,7 +51,7 @@ def test_a_folder_of_images_of_that_name_does_not_hide_the_model(
 def test_only_names_of_the_list_are_looked_for_in_the_package() -> None:
     with pytest.raises(FileNotFoundError, match="imagenette"):
         load_bundle("../pretrained/imagenette")
-    with pytest.raises(FileNotFoundError, match="one of: a model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"one of: a model\.safetensors"):
         load_bundle("imagenet")
 
 
