@@ -24,9 +24,7 @@ from vit.model.model_file import ModelFile, read_model_file, write_model_file
 
 NAME = "imagenette"
 MAX_BYTES = 5_000_000
-LIMITS = (
-    "Ten classes: whatever a photo shows, one of them is predicted. For trying things out, not for use."
-)
+LIMITS = "Ten classes: whatever a photo shows, one of them is predicted. For trying things out, not for use."
 CARD = """# imagenette
 
 A vision transformer of {parameters:.2f} million parameters, trained from scratch on the 9,469 training photos of
