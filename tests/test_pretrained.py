@@ -60,8 +60,9 @@ def test_info_tells_accuracy_interval_and_limits(cli: Launcher) -> None:
     evaluation = load_bundle("imagenette").metadata["evaluation"]
     assert outcome.code == 0
     text = " ".join(outcome.out.split())
-    for name in ("top1", "top1_low", "top1_high", "num_images"):
-        assert str(evaluation[name]) in text
+    for name in ("top1", "top1_low", "top1_high"):
+        assert f"{evaluation[name]:.1%}" in text
+    assert f"of {evaluation['num_images']:,} images: val/ of Imagenette v2" in text
     assert "whatever a photo shows" in text
 
 

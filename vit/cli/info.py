@@ -46,10 +46,15 @@ def _describe_model(source: str) -> dict[str, object]:
     }
     if "temperature" in bundle.metadata:
         shown["temperature"] = f"{bundle.temperature:.4f}"
+    if evaluation := bundle.metadata.get("evaluation"):
+        interval = f"{evaluation['top1_low']:.1%} to {evaluation['top1_high']:.1%}"
+        shown["top-1 accuracy"] = (
+            f"{evaluation['top1']:.1%} ({interval}, 95 % confidence interval) of"
+            f" {evaluation['num_images']:,} images: {evaluation['images']}"
+        )
     if limits := bundle.metadata.get("limits"):
         shown["limits"] = limits
     sections = (
-        "evaluation",
         "temperature_fitted_on",
         "architecture",
         "module",

@@ -15,7 +15,7 @@ from vit.data.dataset import ImageDataset
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.evaluation.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
 from vit.evaluation.prediction import Pixels, Predictor
-from vit.factory.data import choose_evenly
+from vit.factory.data import TrainingData, choose_evenly
 from vit.factory.run import Run
 from vit.model.logits import compute_logits_and_features, count_features, has_features
 from vit.model.model_file import Likeness
@@ -23,7 +23,7 @@ from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process
 
 # of the training images: 0.8 MB in the model file at 192 channels, 3 MB at 768
-_MAX_TRAINING_FEATURES = 2000
+MAX_TRAINING_FEATURES = 2000
 _MAX_DISTANCES = 5000
 
 
@@ -51,7 +51,11 @@ def complete_model_file(
         if threshold is not None:
             thresholds[str(coverage)] = threshold
 
-    likeness, problem = _measure_likeness(run, bundle)
+    # a run that has ended must not fail for want of them
+    try:
+        likeness, problem = compute_likeness(run.data, bundle)
+    except (OSError, ValueError, RuntimeError) as error:
+        likeness, problem = None, first_line(error)
     conformal: dict[str, object] = {
         "num_images": len(probabilities),
         "thresholds": thresholds,
@@ -78,16 +82,19 @@ def _fit_temperature(run: Run) -> dict[str, Any] | None:
     return None if fit is None else asdict(fit)
 
 
-def _measure_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:
-    """The features, or why there are none: a run that has ended must not fail for want of them."""
-    try:
-        return _compute_likeness(run, bundle)
-    except (OSError, ValueError, RuntimeError) as error:
-        return None, first_line(error)
+def compute_likeness(
+    data: TrainingData, bundle: Bundle, *, max_training_features: int = MAX_TRAINING_FEATURES
+) -> tuple[Likeness | None, str]:
+    """Features by which images unlike the training's are found.
 
+    Args:
+        data: training and validation images.
+        bundle: the model.
+        max_training_features: images, of each class the share that it has in training.
 
-def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:
-    data = run.data
+    Returns:
+        The features, or None with the reason.
+    """
     if data.validation is None:
         return None, "there are no validation images"
     if not has_features(bundle.model):
@@ -95,9 +102,9 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness | None, str]:
     if data.train.reader.is_remote and data.train.pixels is None:
         return None, "the training images are in object storage"
 
-    # as many of a class as there are in training
+    # a class has the share that it has in training
     by_class = np.argsort(data.train.labels, kind="stable")
-    chosen = by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)]
+    chosen = by_class[choose_evenly(len(by_class), max_training_features)]
     training_features = _compute_features(bundle, data.train.subset(np.sort(chosen)))
     validation = data.decoded_validation
     held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
