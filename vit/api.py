@@ -485,7 +485,8 @@ def summarize_classes(
             folders named as classes, those are their labels. None: the test split of the data that
             the model was trained on.
         method: of the maps, as of `vit.explain`; "auto" is libra-removal.
-        masks: a folder of masks, images of the same names, black but for the object.
+        masks: a folder of masks, images of the same names, black but for the object; or a COCO
+            file (.json) of polygons or boxes.
         batch_size: as of `vit.explain`.
         device: as of `vit.evaluate`.
 

@@ -14,6 +14,7 @@ import torch
 import vit
 from tests.conftest import BuildOnce, Launcher
 from vit.bundle import Bundle
+from vit.data.masks import find_mask, find_masks, is_inside
 from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.summary import (
     SummaryImages,
@@ -203,3 +204,34 @@ def test_labels_and_masks_are_found_by_names(
     Image.new("L", (3, 3)).save(tmp_path / "masks" / names[0] / "0.png")
     with pytest.raises(ValueError, match="a mask covers its image"):
         vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+
+
+def test_masks_of_a_coco_file_are_polygons_or_boxes(tmp_path: Path) -> None:
+    content = {
+        "images": [
+            {"id": 7, "file_name": "a/1.jpg", "width": 10, "height": 8},
+            {"id": 8, "file_name": "b/1.jpg", "width": 10, "height": 8},
+            {"id": 9, "file_name": "b/2.jpg", "width": 10, "height": 8},
+        ],
+        "annotations": [
+            {"image_id": 7, "segmentation": [[0, 0, 4, 0, 4, 7, 0, 7]], "bbox": [0, 0, 1, 1]},
+            {"image_id": 8, "segmentation": {"counts": "x"}, "bbox": [2, 1, 3, 2]},
+        ],
+    }
+    file = tmp_path / "masks.json"
+    file.write_text(json.dumps(content))
+    masks = find_masks(file)
+    # two images have the name 1, and of the third nothing is known
+    assert set(masks) == {"a/1", "b/1"}
+    inside = is_inside(masks["a/1"]())
+    assert inside.shape == (8, 10)
+    assert inside[:, :5].all()
+    assert not inside[:, 5:].any()
+    box = is_inside(masks["b/1"]())
+    assert box[1:4, 2:6].all()
+    assert box.sum() == 12
+    assert find_mask(masks, "photos/b/1.png") is masks["b/1"]
+    assert find_mask(masks, "photos/c/1.png") is None
+    file.write_text('{"images": [{}]}')
+    with pytest.raises(ValueError, match="not a COCO file"):
+        find_masks(file)

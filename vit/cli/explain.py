@@ -41,7 +41,8 @@ def explain(
             test split
         output: directory for the results
         summary: summarise what each class is recognised by, and look for shortcuts
-        masks: of --summary: a folder of masks, images of the same names, black but for the object
+        masks: of --summary: a folder of masks, images of the same names, black but for the object,
+            or a COCO file
     """
     # torch, which `vit --help` does without
     from vit import api

@@ -1,5 +1,5 @@
-"""Why images of one class are taken for another: which patches speak for the wrong class rather than
-the right one, and which turn the answer when they are left out."""
+"""Why images of one class are taken for another: which patches speak for the wrong class rather
+than the right one, and which turn the answer when they are left out."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.images import Preprocess, is_image_name, list_files, read_image
+from vit.data.images import Preprocess
+from vit.data.masks import Masks, find_mask, find_masks, is_inside
 from vit.data.open import open_for_model
 from vit.evaluation.images import match_classes, printable
 from vit.explanation.explainer import choose_explain_batch_size
@@ -74,13 +75,13 @@ def run_summary(
     max_images = _MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size))
     chosen = _choose(labels, len(items), max_images=int(max_images))
     items = [items[index] for index in chosen]
-    mask_paths = None if masks is None else _find_masks(Path(masks))
+    found_masks = None if masks is None else find_masks(Path(masks))
 
     pixels = []
     mask_pixels = []
     read_indices = []
     with ThreadPoolExecutor() as pool, show_progress("reading", len(items)) as advance:
-        futures = [pool.submit(_read, item, bundle.preprocess, mask_paths) for item in items]
+        futures = [pool.submit(_read, item, bundle.preprocess, found_masks) for item in items]
         for index, future in enumerate(futures):
             try:
                 image, mask = future.result()
@@ -93,7 +94,7 @@ def run_summary(
             advance(1)
     if not pixels:
         raise ValueError("there are no images to summarise")
-    if mask_paths is not None and np.isnan(mask_pixels).all():
+    if found_masks is not None and np.isnan(mask_pixels).all():
         raise ValueError(f"{masks} has no mask whose name is that of an image")
 
     kept = [chosen[index] for index in read_indices]
@@ -101,7 +102,7 @@ def run_summary(
         pixels=np.stack(pixels),
         classes=None if labels is None else labels[kept],
         paths=[printable(items[index].path) for index in read_indices],
-        masks=None if mask_paths is None else np.stack(mask_pixels),
+        masks=None if found_masks is None else np.stack(mask_pixels),
     )
     device = next(bundle.model.parameters()).device
     size = batch_size or choose_explain_batch_size(bundle.preprocess.image_size, device)
@@ -144,42 +145,25 @@ def _choose(labels: NDArray[np.int64] | None, count: int, *, max_images: int) ->
     return sorted(chosen)
 
 
-def _find_masks(folder: Path) -> dict[str, Path]:
-    """Stem, and folder and stem → mask. A stem that two masks have is none."""
-    if not folder.is_dir():
-        raise ValueError(f"--masks {folder} is not a folder of PNG masks")
-    masks: dict[str, Path] = {}
-    twice = set()
-    for file in map(Path, filter(is_image_name, list_files(folder))):
-        masks[f"{file.parent.name}/{file.stem}"] = file
-        if file.stem in masks:
-            twice.add(file.stem)
-        masks[file.stem] = file
-    return {name: file for name, file in masks.items() if name not in twice}
-
-
 def _read(
-    item: ImageItem, preprocess: Preprocess, masks: dict[str, Path] | None
+    item: ImageItem, preprocess: Preprocess, masks: Masks | None
 ) -> tuple[UInt8[np.ndarray, "H W 3"], Float[np.ndarray, "H W"]]:
     """An image and its mask as the model sees them; NaN without a mask. Raises OSError where either
     can't be read."""
     try:
         photo, _ = item.read()
         pixels = preprocess.to_uint8(photo)
-        path = Path(item.path)
-        file = None
-        if masks is not None:
-            file = masks.get(f"{path.parent.name}/{path.stem}", masks.get(path.stem))
-        if file is None:
+        read_mask = None if masks is None else find_mask(masks, item.path)
+        if read_mask is None:
             return pixels, np.full(pixels.shape[:2], np.nan, np.float32)
-        mask = read_image(file, name=str(file))
+        mask = read_mask()
     except ValueError as error:
         raise OSError(str(error)) from error
     if mask.size != photo.size:
         raise ValueError(
-            f"the mask {file} has {mask.width} × {mask.height} pixels, its image {photo.width} ×"
+            f"the mask of {item.path} has {mask.width} × {mask.height} pixels, the image {photo.width} ×"
             f" {photo.height}; a mask covers its image"
         )
     # whatever is not black lies on the object
-    inside = Image.fromarray(np.asarray(mask).any(axis=2)).convert("RGB")
+    inside = Image.fromarray(is_inside(mask)).convert("RGB")
     return pixels, preprocess.to_uint8(inside)[..., 0].astype(np.float32) / 255

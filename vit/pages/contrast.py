@@ -1,6 +1,6 @@
 """Why one class is taken for another, in a report: for each pair that is confused more than chance
-the most confident errors with their contrast maps, the patches that turn the answer, and the nearest
-training photos of both classes."""
+the most confident errors with their contrast maps, the patches that turn the answer, and the
+nearest training photos of both classes."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,0 +1,98 @@
+"""Where the object of an image is: a folder of masks, or a COCO file of polygons and boxes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from vit.data.images import is_image_name, list_files, read_image
+from vit.runtime.documents import read_json
+
+# name of an image → what reads its mask, an image that is black but for the object
+Masks = Mapping[str, Callable[[], Image.Image]]
+
+
+def find_masks(path: Path) -> Masks:
+    """The masks by the name of their image without its suffix, and by its folder and name. A name
+    that two images have is none.
+
+    Args:
+        path: a folder of images, or a COCO file, of which polygons and, without one, boxes are
+            taken, of all categories.
+
+    Raises:
+        ValueError: neither of these.
+        OSError: the file can't be read.
+    """
+    if path.is_dir():
+        found = [
+            (Path(file), partial(read_image, Path(file), name=file))
+            for file in filter(is_image_name, list_files(path))
+        ]
+    elif path.suffix == ".json":
+        found = _read_coco(path)
+    else:
+        raise ValueError(f"{path} is neither a folder of masks nor a COCO file (.json)")
+
+    masks: dict[str, Callable[[], Image.Image]] = {}
+    twice = set()
+    for name, read in found:
+        if name.stem in masks:
+            twice.add(name.stem)
+        masks[name.stem] = read
+        masks[f"{name.parent.name}/{name.stem}"] = read
+    return {name: read for name, read in masks.items() if name not in twice}
+
+
+def find_mask(masks: Masks, image: str) -> Callable[[], Image.Image] | None:
+    """What reads the mask of the image of this path; None without one."""
+    path = Path(image)
+    return masks.get(f"{path.parent.name}/{path.stem}", masks.get(path.stem))
+
+
+def is_inside(mask: Image.Image) -> np.ndarray:
+    """Whether each pixel of a mask lies on the object, bool [H, W]: it isn't black."""
+    inside: np.ndarray = np.asarray(mask).any(axis=2)
+    return inside
+
+
+def _read_coco(path: Path) -> list[tuple[Path, Callable[[], Image.Image]]]:
+    content = read_json(path)
+    try:
+        shapes: dict[int, list[list[float]]] = {image["id"]: [] for image in content["images"]}
+        for annotation in content["annotations"]:
+            shapes[annotation["image_id"]] += _list_polygons(annotation)
+        return [
+            (
+                Path(image["file_name"]),
+                partial(_draw, (int(image["width"]), int(image["height"])), shapes[image["id"]]),
+            )
+            for image in content["images"]
+            # of an image without annotations nothing is known
+            if shapes[image["id"]]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a COCO file of polygons or boxes: {error!r}") from error
+
+
+def _list_polygons(annotation: Mapping[str, Any]) -> list[list[float]]:
+    """x and y of the corners in turn."""
+    polygons = annotation.get("segmentation")
+    if isinstance(polygons, list) and polygons:
+        return [[float(value) for value in polygon] for polygon in polygons]
+    # run lengths are those of crowds, for the most part: their box
+    left, top, width, height = map(float, annotation["bbox"])
+    right = left + width
+    bottom = top + height
+    return [[left, top, right, top, right, bottom, left, bottom]]
+
+
+def _draw(size: tuple[int, int], polygons: list[list[float]]) -> Image.Image:
+    mask = Image.new("RGB", size)
+    draw = ImageDraw.Draw(mask)
+    for polygon in polygons:
+        draw.polygon(polygon, fill="white")
+    return mask
