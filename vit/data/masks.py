@@ -27,6 +27,7 @@ def find_masks(path: Path) -> Masks:
         ValueError: neither of these.
         OSError: the file can't be read.
     """
+    found: list[tuple[Path, Callable[[], Image.Image]]]
     if path.is_dir():
         found = [
             (Path(file), partial(read_image, Path(file), name=file))
@@ -55,8 +56,7 @@ def find_mask(masks: Masks, image: str) -> Callable[[], Image.Image] | None:
 
 def is_inside(mask: Image.Image) -> np.ndarray:
     """Whether each pixel of a mask lies on the object, bool [H, W]: it isn't black."""
-    inside: np.ndarray = np.asarray(mask).any(axis=2)
-    return inside
+    return np.asarray(np.asarray(mask).any(axis=2))
 
 
 def _read_coco(path: Path) -> list[tuple[Path, Callable[[], Image.Image]]]:

@@ -1,11 +1,12 @@
 """Why images of one class are taken for another: which patches speak for the wrong class rather
 than the right one, and which turn the answer when they are left out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -42,67 +43,80 @@ class Contrast:
 
 
 def contrast_errors(
-    bundle: Bundle, pixels: UInt8[np.ndarray, "n H W 3"], *, label: int, predicted: int
+    bundle: Bundle,
+    pixels: UInt8[np.ndarray, "n H W 3"],
+    *,
+    labels: Int[np.ndarray, " n"],
+    predicted: Int[np.ndarray, " n"],
 ) -> list[Contrast]:
-    """Explain images of class `label` that are predicted as `predicted`.
+    """Explain images with wrong answers.
 
     Args:
         bundle: the model.
         pixels: as the model sees them.
-        label: their class.
-        predicted: the model's answer.
+        labels: their classes.
+        predicted: the model's answers.
 
     Raises:
         ValueError: for a model whose attention can't be read.
     """
     device = next(bundle.model.parameters()).device
-
-    def difference(logits: Tensor) -> Tensor:
-        return logits[:, predicted] - logits[:, label]
-
-    target, choose_targets = build_target(difference, bundle.class_names)
-    contrasts = []
+    contrasts: list[Contrast] = []
     for start in range(0, len(pixels), _BATCH):
-        batch = torch.from_numpy(np.ascontiguousarray(pixels[start : start + _BATCH]))
+        rows = slice(start, start + _BATCH)
+        batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
         images = bundle.preprocess.normalize(copy_to_device(batch, device))
+        batch_predicted = torch.from_numpy(predicted[rows])
+        target, choose_targets = build_target(
+            _build_difference(torch.from_numpy(labels[rows]), batch_predicted), bundle.class_names
+        )
         forward, _, maps = compute_maps(
             bundle.model,
             images,
             methods=CONTRAST_METHODS,
             choose_targets=choose_targets,
             target=target,
+            # what can't be read is refused with the first images
+            verify=start == 0,
         )
         values = torch.stack([of_method.values[:, 0] for of_method in maps]).cpu()  # [M, B, …]
-        removed, answers = _turn_answers(
-            bundle, images, values.flatten(2), grid=forward.grid, predicted=predicted
+        turned = _turn_answers(
+            bundle, images, values.flatten(2), grid=forward.grid, predicted=batch_predicted
         )
-        for row in range(len(images)):
-            of_image = values[:, row].numpy()
-            contrasts.append(
-                Contrast(
-                    maps=dict(zip(CONTRAST_METHODS, of_image, strict=True)),
-                    removed=removed[row],
-                    answer=answers[row],
-                )
-            )
+        for row, (removed, answer) in enumerate(turned):
+            of_image = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
+            contrasts.append(Contrast(of_image, removed, answer))
     return contrasts
+
+
+def _build_difference(
+    labels: Int[Tensor, " B"], predicted: Int[Tensor, " B"]
+) -> Callable[[Tensor], Tensor]:
+    """From the logits of a batch to by how much the wrong class of each image is ahead."""
+
+    def difference(logits: Tensor) -> Tensor:
+        wrong = logits.gather(1, predicted[:, None].to(logits.device))
+        right = logits.gather(1, labels[:, None].to(logits.device))
+        return (wrong - right)[:, 0]
+
+    return difference
 
 
 def _turn_answers(
     bundle: Bundle,
-    images: Tensor,
+    images: Float[Tensor, "B 3 height width"],
     values: Float[Tensor, "M B P"],
     *,
     grid: Grid,
-    predicted: int,
-) -> tuple[list[list[int]], list[int | None]]:
+    predicted: Int[Tensor, " B"],
+) -> list[tuple[list[int], int | None]]:
     """The fewest patches of each image, from the most important on by either map, without which the
     model answers otherwise; and what it answers then."""
     num_images, num_patches = values.shape[1:]
     counts = _list_counts(num_patches)
     # rank of each patch by each map, 0 for the one that speaks most for the wrong class
     ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    removed: Bool[Tensor, "N M B P"] = ranks[None] < torch.tensor(counts)[:, None, None, None]
+    removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
     places = torch.arange(num_images).repeat(len(counts) * len(values))
     compute_kept = build_removal(bundle.model, images, grid=grid, batch_size=_BATCH)
     logits = compute_without(
@@ -111,18 +125,16 @@ def _turn_answers(
     answers = logits.argmax(dim=1).cpu().reshape(-1, num_images)  # [N · M, B]
     sets = removed.flatten(0, 1)  # [N · M, B, P], the smallest first
 
-    fewest: list[list[int]] = []
-    turned: list[int | None] = []
+    turned: list[tuple[list[int], int | None]] = []
     for image in range(num_images):
-        flips = (answers[:, image] != predicted).nonzero()[:, 0]
+        flips = (answers[:, image] != predicted[image]).nonzero()[:, 0]
         if len(flips):
             first = int(flips[0])
-            fewest.append(sets[first, image].nonzero()[:, 0].tolist())
-            turned.append(int(answers[first, image]))
+            patches = sets[first, image].nonzero()[:, 0].tolist()
+            turned.append((patches, int(answers[first, image])))
         else:
-            fewest.append([])
-            turned.append(None)
-    return fewest, turned
+            turned.append(([], None))
+    return turned
 
 
 def _list_counts(num_patches: int) -> list[int]:

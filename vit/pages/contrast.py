@@ -2,6 +2,7 @@
 the most confident errors with their contrast maps, the patches that turn the answer, and the
 nearest training photos of both classes."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,34 +61,43 @@ def explain_confusions(result: EvaluationResult) -> tuple[list[ConfusedPair], st
     suspects = {example.path for example in result.evaluation.examples.label_errors}
     classes = {index for pair in pairs for index in (pair.label, pair.predicted)}
     training = _TrainingPhotos(result, num_classes=len(classes))
-    for pair in pairs:
-        indices = _choose_errors(result.scores, pair)[:errors_a_pair].tolist()
-        pixels = np.concatenate([result.images.read(index, index + 1) for index in indices])
-        try:
-            contrasts = contrast_errors(
-                result.bundle, pixels, label=pair.label, predicted=pair.predicted
-            )
-        except ValueError as error:
-            return [], str(error)
-        neighbours = training.find_nearest(pixels, (pair.label, pair.predicted))
-        for row, index in enumerate(indices):
-            path = result.images.ids[index]
-            pair.errors.append(
-                {
-                    "path": path,
-                    "probability": float(result.scores.confidence[index]),
-                    "is_suspect": path in suspects,
-                    "photo": _encode(pixels[row]),
-                    "maps": [
-                        (method, _draw_map(pixels[row], contrasts[row].maps[method]))
-                        for method in CONTRAST_METHODS
-                    ],
-                    "num_removed": len(contrasts[row].removed),
-                    "removed": _draw_removed(pixels[row], contrasts[row]),
-                    "answer": contrasts[row].answer,
-                    "neighbours": neighbours[row],
-                }
-            )
+    chosen = [
+        (pair, index)
+        for pair in pairs
+        for index in _choose_errors(result.scores, pair)[:errors_a_pair].tolist()
+    ]
+    if not chosen:
+        return [], None
+    pixels = np.concatenate([result.images.read(index, index + 1) for _, index in chosen])
+    try:
+        contrasts = contrast_errors(
+            result.bundle,
+            pixels,
+            labels=np.array([pair.label for pair, _ in chosen]),
+            predicted=np.array([pair.predicted for pair, _ in chosen]),
+        )
+    except ValueError as error:
+        return [], str(error)
+    neighbours = training.find_nearest(pixels, [(pair.label, pair.predicted) for pair, _ in chosen])
+    for row, (pair, index) in enumerate(chosen):
+        path = result.images.ids[index]
+        contrast = contrasts[row]
+        pair.errors.append(
+            {
+                "path": path,
+                "probability": float(result.scores.confidence[index]),
+                "is_suspect": path in suspects,
+                "photo": _encode(pixels[row]),
+                "maps": [
+                    (method, _draw_map(pixels[row], contrast.maps[method]))
+                    for method in CONTRAST_METHODS
+                ],
+                "num_removed": len(contrast.removed),
+                "removed": _draw_removed(pixels[row], contrast),
+                "answer": contrast.answer,
+                "neighbours": neighbours[row],
+            }
+        )
     return pairs, None
 
 
@@ -145,18 +155,20 @@ class _TrainingPhotos:
             self.labels = class_indices[source.labels]
             self.dataset = source
 
-    def find_nearest(self, pixels: Pixels, classes: tuple[int, int]) -> list[list[tuple[int, str]]]:
-        """Class and picture of the nearest training photo of each class, for each image."""
-        if self.dataset is None:
-            return [[] for _ in pixels]
-        units = normalize_rows(_embed(self.bundle, pixels))
+    def find_nearest(
+        self, pixels: Pixels, classes: Sequence[tuple[int, int]]
+    ) -> list[list[tuple[int, str]]]:
+        """Class and picture of the nearest training photo of each of an image's two classes."""
         nearest: list[list[tuple[int, str]]] = [[] for _ in pixels]
-        for class_index in classes:
-            features, photos = self._read(class_index)
-            if not photos:
-                continue
-            for row, place in enumerate((units @ features.T).argmax(axis=1).tolist()):
-                nearest[row].append((class_index, _encode(photos[place])))
+        if self.dataset is None:
+            return nearest
+        units = normalize_rows(_embed(self.bundle, pixels))
+        for row, class_indices in enumerate(classes):
+            for class_index in class_indices:
+                features, photos = self._read(class_index)
+                if photos:
+                    place = int((features @ units[row]).argmax())
+                    nearest[row].append((class_index, _encode(photos[place])))
         return nearest
 
     def _read(self, class_index: int) -> tuple[NDArray[np.float32], list[Pixels]]:

@@ -14,7 +14,7 @@ from vit.explanation.methods.registry import compute_maps
 _MAX_SECONDS = 5.0
 _PASSES_AN_IMAGE = 10
 _MAX_IMAGES = 32
-_BATCH = 8
+_BATCH = 16
 _MIN_IMAGES = 8
 # of a class, below which its recall says little
 _MIN_SUPPORT = 5
@@ -103,7 +103,7 @@ def _describe_maps(result: EvaluationResult) -> str:
             batch = places[start : start + _BATCH]
             pixels = np.concatenate([result.images.read(place, place + 1) for place in batch])
             images = bundle.preprocess.normalize(torch.from_numpy(pixels).to(device))
-            _, _, (maps,) = compute_maps(bundle.model, images, methods=[_METHOD])
+            _, _, (maps,) = compute_maps(bundle.model, images, methods=[_METHOD], verify=start == 0)
             relevance.append(maps.values[:, 0].clamp_min(0).cpu())
     if sum(map(len, relevance)) < count:
         return ""
