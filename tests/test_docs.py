@@ -75,7 +75,7 @@ COMMANDS = [(page, command) for page in PAGES for command in read_commands(page)
 def place(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Iterator[Path]:
     """The directory in which the documentation's examples run."""
     folder = tmp_path_factory.mktemp("docs")
-    with Image.open(ROOT / "docs" / "images" / "sports_car.png") as image:
+    with Image.open(ROOT / "docs" / "images" / "tench.png") as image:
         image.convert("RGB").crop((0, 0, 240, 240)).save(folder / "photo.png")
     for label, pixels in zip("ab", load_sample_images().images, strict=True):
         (folder / "PHOTOS" / label).mkdir(parents=True)
