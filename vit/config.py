@@ -27,7 +27,6 @@ from vit.runtime.arguments import (
 from vit.runtime.documents import explain_error, parse_yaml
 from vit.runtime.files import read_text
 
-Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 Triple = tuple[float, float, float]
 SizeFraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
@@ -53,7 +52,7 @@ class DataConfig(_Section):
     class_names: AbsolutePath | dict[str, str] | None = None
     # {path: class}, or the corrections.csv of vit audit: labels that take the place of the files'
     corrections: AbsolutePath | dict[str, str] | None = None
-    image_size: Size = 32
+    image_size: int | tuple[int, int] = 32
     # crop / resized side; None: the pretrained model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
     # None: measured on the training images, or the pretrained model's
@@ -141,7 +140,7 @@ class ModelConfig(_Section):
     init: str | None = None
     # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     preset: str | None = None
-    patch_size: Size = 4
+    patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
     depth: int = Field(12, gt=0, le=1000)

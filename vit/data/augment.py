@@ -22,11 +22,8 @@ from torch.nn import functional as F
 from vit.config import AugmentConfig
 from vit.data.images import Preprocess
 from vit.data.random import StatelessRandom
+from vit.runtime.tensors import Images
 
-# height, width
-Size = tuple[int, int]
-# 0..255
-Images = Float[Tensor, "B 3 H W"]
 UInt8Images = UInt8[Tensor, "B 3 H W"]
 Factors = Float[Tensor, " B"]
 # left, top, right, bottom
@@ -83,8 +80,8 @@ def sample_params(
     rng: StatelessRandom,
     *,
     augment: AugmentConfig,
-    stored_size: Size,
-    size: Size,
+    stored_size: tuple[int, int],
+    size: tuple[int, int],
     config_height: int,
     mix: bool,
 ) -> AugmentParams:
@@ -148,7 +145,7 @@ def crop_and_flip(
     index: Int64[Tensor, " B"],
     params: AugmentParams,
     *,
-    size: Size,
+    size: tuple[int, int],
 ) -> Tensor:
     """Crop and flip images[index]; everything is on one device.
 
@@ -182,7 +179,7 @@ def _find_lines(
 
 
 def color_and_normalize(
-    pixels: Tensor, params: AugmentParams, *, preprocess: Preprocess, size: Size
+    pixels: Tensor, params: AugmentParams, *, preprocess: Preprocess, size: tuple[int, int]
 ) -> Float[Tensor, "B 3 H W"]:
     """Scale what `crop_and_flip` gave to `size`, change its colours, normalise and erase."""
     if pixels.dtype == torch.uint8:
@@ -336,7 +333,7 @@ def _sample_flips(rng: StatelessRandom, flip: str) -> Bool[Tensor, " B"]:
 def _sample_boxes(
     rng: StatelessRandom,
     stream: str,
-    size: Size,
+    size: tuple[int, int],
     *,
     scale: tuple[float, float],
     aspect: tuple[float, float],
@@ -361,7 +358,7 @@ def _sample_boxes(
 def _sample_centred_boxes(
     rng: StatelessRandom,
     stream: str,
-    size: Size,
+    size: tuple[int, int],
     box_height: Int64[Tensor, " B"],
     box_width: Int64[Tensor, " B"],
 ) -> Boxes:
@@ -371,7 +368,9 @@ def _sample_centred_boxes(
     return torch.stack([left, top, left + box_width, top + box_height], dim=1)
 
 
-def _sample_mix(rng: StatelessRandom, size: Size, augment: AugmentConfig) -> tuple[Factors, Boxes]:
+def _sample_mix(
+    rng: StatelessRandom, size: tuple[int, int], augment: AugmentConfig
+) -> tuple[Factors, Boxes]:
     """The weight of each sample's own image, and the boxes that are its neighbour's."""
     count = len(rng.sample_ids)
     is_cutmix = torch.full((count,), augment.cutmix > 0)
@@ -410,7 +409,7 @@ def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
 
 
 def resized_crop(
-    images: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: Size
+    images: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]
 ) -> Images:
     """Cut out boxes of whole pixels and scale them to `size`, bilinear and antialiased.
 
@@ -445,7 +444,7 @@ def _resize_weights(
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def outside_boxes(boxes: Boxes, size: Size) -> Bool[Tensor, "B 1 H W"]:
+def outside_boxes(boxes: Boxes, size: tuple[int, int]) -> Bool[Tensor, "B 1 H W"]:
     """False inside the boxes, which may reach over the edges, and true elsewhere."""
     height, width = size
     left, top, right, bottom = boxes[:, :, None].unbind(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vit.config import AugmentConfig
-from vit.data.augment import Size, color_and_normalize, crop_and_flip, mix_batch, sample_params
+from vit.data.augment import color_and_normalize, crop_and_flip, mix_batch, sample_params
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.images import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
@@ -194,7 +194,7 @@ class TrainLoader:
         epoch: int,
         *,
         start_step: int = 0,
-        image_size: Size | None = None,
+        image_size: tuple[int, int] | None = None,
         mix: bool = True,
         on_warning: Callable[[str], object] = warnings.warn,
     ) -> Iterator[Batch]:
@@ -257,7 +257,7 @@ class TrainLoader:
                 shut_down()
 
     def _augment_batch(
-        self, rng: StatelessRandom, pixels: Tensor | None, size: Size, *, mix: bool
+        self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
     ) -> Batch:
         """Sample on the host, copy all that the device needs at once, and compute there."""
         index = rng.sample_ids % len(self._labels)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from vit.model.attention import MultiHeadAttention, build_norm
 from vit.model.cpu_kernels import Backend, SquaredReLU
 from vit.runtime.arguments import check_choice
+from vit.runtime.tensors import Tokens
 from vit.runtime.threads import thread_generator
-
-Tokens = Float[Tensor, "B N D"]
 
 
 class Block(nn.Module):

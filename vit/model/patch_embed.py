@@ -1,8 +1,6 @@
 """From pixels to patch tokens: patchify or a convolutional stem, and fixed or resampled position
 embeddings."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -10,10 +8,9 @@ from torch import Tensor, nn
 
 from vit.model.cpu_kernels import apply_convolutions
 from vit.model.stem import build_stem
-from vit.runtime.arguments import as_pair, check_choice
+from vit.runtime.arguments import Size, as_pair, check_choice
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
-Size = int | Sequence[int]  # of both sides, or (height, width)
 
 
 class PatchEmbed(nn.Module):

@@ -16,10 +16,9 @@ from vit.model.attention import NORM_EPS
 from vit.model.huggingface_weights import is_huggingface, read_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.model_info import find_preprocess
-from vit.model.patch_embed import Size
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import build_to_fit, check_fit, infer_architecture, read_weights
-from vit.runtime.arguments import check_kind, first_line
+from vit.runtime.arguments import Size, check_kind, first_line
 from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"

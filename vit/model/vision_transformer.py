@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import build_norm
-from vit.model.blocks import Block, Tokens, drop_patches
+from vit.model.blocks import Block, drop_patches
 from vit.model.cpu_kernels import Backend
-from vit.model.patch_embed import PatchEmbed, Size, build_sincos_positions, resample_positions
-from vit.runtime.arguments import as_pair, check_choice
+from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
+from vit.runtime.arguments import Size, as_pair, check_choice
+from vit.runtime.tensors import Images, Logits, Tokens
 
-Images = Float[Tensor, "B C height width"]
-Logits = Float[Tensor, "B classes"]
 Architecture = dict[str, Any]  # the arguments of a VisionTransformer, by name
 
 

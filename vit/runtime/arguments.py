@@ -6,7 +6,8 @@ from types import FunctionType
 from typing import Literal
 
 Precision = Literal["float32", "bfloat16", "float16"]
-# pixels
+# pixels: of both sides, or (height, width)
+Size = int | Sequence[int]
 MAX_SIDE = 2**14
 # in the place of a token
 HIDDEN = "***"

@@ -26,9 +26,10 @@ from vit.explanation.capture.forward import Forward, split_prefix
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
 from vit.model.logits import at_least_float32
-from vit.model.vision_transformer import Images, VisionTransformer
+from vit.model.vision_transformer import VisionTransformer
 from vit.options import MapOptions
 from vit.runtime.arguments import check_choice
+from vit.runtime.tensors import Images
 
 HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
     "mean": Tensor.mean,
