@@ -138,6 +138,17 @@ def test_a_public_function_documents_its_arguments(name: str) -> None:
         assert f"    {parameter}: " in text, parameter
 
 
+def test_every_public_name_says_how_it_is_used() -> None:
+    for name in vit.__all__:
+        value = getattr(vit, name)
+        if callable(value):
+            text = inspect.getdoc(value) or ""
+            assert "Example:\n    >>> " in text, name
+        if inspect.isfunction(value):
+            for parameter in inspect.signature(value).parameters:
+                assert f"    {parameter}: " in text, (name, parameter)
+
+
 # --- train
 # -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Bundle:
     of its training.
 
     Attributes:
-        model: From normalised images to logits.
+        model: From normalised images [B, 3, height, width] to logits [B, classes].
         preprocess: From images of any size to what the model takes.
         class_names: A name for each logit.
         name: What was loaded, or the model's class.
@@ -61,6 +61,10 @@ class Bundle:
         likeness: By what images unlike those of the training are found.
         passed_images: What `vit.train` was passed from Python, while its result is in memory: the
             images that were held out are evaluated and explained by default.
+
+    Example:
+        >>> bundle = vit.Bundle.from_model(timm_model, class_names=("cat", "dog"))
+        >>> vit.explain(bundle, "photos")
     """
 
     model: nn.Module
@@ -164,12 +168,19 @@ def load_bundle(
             name of a model that comes with the package, "imagenette".
         model: The module that takes the weights, needed where `vit.train` was given one that is
             neither ours nor built by timm from its name alone.
-        device: Where the model goes.
+        device: Where the model goes, as torch names devices.
         random_weights: Keep the architecture and draw new weights (seed 0), for sanity checks.
+
+    Returns:
+        The model in evaluation mode, with its class names and preprocessing.
 
     Raises:
         FileNotFoundError: where there is no such file.
         ValueError: with what is wrong with the file.
+
+    Example:
+        >>> bundle = vit.load_bundle("runs/digits")
+        >>> bundle.class_names, bundle.preprocess.image_size  # (height, width) in pixels
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     torch.manual_seed(0)

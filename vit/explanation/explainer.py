@@ -71,16 +71,21 @@ def explain_images(
     Args:
         bundle: the model, with its class names and preprocessing.
         images: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
-        method: a name of `vit.explanation.methods.registry.METHODS`.
+        method: a name of `vit.explanation.methods.registry.METHODS`, as `vit explain --help` lists
+            them. docs/attention-maps.md has the paper of each.
         target: what to explain: "auto" (the predicted class), or as of `vit.explain`.
-        options: of the method.
-        batch_size: images that are explained together.
+        options: of the method. None: its defaults.
+        batch_size: images that are explained together; the maps are the same of any.
 
     Returns:
         The explanations: `.maps[method]` is [images, rows, columns].
 
     Raises:
         ValueError: for an unknown method, option or class, and where no image can be read.
+
+    Example:
+        >>> bundle = vit.load_bundle("runs/digits")
+        >>> vit.explain_images(bundle, "photo.png", "gae").maps["gae"]  # [1, rows, columns]
     """
     explain_options = ExplainOptions(
         methods=(method,),

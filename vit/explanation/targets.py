@@ -53,6 +53,13 @@ class CosineTarget:
     Args:
         embedding: of D numbers, as the model gives D features: a timm model without a classifier
             (`num_classes=0`), for example, and its features of another image.
+
+    Raises:
+        ValueError: when it is called with another number of features than the embedding has.
+
+    Example:
+        >>> target = vit.CosineTarget(model(query)[0])  # model gives features, query is [1, 3, H, W]
+        >>> vit.explain(model, "photos", target=target)
     """
 
     name = "cosine similarity"

@@ -71,9 +71,16 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
             each are assumed, as in every preset.
         pretrained: False: a name gives the architecture with timm's random weights.
 
+    Returns:
+        The model, which gives timm's logits.
+
     Raises:
         ValueError: for what our VisionTransformer can't compute, and for a damaged file.
         OSError: where weights can't be downloaded or read.
+
+    Example:
+        >>> model = vit.load_timm("vit_small_patch16_224")
+        >>> model(images)  # normalised [B, 3, 224, 224] → [B, 1000]
     """
     if not isinstance(source, nn.Module):
         check_kind(source, (str, Path), name="source", expected="a path, a name or an nn.Module")

@@ -25,7 +25,7 @@ Architecture = dict[str, Any]  # the arguments of a VisionTransformer, by name
 
 
 class VisionTransformer(nn.Module):
-    """A vision transformer.
+    """A vision transformer (Dosovitskiy et al. 2021, "An image is worth 16×16 words").
 
     `VisionTransformer(**model.architecture)` is the same model, untrained.
 
@@ -60,6 +60,10 @@ class VisionTransformer(nn.Module):
         architecture: The arguments, with every None that has a default replaced.
         patch_drop_rate: Fraction of each image's patches that a training step leaves out.
         grad_checkpointing: Recompute each block's activations in the backward pass.
+
+    Example:
+        >>> model = vit.VisionTransformer(img_size=32, patch_size=4, num_classes=10)
+        >>> model(torch.randn(8, 3, 32, 32))  # logits [8, 10]
     """
 
     pos_embed: Tensor

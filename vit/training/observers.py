@@ -24,7 +24,13 @@ class Observer:
     """A callback of a run: told of its events, in the main process. Each method may be left as it
     is. Where `on_step` or `on_epoch` returns True, the run saves its state and ends there, as
     `vit.train` does at the end of the plan; `resume` continues it. One that raises an exception is
-    told nothing more, and training goes on without it."""
+    told nothing more, and training goes on without it.
+
+    Example:
+        >>> class Stop(vit.Observer):
+        ...     def on_epoch(self, metrics, model): return metrics["val_top1"] > 0.9
+        >>> vit.train("digits", output="runs/digits", callbacks=[Stop()])
+    """
 
     is_essential = False  # whether the run ends where this fails
 

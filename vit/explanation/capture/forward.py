@@ -129,16 +129,21 @@ def capture_attention(
 
     Args:
         model: of timm, torchvision, Hugging Face or this project, unmodified.
-        gradients: keep the autograd graph for `record.gradients`.
-        block_tokens: keep the tokens that leave each block.
-        verify: check each layer's first image, see above.
+        gradients: keep the autograd graph for `record.gradients`; it takes memory.
+        block_tokens: keep the tokens [B, N, D] that leave each block.
+        verify: compute the first image's attention of each layer once more, and compare what it
+            gives with what the layer gave.
 
     Returns:
-        A context manager that gives the record.
+        A context manager that gives the record: `.attentions` are [B, H, N, N], first layer first.
 
     Raises:
         ValueError: for a model whose attention is not understood (hierarchical models, unknown
             layers), and for what torch.compile made: its code would run past the hooks.
+
+    Example:
+        >>> with vit.capture_attention(model) as record: logits = model(images)
+        >>> record.attentions[-1][0, :, 0]  # what the class token attends to in each last head
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")

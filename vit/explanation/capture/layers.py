@@ -171,6 +171,11 @@ class AttentionLayer:
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         return at_least_float32(self._split(heads_gradient[images])), at_least_float32(value)
 
+    def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
+        """O, of each head; at least float32. Of a forward pass with gradients."""
+        assert self.heads is not None
+        return at_least_float32(self._split(self.heads.detach()))
+
     def attention_gradient(self, heads_gradient: Tensor, images: slice = slice(None)) -> Attention:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         gradient, value = self.gradient_and_value(heads_gradient, images)
@@ -381,6 +386,16 @@ class TorchvisionLayer(AttentionLayer):
         return super().gradient_and_value(
             heads_gradient @ self.module.out_proj.weight.detach(), images
         )
+
+    def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
+        # what is kept is their projection
+        assert self.heads is not None
+
+        def attend(images: slice) -> Tensor:
+            _, value = self.gradient_and_value(self.heads, images)  # type: ignore[arg-type]
+            return self.attention(images) @ value
+
+        return self.in_chunks(attend)
 
     def _attach_heads(self) -> RemovableHandle:
         attention: nn.Module = self.module

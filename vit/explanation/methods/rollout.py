@@ -55,16 +55,20 @@ def attention_rollout(
         head_fusion: how the heads become one matrix: "mean", "max" or "min".
         discard_ratio: fraction of the smallest patch-to-patch entries that is dropped, in [0, 1).
         residual: weight of the identity, 0 to 1; 0.5 is the published half.
-        start_layer: layers before it are left out.
+        start_layer: layers before it are left out; 0: none.
         num_prefix_tokens: tokens in front of the patches, which discarding spares.
         pool_weights: how much each output token counts, [B, N]. With it, only that mixture of the
-            matrix's rows is computed, from vector-matrix products alone.
+            matrix's rows is computed, from vector-matrix products alone. None: all rows.
 
     Returns:
         The matrix [B, N, N], or pool_weights · matrix [B, N].
 
     Raises:
         ValueError: for an option outside its range and for no attention at all.
+
+    Example:
+        >>> with vit.capture_attention(model) as record: model(images)
+        >>> vit.attention_rollout(record.attentions)[:, 0, 1:]  # of the class token, [B, patches]
     """
     options = MapOptions(
         head_fusion=head_fusion,

@@ -95,6 +95,10 @@ def save_overlay(
 
     Raises:
         ValueError: for an image that can't be read.
+
+    Example:
+        >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
+        >>> vit.save_overlay("map.png", "photo.png", result.maps["rollout"][0])
     """
     photo = next(list_images(image))
     if isinstance(photo, str):
