@@ -68,15 +68,18 @@ def explain(
 def _show(output: Path, *, has_gallery: bool) -> None:
     # torch, which `vit --help` does without
     from vit.explanation.faithfulness.sanity_checks import count_agreeing
+    from vit.explanation.methods.sinks import count_sinks
     from vit.explanation.writer import SHEET_FILE
 
     # the manifest also holds what an earlier command explained
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     verdicts: dict[str, list[str]] = {}
+    sink_fractions: dict[str, list[float]] = {}
     for entry in (entry for image in manifest["images"] for entry in image["maps"]):
         if entry["sanity_check"]:
             verdicts.setdefault(entry["method"], []).append(entry["sanity_check"]["verdict"])
-    for line in count_agreeing(verdicts):
+        sink_fractions.setdefault(entry["method"], []).append(entry["sink_fraction"])
+    for line in count_agreeing(verdicts) + count_sinks(sink_fractions):
         typer.echo(line)
 
     unreadable = manifest["unreadable"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
@@ -24,12 +25,13 @@ from vit.explanation.faithfulness.sanity_checks import (
 )
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
-from vit.explanation.records import Explanations, ImageResult, MapResult
+from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
 from vit.explanation.render.overlay import (
     FIXED_END,
     INTERPOLATIONS,
     SCALES,
     ColourScale,
+    PatchMap,
     fit_scale,
 )
 from vit.explanation.render.token_details import measure_tokens
@@ -387,6 +389,10 @@ class Explainer:
                     prefix_mass=float(maps.prefix_mass[row, column]),
                     entropy=float(maps.entropy[row, column]),
                 )
+                if maps.sinks is not None:
+                    map_result.sinks = _list_sinks(
+                        maps.sinks[row], values, start_layer=self.options.map_options.start_layer
+                    )
                 if checks_by_class:
                     map_result.sanity_check = checks_by_class[column][row]
                 if method.class_specific:
@@ -410,6 +416,18 @@ def _check_target(options: ExplainOptions) -> None:
     text = f"{names}: the same map for every class, so --class {options.target} changes nothing"
     hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
     raise ValueError(f"{text}; {hint}")
+
+
+def _list_sinks(
+    sinks: Bool[Tensor, "layers rows columns"], values: PatchMap, *, start_layer: int
+) -> tuple[Sink, ...]:
+    """The patches that are sinks of any layer, those that hold most of the map first."""
+    patches = sinks.any(dim=0).nonzero().tolist()
+    patches.sort(key=lambda patch: -float(values[patch[0], patch[1]]))
+    return tuple(
+        Sink(row, column, tuple((start_layer + sinks[:, row, column].nonzero()[:, 0]).tolist()))
+        for row, column in patches
+    )
 
 
 def _set_scales(results: Sequence[ImageResult], scale: str) -> None:

@@ -30,6 +30,7 @@ from vit.explanation.render.token_details import TokenDetails
 from vit.options import ExplainOptions
 
 ClassValues = Mapping[str, Any]  # index, name and probability
+_MAX_NAMED_SINKS = 3  # below a picture
 
 
 def describe_prediction(predicted: ClassValues) -> str:
@@ -37,6 +38,24 @@ def describe_prediction(predicted: ClassValues) -> str:
     if predicted["probability"] is None:
         return str(predicted["name"])
     return f"predicted {predicted['name']}  {100 * predicted['probability']:.1f} %"
+
+
+def name_sinks(fraction: float) -> list[str]:
+    """What attention sinks hold of a map, in short; nothing without any."""
+    return [f"{100 * fraction:.0f} % on attention sinks"] if fraction else []
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A patch that draws attention without being looked at, and in which layers."""
+
+    row: int
+    column: int
+    layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.layers))
+        return f"row {self.row}, column {self.column} (layer {numbers})"
 
 
 @dataclass
@@ -54,6 +73,7 @@ class MapResult:
         target_name: of that class, or of that target.
         score: the class's logit, or the value of that target: some methods' maps grow with it.
         sanity_check: None where it was not asked for.
+        sinks: attention sinks, of a method that has any; those that hold most first.
         scale: of its colours; set once all images of the batch are explained.
     """
 
@@ -66,12 +86,36 @@ class MapResult:
     target_name: str | None = None
     score: float | None = None
     sanity_check: SanityCheck | None = None
+    sinks: tuple[Sink, ...] = ()
     scale: ColourScale | None = None
 
     @property
     def shown_values(self) -> PatchMap:
         """The values in multiples of an even share."""
         return relative_to_uniform(self.values)
+
+    @property
+    def sink_fraction(self) -> float:
+        """What the attention sinks hold of the map, 0 to 1."""
+        if not self.sinks:
+            return 0.0
+        held = sum(float(abs(self.values[sink.row, sink.column])) for sink in self.sinks)
+        return held / float(np.abs(self.values).sum())
+
+    def describe_sinks(self) -> str:
+        """The attention sinks in words; empty without any."""
+        if not self.sinks:
+            return ""
+        one = len(self.sinks) == 1
+        subject = "one patch draws" if one else f"{len(self.sinks)} patches draw"
+        places = "; ".join(map(str, self.sinks[:_MAX_NAMED_SINKS]))
+        more = len(self.sinks) - _MAX_NAMED_SINKS
+        others = f"; and {more} more" if more > 0 else ""
+        return (
+            f"attention sinks: {subject} the attention of nearly all others, whatever they show,"
+            f" and {'holds' if one else 'hold'} {100 * self.sink_fraction:.0f} % of the map:"
+            f" {places}{others}"
+        )
 
     def describe(self) -> str:
         """What the map shows, in words."""
@@ -197,7 +241,7 @@ class Explanations:
                     blend(photo, values, image.geometry, scale=result.scale, smooth=smooth)
                 )
                 verdict = [result.sanity_check.verdict] if result.sanity_check else []
-                texts.append([result.describe(), *verdict])
+                texts.append([result.describe(), *verdict, *name_sinks(result.sink_fraction)])
             rows.append(SheetRow(pictures, texts))
         return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 

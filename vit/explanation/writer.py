@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult, describe_prediction
+from vit.explanation.records import ImageResult, MapResult, describe_prediction, name_sinks
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
 from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
 from vit.explanation.targets import describe_target
@@ -32,7 +32,7 @@ from vit.runtime.files import (
     write_text,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 ARRAYS_FILE = "maps.npz"
 MANIFEST_FILE = "manifest.json"
 SHEET_FILE = "index.png"
@@ -60,6 +60,7 @@ class _Map(BaseModel):
     overlay: str | None
     caption: str
     sanity_check: dict[str, Any] | None
+    sink_fraction: float
 
 
 class _Entry(BaseModel):
@@ -274,6 +275,8 @@ class MapWriter:
             "prefix_mass": result.prefix_mass,
             "entropy": result.entropy,
             "sanity_check": result.sanity_check and asdict(result.sanity_check),
+            "sinks": [asdict(sink) for sink in result.sinks],
+            "sink_fraction": result.sink_fraction,
         }
 
     def _write_sheet(self) -> None:
@@ -295,7 +298,8 @@ class MapWriter:
                         )
                     pictures.append(overlay.crop((left, MARGIN, left + width, MARGIN + height)))
                 check = result["sanity_check"]
-                texts.append([result["caption"], *([check["verdict"]] if check else [])])
+                verdict = [check["verdict"]] if check else []
+                texts.append([result["caption"], *verdict, *name_sinks(result["sink_fraction"])])
             rows.append(SheetRow(pictures, texts))
         sheet = draw_contact_sheet(rows)
         write_atomically(self.output / SHEET_FILE, lambda path: sheet.save(path, "png"))
@@ -343,6 +347,8 @@ def draw_map(
     ]
     if result.sanity_check is not None:
         caption.append(str(result.sanity_check))
+    if result.sinks:
+        caption.append(result.describe_sinks())
     return draw_overlay(
         image.read_image(),
         result.shown_values,

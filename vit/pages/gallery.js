@@ -441,6 +441,9 @@ class Card {
     line.className = check ? "verdict" : "verdict muted";
     line.replaceChildren(word, `: ${check ? check.reason : "of more than 64 images, the option --checks asks for it"}`);
     line.hidden = !map;
+    const sinks = this.part("sinks");
+    sinks.textContent = map ? map.sinks : "";
+    sinks.hidden = !sinks.textContent;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
     if (check) facts.push(`evidence: ${check.evidence}, ${check.patches}`);

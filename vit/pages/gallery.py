@@ -12,6 +12,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.explanation.faithfulness.sanity_checks import VERDICTS, count_agreeing
+from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
@@ -47,6 +48,7 @@ class Gallery:
         self._bundle = bundle
         self._smooth = smooth
         self._verdicts: dict[str, list[str]] = {}  # by method, of all images
+        self._sink_fractions: dict[str, list[float]] = {}
         self._best_method = best_method
         self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
         self._methods: list[str] = []
@@ -67,6 +69,8 @@ class Gallery:
             if result.sanity_check is not None:
                 verdicts = self._verdicts.setdefault(result.method.name, [])
                 verdicts.append(result.sanity_check.verdict)
+            fractions = self._sink_fractions.setdefault(result.method.name, [])
+            fractions.append(result.sink_fraction)
         for image in images[: MAX_IMAGES - len(self._images)]:
             self._images.append(htmlsafe_json_dumps(self._describe(image)))
             summary = self._summarise(image)
@@ -83,7 +87,7 @@ class Gallery:
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
             "smooth": self._smooth,
-            "summary": count_agreeing(self._verdicts),
+            "summary": count_agreeing(self._verdicts) + count_sinks(self._sink_fractions),
             "images": self._summaries,
         }
         context = {
@@ -162,6 +166,7 @@ class Gallery:
             "prefix_mass": round(result.prefix_mass, 4),
             "entropy": round(result.entropy, 4),
             "sanity_check": result.sanity_check and asdict(result.sanity_check),
+            "sinks": result.describe_sinks(),
         }
 
     def _describe_class(self, image: ImageResult, index: int | None) -> dict[str, Any]:

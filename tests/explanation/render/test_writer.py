@@ -114,7 +114,7 @@ def test_the_manifest_says_how_each_map_was_made(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     manifest = export(bundle, photos, tmp_path / "out")
-    assert manifest["schema_version"] == 4
+    assert manifest["schema_version"] == 5
     assert manifest["method"] == "rollout"
     assert manifest["model_sha256"] == "0" * 64
     assert manifest["parameters"]["residual"] == 0.5

@@ -65,7 +65,7 @@ class AttentionLayer:
         self.query: Tensor | None = None
         self.key: Tensor | None = None
         self.options: Mapping[str, Any] = {}  # what the module was called with, besides the tokens
-        # [B, N, D], what entered the attention module; not always kept
+        # [B, N, D], what entered the attention module
         self.tokens: Tensor | None = None
         # with gradients only, still in the autograd graph; the block's tokens also where they are
         # asked for:
@@ -181,6 +181,22 @@ class AttentionLayer:
         gradient, value = self.gradient_and_value(heads_gradient, images)
         return gradient @ value.transpose(-2, -1)
 
+    @torch.no_grad()
+    def value_norms(self, images: slice = slice(None)) -> Float[Tensor, "b H N"]:
+        """How much a unit of attention moves from each token: ‖v W_O‖, of each head (Kobayashi et
+        al., "Attention is Not Only a Weight", EMNLP 2020)."""
+        assert self.tokens is not None
+        value = at_least_float32(self._split(self._project(self.tokens[images].detach(), 2)))
+        # not called, which would run the hooks once more
+        projection = _first_of(self.module, "o_proj", "out_proj", "proj")
+        size = self.num_heads * value.shape[-1]
+        # the identity instead of the weight, which adapters (LoRA) add to
+        identity = torch.eye(size, dtype=self.tokens.dtype, device=value.device)
+        weight = projection.forward(identity) - projection.forward(torch.zeros_like(identity[:1]))
+        weight = torch.unflatten(at_least_float32(weight), 0, (self.num_heads, -1))  # [H, K, D]
+        products = weight @ weight.transpose(-2, -1)  # [H, K, K]
+        return ((value @ products) * value).sum(dim=-1).clamp_min(0).sqrt()
+
     def attach(self, *, gradients: bool, block_tokens: bool, verify: bool) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
         self._gradients = gradients
@@ -242,8 +258,6 @@ class AttentionLayer:
             self._verify(heads)
         self.captured = True
         self.heads = heads if self._gradients else None
-        if self.query is not None and not self._gradients:
-            self.tokens = None
 
     def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
         """Queries (0), keys (1) or values (2), heads side by side."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import (
@@ -29,6 +29,7 @@ from vit.explanation.methods.gradients import (
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.explanation.methods.rollout import check_range, check_rollout_options, compute_rollout
+from vit.explanation.methods.sinks import find_sinks
 from vit.explanation.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
 
@@ -49,6 +50,7 @@ class Method:
         libra: whether it takes the gradients of a forward pass within `LibraGradients`.
         of_removal: whether it is made of the removal gradient, in whole or in part: that is no
             evidence for it.
+        has_sinks: whether patches that draw attention without being looked at show in its maps.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Method:
     signed: bool = False
     libra: bool = False
     of_removal: bool = False
+    has_sinks: bool = False
 
 
 class Maps(NamedTuple):
@@ -68,6 +71,8 @@ class Maps(NamedTuple):
     values: Float[Tensor, "B T rows columns"]  # float32
     prefix_mass: Float[Tensor, "B T"]  # fraction of the relevance in prefix tokens, 0 to 1
     entropy: Float[Tensor, "B T"]  # nats, 0 to log(patches)
+    # attention sinks, where the method has any
+    sinks: Bool[Tensor, "B layers rows columns"] | None = None
 
 
 @torch.inference_mode(False)
@@ -168,7 +173,10 @@ def _compute_method(
     values, prefix_mass = split_prefix(
         relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
     )
-    return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float())
+    sinks = None
+    if method.has_sinks:
+        sinks = find_sinks(forward, start_layer=options.start_layer)
+    return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float(), sinks)
 
 
 def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
@@ -208,7 +216,13 @@ def _libra_removal(forward: Forward, classes: Tensor, options: MapOptions) -> Te
 
 _ALL_METHODS = (
     # of the attention alone
-    Method("rollout", "attention rollout", compute_rollout, class_specific=False),
+    Method(
+        "rollout",
+        "attention rollout",
+        compute_rollout,
+        class_specific=False,
+        has_sinks=True,
+    ),
     Method("raw", "attention of a layer", _raw, class_specific=False),
     # attention weighted by gradients
     Method("gae", "generic attention explanation", compute_gae),
