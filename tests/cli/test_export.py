@@ -17,8 +17,10 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 
 from tests.conftest import Launcher, Outcome, SaveModel
+from tests.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
-from vit.data.images import Preprocess
+from vit.data.images import Preprocess, read_image
+from vit.export.formats import TEMPLATES
 
 NAMES = ("ant", "bee", "cow")
 FOR_TIMM: list[dict[str, Any]] = [
@@ -157,6 +159,51 @@ def test_transformers_opens_the_folder_and_computes_equal_logits(
     given = processor([photo, photo.crop((0, 0, 100, 400))], return_tensors="pt")
     torch.testing.assert_close(given["pixel_values"], images, atol=1e-6, rtol=0)
     torch.testing.assert_close(theirs(**given).logits, model(images) / 2, atol=1e-5, rtol=0)
+
+
+def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_path: Path) -> None:
+    from transformers import AutoImageProcessor, pipeline
+
+    path, _ = save()
+    export(path, "huggingface", tmp_path / "out")
+    preprocess = load_bundle(path).preprocess
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    program = (TEMPLATES / "predict.py").read_text().partition("session = ")[0]
+    predict: dict[str, Any] = {}
+    exec(program, predict)
+
+    (tmp_path / "images").mkdir()
+    paths = write_odd_images(tmp_path / "images")
+    num_read = 0
+    for image_path in paths:
+        try:
+            photo = read_image(image_path)
+        except ValueError:
+            # what vit refuses, floating-point pixels, others refuse too
+            for read in (processor, predict["read_pixels"]):
+                with pytest.raises(ValueError, match="floating-point"):
+                    read(str(image_path))
+            continue
+        num_read += 1
+        expected = preprocess([photo])
+        theirs = processor(str(image_path), return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(theirs, expected, atol=1e-6, rtol=0, msg=str(image_path))
+        with Image.open(image_path) as opened:
+            theirs = processor(opened, return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(theirs, expected, atol=1e-6, rtol=0, msg=str(image_path))
+        np.testing.assert_array_equal(predict["read_pixels"](image_path)[0], np.asarray(photo))
+    assert num_read > 100
+    assert num_read < len(paths)
+
+    # the whole way, for what the library would convert to RGB by itself
+    classify = pipeline("image-classification", model=str(tmp_path / "out"), trust_remote_code=True)
+    for name in ("I16.png", "RGBA.png", "P-tRNS.png"):
+        (image_path,) = (tmp_path / "images").glob(f"*-{name}")
+        answers = {row["label"]: row["score"] for row in classify(str(image_path))}
+        with torch.no_grad():
+            logits = load_bundle(path).model(preprocess([read_image(image_path)]))
+        expected = dict(zip(NAMES, logits.softmax(dim=1)[0].tolist(), strict=True))
+        assert answers == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_pipeline_of_transformers_predicts_as_vit_does(

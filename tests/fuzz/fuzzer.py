@@ -2,7 +2,9 @@
 
 Each case damages a real file (an image, a model file, a checkpoint, an archive of images, the
 decoded cache, a result), or puts odd values into a configuration, a checkpoint or metadata, and
-gives it to what reads such files. What may happen: success with finite results, or ValueError or
+gives it to what reads such files. Others send damaged requests to `vit serve`, make layouts of
+folders at random, export a model into a folder in which an export was broken off, and compare
+evaluations of random results. What may happen: success with finite results, or ValueError or
 OSError with one sentence (exit code 2). A case fails with any other exception, after 20 seconds,
 with a process started, or where it took more than 2 GiB.
 """
@@ -338,6 +340,114 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         (folder / "c.yaml").write_text(json.dumps({"data": {"name": "webdataset", "root": text}}))
         run_command("train", folder / "c.yaml", "--dry-run", "--output", folder / "run")
 
+    serving: list[Any] = []
+
+    def serve(rng: random.Random, folder: Path) -> None:
+        """A form with a photo, damaged in the photo or around it."""
+        from fastapi.testclient import TestClient
+
+        from vit.pages.serve import build_app
+
+        # built once: it is the requests that are odd
+        if not serving:
+            app = build_app(load_bundle(corpus.model), hosts=["testserver"])
+            serving.append(TestClient(app))
+        photo = rng.choice(corpus.images).read_bytes()
+        if rng.random() < 0.7:
+            photo = mutate(photo, rng)
+        head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+        body = head + photo + b"\r\n--x--\r\n"
+        if rng.random() < 0.3:
+            body = mutate(body, rng)
+        kind = rng.choice(("multipart/form-data; boundary=x",) * 6 + ("multipart/form-data", "x"))
+        query = rng.choice(("", "?top_k=2", "?top_k=0", "?map=array", "?map=none", "?map=x"))
+        headers = {"Content-Type": kind}
+        answer = serving[0].post(f"/predict{query}", content=body, headers=headers)
+        assert answer.status_code in (200, 400, 413, 415, 422), answer.status_code
+        values = answer.json()
+        if answer.status_code == 200:
+            assert all(math.isfinite(row["probability"]) for row in values["classes"])
+        else:
+            assert 0 < len(values["error"]) < 3000, values
+            assert " at 0x" not in values["error"], values
+
+    def layout(rng: random.Random, folder: Path) -> None:
+        """Folders of images with names that mean something, or look as if they did."""
+        names = ("train", "Train", "val", "dev", "test", "cat", "dog", "cat ", "é", "e\u0301", ".x")
+        for _ in range(rng.randrange(2, 12)):
+            parts = rng.choices(names, k=rng.randrange(1, 4))
+            place = folder / "images" / Path(*parts)
+            place.mkdir(parents=True, exist_ok=True)
+            for number in range(rng.randrange(4)):
+                suffix = rng.choice((".png",) * 6 + (".heic", ".txt", ""))
+                shutil.copy(corpus.images[4], place / f"{number}{suffix}")
+        visible = [
+            path
+            for path in (folder / "images").rglob("*.png")
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        ]
+        with refusals():
+            splits = open_dataset("folder", root=folder / "images", cache_dir=folder / "cache")
+            images = splits.split("all")
+            # no image is lost in silence
+            told = splits.describe_files()
+            counts = [re.search(rf"([\d,]+) {words}", told) for words in ("images in", "not used")]
+            total = sum(int(count[1].replace(",", "")) for count in counts if count)
+            assert total == len(visible), (told, visible)
+            assert len(set(images.ids)) == len(images)
+
+    def export(rng: random.Random, folder: Path) -> None:
+        """A damaged model, into a folder in which an export was broken off or other files are."""
+        source = corpus.model
+        if rng.random() < 0.5:
+            source = damage(corpus.model, folder, rng)
+        output = folder / "out"
+        kind = rng.choice(("timm", "huggingface"))
+        earlier = rng.randrange(4)
+        if earlier:
+            output.mkdir()
+            (output / f".model.safetensors.{rng.randrange(16**8):08x}.tmp").write_bytes(b"half")
+        if earlier > 1:
+            (output / ".vit-output").touch()
+        if earlier > 2:
+            (output / "config.json").write_text("{}")
+        overwrite = rng.random() < 0.5
+        command = ["export", source, "--to", kind, "--output", output]
+        told = run_command(*command, *(["--overwrite"] if overwrite else []))
+        if told is not None:
+            assert not list(output.glob(".*.tmp"))
+            assert json.loads((output / "config.json").read_text())[
+                "architectures" if kind == "huggingface" else "architecture"
+            ]
+        if earlier == 1 or (earlier == 3 and not overwrite):
+            assert told is None
+
+    def comparison(rng: random.Random, folder: Path) -> None:
+        """Evaluations with results at random, of a few recipes, seeds and conditions."""
+        from tests.evaluation.records import write_evaluation
+
+        num_images = rng.choice((1, 2, 8, 50))
+        places = []
+        for number in range(rng.randrange(2, 6)):
+            share = rng.choice((0.0, 0.5, 0.9, 1.0))
+            ranks = [0 if rng.random() < share else 1 for _ in range(num_images)]
+            facts: dict[str, Any] = {"seed": rng.choice((0, 1, 2, 3, None))}
+            if rng.random() < 0.7:
+                facts["recipe"] = rng.choice(("r", "s"))
+            name = f"evaluation-{number}"
+            places.append(write_evaluation(folder, name, np.array(ranks), **facts))
+        output = folder / "out"
+        told = run_command("compare", *places, "--output", output)
+        assert told is not None
+        assert "nan" not in told.lower()
+        for pair in json.loads((output / "comparison.json").read_text())["pairs"]:
+            low, high = pair["interval"]
+            assert -1 <= low <= pair["difference"] <= high <= 1
+            assert 0 <= pair["p_value"] <= 1
+            # one verdict
+            assert pair["is_significant"] == (pair["p_value"] < 0.05)
+            assert pair["is_significant"] == (low > 0 or high < 0)
+
     def run(rng: random.Random, folder: Path) -> None:
         """What is in the directory of a run that has ended is damaged, or another run's."""
         shutil.copytree(corpus.run, folder / "run")
@@ -367,7 +477,8 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         drawn_configuration,
         archive,
     )
-    cases = (*first, cache, evaluation, maps, table, parquet, class_names, pattern, run)
+    second = (cache, evaluation, maps, table, parquet, class_names, pattern, run)
+    cases = (*first, *second, serve, layout, export, comparison)
     return {case.__name__: case for case in cases}
 
 
@@ -496,15 +607,25 @@ def measure_memory() -> int:
 
 
 def fuzz(
-    count: int, *, seed: int, seconds: float = math.inf, keep: Path | None = None
+    count: int,
+    *,
+    seed: int,
+    seconds: float = math.inf,
+    keep: Path | None = None,
+    kinds: str = "",
 ) -> dict[str, Tally]:
     """Run `count` cases, or as many as take `seconds`; of each kind what became of them. A failure
-    has the number with which it is repeated: `--cases 1 --seed NUMBER`."""
+    has the number with which it is repeated: `--cases 1 --seed NUMBER`, and its `--kinds`."""
     global _active
     sys.addaudithook(_audit)
     tallies, started = dict[str, Tally](), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        cases = list(build_cases(Corpus(Path(directory))).items())
+        chosen = kinds.split(",")
+        cases = [
+            (name, case)
+            for name, case in build_cases(Corpus(Path(directory))).items()
+            if not kinds or name in chosen
+        ]
         measure_memory()
         for number in range(seed, seed + count):
             if time.monotonic() - started > seconds:
@@ -535,9 +656,9 @@ def fuzz(
     return tallies
 
 
-def _fuzz_part(arguments: tuple[int, int, float, Path | None]) -> dict[str, Tally]:
-    count, seed, seconds, keep = arguments
-    return fuzz(count, seed=seed, seconds=seconds, keep=keep)
+def _fuzz_part(arguments: tuple[int, int, float, Path | None, str]) -> dict[str, Tally]:
+    count, seed, seconds, keep, kinds = arguments
+    return fuzz(count, seed=seed, seconds=seconds, keep=keep, kinds=kinds)
 
 
 def main() -> None:
@@ -546,6 +667,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1200, help="at most; fewer cases then")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--kinds", default="", help="those alone, such as serve,layout")
     parser.add_argument("--keep", type=Path, help="where the files of failing cases go")
     parser.add_argument(
         "--output", type=Path, help="folder for fuzz-MACHINE.json, such as benchmarks/results"
@@ -553,7 +675,7 @@ def main() -> None:
     chosen = parser.parse_args()
     started, count = time.monotonic(), -(-chosen.cases // chosen.processes)
     parts = [
-        (count, chosen.seed + rank * count, chosen.seconds, chosen.keep)
+        (count, chosen.seed + rank * count, chosen.seconds, chosen.keep, chosen.kinds)
         for rank in range(chosen.processes)
     ]
     tallies = dict[str, Tally]()

@@ -34,7 +34,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.prediction import Pixels
+from vit.evaluation.prediction import Pixels, Prediction, PredictionResult
 from vit.evaluation.robustness import CORRUPTIONS
 from vit.evaluation.schema import Cost, Evaluation
 from vit.explanation.records import Explanations
@@ -481,5 +481,10 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
     for name in case.evaluation.list_metrics():
         assert f"<tr><td>{name}<td>{getattr(case.evaluation, name):.4f}" in page
     assert len(page) < 2000
+    assert repr(case.evaluation) == str(case.evaluation) == repr(case).replace("Result", "")
+    assert case.evaluation._repr_html_() == page
+    assert repr(PredictionResult([Prediction("a.png", [], error="broken")])) == (
+        "PredictionResult(1 images, 1 unreadable)"
+    )
     explanations = Explanations(tiny_bundle, ExplainOptions(), [], [("a.png", "broken")])
     assert repr(explanations) == "Explanations(0 images by auto; 1 could not be read)"

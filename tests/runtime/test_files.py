@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.runtime.files import compute_sha256, write_atomically, write_text
+from vit.runtime.files import compute_sha256, prepare_output, write_atomically, write_text
 
 
 def test_a_failing_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -36,3 +36,22 @@ def test_a_library_that_makes_the_file_anew_does_not_change_its_mode(tmp_path: P
     write_atomically(tmp_path / "ours", write)
     (tmp_path / "other").touch()
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_what_a_killed_writer_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:
+    output = prepare_output(tmp_path / "out")
+    (output / ".model.onnx.0123abcd.tmp").write_bytes(b"half")
+    prepare_output(output)
+    assert [path.name for path in output.iterdir()] == [".vit-output"]
+
+    # with a complete file beside it, it is a result
+    (output / ".model.onnx.0123abcd.tmp").write_bytes(b"half")
+    (output / "model.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="add --overwrite"):
+        prepare_output(output)
+
+    # of a folder that vit did not make, nothing is known
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ".note.tmp").touch()
+    with pytest.raises(FileExistsError):
+        prepare_output(tmp_path / "theirs")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vit.runtime.arguments import MAX_SIDE, check_choice, check_kind
 from vit.runtime.files import open_regular
@@ -66,7 +66,7 @@ _MAX_PIXELS = 100_000_000
 _MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
 _large_image_lock = threading.Lock()
 
-# that are converted to RGB at once
+# that are converted or hashed at once
 _BAND_PIXELS = 2**22
 
 
@@ -172,16 +172,22 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
 
-    # in bands: the copies in between take up to 8 times the memory of the result
-    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
-    if image.height <= band_height:
+    # the copies in between take up to 8 times the memory of the result
+    if image.width * image.height <= _BAND_PIXELS:
         return _convert(image)
     rgb = Image.new("RGB", image.size)
-    for top in range(0, image.height, band_height):
-        bottom = min(top + band_height, image.height)
-        band = image.crop((0, top, image.width, bottom))
+    for top, band in divide(image):
         rgb.paste(_convert(band), (0, top))
     return rgb
+
+
+def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Bands of an image from the top down, each with the row that it begins at: what is done to
+    these takes little memory."""
+    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
+    for top in range(0, image.height, band_height):
+        bottom = min(top + band_height, image.height)
+        yield top, image.crop((0, top, image.width, bottom))
 
 
 def _convert(image: Image.Image) -> Image.Image:
@@ -372,7 +378,9 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             raise ValueError(f"{images} holds no images")
         yield from paths
     elif isinstance(images, Image.Image):
-        yield to_rgb(ImageOps.exif_transpose(images))
+        # Pillow would copy also what is upright
+        is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
     elif hasattr(images, "__array__"):
         yield from _list_array(np.asarray(images))

@@ -27,7 +27,7 @@ from vit.evaluation.schema import (
     load_evaluation,
     load_predictions,
 )
-from vit.runtime.arguments import check_kind
+from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.files import prepare_output, write_text
 
 COMPARISON_FILE = "comparison.json"
@@ -107,7 +107,7 @@ class Pair:
     only_b: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Every group of evaluations compared with the first one."""
 
@@ -115,6 +115,14 @@ class Comparison:
     pairs: list[Pair]
     # what to know about these evaluations, in sentences
     notes: list[str]
+
+    def __repr__(self) -> str:
+        """One line: notebooks show a result that ends a cell."""
+        pairs = [
+            f"{pair.b} - {pair.a}: {pair.difference:+.4f} (p = {pair.p_value:.3g})"
+            for pair in self.pairs
+        ]
+        return f"Comparison({shorten('; '.join(pairs))})"
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write comparison.json: groups with their top-1 by seed, and pairs with all classes and

@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import html
 import json
 import resource
 import shlex
@@ -88,23 +87,11 @@ class EvaluationResult:
     has_new_temperature: bool = False
 
     def __repr__(self) -> str:
-        """One line: notebooks show a result that ends a cell."""
-        evaluation = self.evaluation
-        low, high = evaluation.intervals["top1"]
-        return (
-            f"EvaluationResult({evaluation.num_images} images of {evaluation.data}"
-            f" ({evaluation.split}), top1={evaluation.top1:.4f} ({low:.4f} to {high:.4f}))"
-        )
+        return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
 
     def _repr_html_(self) -> str:
         """The metrics as a table, in a notebook."""
-        rows = []
-        for name in self.evaluation.list_metrics():
-            low, high = self.evaluation.intervals[name]
-            value = getattr(self.evaluation, name)
-            rows.append(f"<tr><td>{name}<td>{value:.4f}<td>{low:.4f} … {high:.4f}")
-        headings = "<tr><th>metric<th>value<th>95 % interval"
-        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
+        return self.evaluation._repr_html_()
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write evaluation.json (last), predictions.csv, confusion.png and the pages, and where a

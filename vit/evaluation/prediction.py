@@ -236,11 +236,16 @@ class Prediction:
     p_value: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PredictionResult:
     """Predictions in the order of the images."""
 
     predictions: list[Prediction]
+
+    def __repr__(self) -> str:
+        """One line: notebooks show a result that ends a cell."""
+        num_unreadable = sum(item.error is not None for item in self.predictions)
+        return f"PredictionResult({len(self.predictions)} images, {num_unreadable} unreadable)"
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write predictions.jsonl, one JSON object for each image, into `directory`."""

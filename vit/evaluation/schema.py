@@ -5,6 +5,7 @@ goes or changes its meaning; a new key alone doesn't raise it. Fractions are 0 t
 """
 
 import csv
+import html
 import io
 import json
 import math
@@ -129,6 +130,25 @@ class Evaluation(BaseModel):
     seed: int | None
     # device, precision, batch size, tta (hflip or null), command, time, versions
     conditions: dict[str, str | None]
+
+    def __repr__(self) -> str:
+        """One line: notebooks show a result that ends a cell."""
+        low, high = self.intervals["top1"]
+        return (
+            f"Evaluation({self.num_images} images of {self.data} ({self.split}),"
+            f" top1={self.top1:.4f} ({low:.4f} to {high:.4f}))"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """The metrics as a table, in a notebook."""
+        rows = []
+        for name in self.list_metrics():
+            low, high = self.intervals[name]
+            rows.append(f"<tr><td>{name}<td>{getattr(self, name):.4f}<td>{low:.4f} … {high:.4f}")
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
 
     def list_metrics(self) -> list[str]:
         """The metrics that say something each: top-5 from ten classes on, no second name of another

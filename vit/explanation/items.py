@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.dataset import ImageDataset
-from vit.data.images import read_image
+from vit.data.images import divide, read_image
 from vit.data.open import DatasetSplits, open_for_model
 from vit.runtime.files import clean_name, read_bytes
 
@@ -148,7 +148,10 @@ def _read_file(path: str) -> tuple[Image.Image, str]:
 
 
 def _hash_pixels(image: Image.Image) -> tuple[Image.Image, str]:
-    return image, hashlib.sha256(image.tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    for _, band in divide(image):
+        digest.update(band.tobytes())
+    return image, digest.hexdigest()
 
 
 def _read_sample(dataset: ImageDataset, index: int) -> tuple[Image.Image, str]:

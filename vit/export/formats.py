@@ -162,6 +162,13 @@ def _write_transformers_configs(
             "AutoConfig": "modeling_vit.ViTConfig",
             "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
         },
+        "custom_pipelines": {
+            "image-classification": {
+                "impl": "modeling_vit.ViTPipeline",
+                "pt": ["AutoModelForImageClassification"],
+                "type": "image",
+            }
+        },
     }
     _write_json(directory / "config.json", config)
 

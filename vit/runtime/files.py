@@ -141,8 +141,12 @@ def write_atomically(
 def remove_temporaries(directory: Path) -> None:
     """Remove the temporary files that a writer left which was killed. Nobody else may write there
     meanwhile."""
-    for temporary in directory.glob(f".*{_TEMPORARY_SUFFIX}"):
+    for temporary in filter(_is_temporary, directory.iterdir()):
         temporary.unlink(missing_ok=True)
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIX)
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
@@ -226,12 +230,16 @@ def check_output(path: str | Path, *, overwrite: bool = False) -> None:
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     if not path.is_dir() or not any(path.iterdir()):
         return
+    is_ours = (path / _MARK).exists()
+    if is_ours and all(entry.name == _MARK or _is_temporary(entry) for entry in path.iterdir()):
+        # a writer was killed before its first file was complete
+        return
     if not overwrite:
         raise FileExistsError(
             f"{path} already holds files; choose another --output or add --overwrite"
         )
     # somebody else's files are never deleted, whatever the options say
-    if not (path / _MARK).exists():
+    if not is_ours:
         raise FileExistsError(f"{path} holds files that vit did not make; choose another --output")
 
 

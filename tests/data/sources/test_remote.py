@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
+from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 from PIL import Image
 
 from tests.conftest import ROOT, TINY_RUN, Launcher
@@ -324,6 +326,62 @@ def test_a_slow_server_is_asked_for_many_images_at_once(
     assert server.most_waiting >= 16
     server.delay = 0.0
     assert greys(source) == list(range(0, 64, 2))
+
+
+class Hub:
+    """What is read of `HfFileSystem`: a file, `a.tar`, in a repository with commits."""
+
+    endpoint, token = "", None
+
+    def __init__(self) -> None:
+        self.commits = {"first": b"0123456789"}
+
+    @property
+    def newest(self) -> str:
+        return list(self.commits)[-1]
+
+    def resolve_path(self, path: str) -> HfFileSystemResolvedRepositoryPath:
+        assert path == "hf://datasets/owner/name/a.tar"
+        return HfFileSystemResolvedRepositoryPath("dataset", "owner/name", "main", "a.tar")
+
+    def _content(self, path: str) -> bytes:
+        commit = path.partition("@")[2].removesuffix("/a.tar")
+        return self.commits[commit or self.newest]
+
+    def info(self, path: str) -> dict[str, Any]:
+        content = self._content(path)
+        return {"name": path, "size": len(content), "blob_id": str(hash(content))}
+
+    def cat_file(self, path: str, *, start: int, end: int) -> bytes:
+        return self._content(path)[start:end]
+
+
+def test_a_shard_of_the_hub_is_read_at_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setattr(remote, "_open_filesystem", lambda scheme: hub)
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.repo_info", lambda *_, **__: SimpleNamespace(sha=hub.newest)
+    )
+
+    def forget() -> None:
+        """As in another process."""
+        remote._pin_commit.cache_clear()
+        remote._find_commit.cache_clear()
+
+    forget()
+    file = remote.find_file("hf://datasets/owner/name/a.tar")
+    assert file.read(2, 5) == b"234"
+    # of the same length: nothing but its version tells
+    hub.commits["second"] = b"abcdefghij"
+    assert file.read(2, 5) == b"234"
+    forget()
+    with pytest.raises(RemoteError, match=r"a\.tar has changed meanwhile"):
+        file.read(2, 5)
+    # a commit that leaves the file as it was
+    hub.commits["third"] = b"0123456789"
+    forget()
+    assert file.read(2, 5) == b"234"
+    forget()
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def _read_range(filesystem: Any, file: StoredFile, start: int, end: int) -> Any:
     the store has another."""
     if file.path.startswith("http"):
         return filesystem.read_range(file, start, end)
-    if not file.path.startswith("s3:"):
-        return filesystem.cat_file(file.path, start=start, end=end)
+    if file.path.startswith("hf:"):
+        return filesystem.cat_file(_pin_commit(file, os.getpid()), start=start, end=end)
 
     from s3fs.utils import FileExpired  # type: ignore[import-untyped]  # of the extra
 
@@ -209,6 +209,33 @@ def _read_range(filesystem: Any, file: StoredFile, start: int, end: int) -> Any:
         return opened._fetch_range(start, end)
     except FileExpired:
         raise RemoteError(f"{_show(file.path)} {_CHANGED}") from None
+
+
+@lru_cache(maxsize=1024)
+def _pin_commit(file: StoredFile, process: int) -> str:
+    """The address of a file of the Hub at a commit, at which it never changes. Raises RemoteError
+    where the file there isn't the one that was found."""
+    filesystem = _open_filesystem("hf")
+    place = filesystem.resolve_path(file.path)
+    # a bucket of the Hub has no commits
+    if not hasattr(place, "repo_id"):
+        return file.path
+    commit = _find_commit(place.repo_type, place.repo_id, place.revision, process)
+    pinned = type(place)(place.repo_type, place.repo_id, commit, place.path_in_repo).unresolve()
+    info = filesystem.info(pinned)
+    if (info["size"], _find_version(info)) != (file.size, file.version):
+        raise RemoteError(f"{_show(file.path)} {_CHANGED}")
+    return str(pinned)
+
+
+@lru_cache
+def _find_commit(repo_type: str, repo_id: str, revision: str, process: int) -> str:
+    """The newest commit of a repository of the Hub, asked for once a process."""
+    from huggingface_hub import HfApi
+
+    filesystem = _open_filesystem("hf")
+    hub = HfApi(endpoint=filesystem.endpoint, token=filesystem.token)
+    return str(hub.repo_info(repo_id, repo_type=repo_type, revision=revision).sha)
 
 
 @lru_cache(maxsize=1024)

@@ -4,10 +4,18 @@ AutoModelForImageClassification.from_pretrained("FOLDER", trust_remote_code=True
 pipeline("image-classification", model="FOLDER", trust_remote_code=True)
 """
 
+import os
+
 import numpy as np
 import torch.nn.functional as F
-from PIL import ImageOps
-from transformers import BatchFeature, ImageProcessingMixin, PretrainedConfig, PreTrainedModel
+from PIL import Image, ImageOps
+from transformers import (
+    BatchFeature,
+    ImageClassificationPipeline,
+    ImageProcessingMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.image_utils import load_image
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import ImagesKwargs
@@ -34,6 +42,39 @@ class ViTForImageClassification(PreTrainedModel):
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
+class ViTPipeline(ImageClassificationPipeline):
+    """The library's own converts to RGB first, and so cuts 16-bit grey off at 255 and drops
+    transparency."""
+
+    def preprocess(self, image, timeout=None):
+        return self.image_processor(image, return_tensors="pt").to(self.dtype)
+
+
+def read_rgb(image):
+    """A file, or an image of PIL in any mode, as upright RGB: 16-bit grey is scaled to 8 bits,
+    transparency is laid on white."""
+    if isinstance(image, str | os.PathLike) and os.path.isfile(image):
+        # no others: some of Pillow's formats start programs
+        formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
+        with Image.open(image, formats=formats) as opened:
+            if opened.mode == "F" or opened.width * opened.height > 100_000_000:
+                raise ValueError(f"{image} has floating-point pixels, or more than 100 million")
+            image = ImageOps.exif_transpose(opened)
+    elif isinstance(image, Image.Image):
+        image = ImageOps.exif_transpose(image)
+    else:
+        image = load_image(image)  # an address
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):
+        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
+        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        image = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 class ViTProcessor(ImageProcessingMixin):
     """Scales an image to cover `resize_size`, cuts `image_size` (height, width) from its centre,
     normalises."""
@@ -43,7 +84,7 @@ class ViTProcessor(ImageProcessingMixin):
 
     def __call__(self, images, return_tensors=None, **unused):
         images = images if isinstance(images, list | tuple) else [images]
-        pixels = np.stack([self._resize(load_image(image)) for image in images])
+        pixels = np.stack([self._resize(read_rgb(image)) for image in images])
         std = np.float64(self.image_std)
         scale = (1 / (255 * std)).astype(np.float32)
         shift = (-np.float64(self.image_mean) / std).astype(np.float32)
@@ -51,7 +92,6 @@ class ViTProcessor(ImageProcessingMixin):
         return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
 
     def _resize(self, image):
-        image = ImageOps.exif_transpose(image).convert("RGB")
         height, width = self.resize_size
         pixel = min(image.width / width, image.height / height)
         left = max((image.width - width * pixel) / 2, 0.0)
