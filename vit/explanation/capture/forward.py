@@ -203,8 +203,6 @@ class Forward:
     tokens: Tokens
     # what an attention pooling computed, see `capture_attention_pooling`
     pooling: dict[str, Tensor]
-    # of a pass within LibraGradients: the same with the model's own gradients, where it was run
-    without_libra: "Forward | None" = None
     # what is explained
     target: Target = CLASS
 

@@ -33,6 +33,7 @@ from vit.explanation.methods.sinks import find_sinks
 from vit.explanation.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
 
+Relevance = Float[Tensor, "B T N"]  # of T classes of each image
 Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
 
 
@@ -44,23 +45,26 @@ class Method:
         name: what `--method` takes.
         title: what legends say.
         compute: takes the forward pass, a class of each image [B] and the options, and returns
-            [B, N], prefix tokens included.
+            [B, N], prefix tokens included. None for a method that is made of others (`parts`).
         class_specific: whether the maps depend on the class.
         signed: whether values below zero speak against the class.
         libra: whether it takes the gradients of a forward pass within `LibraGradients`.
         of_removal: whether it is made of the removal gradient, in whole or in part: that is no
             evidence for it.
+        parts: of a method without `compute`: it is their mean, each divided by its standard
+            deviation over the patches.
         has_sinks: whether patches that draw attention without being looked at show in its maps.
     """
 
     name: str
     title: str
-    compute: Compute
+    compute: Compute | None = None
     class_specific: bool = True
     signed: bool = False
     libra: bool = False
     of_removal: bool = False
     has_sinks: bool = False
+    parts: "tuple[Method, ...]" = ()
 
 
 class Maps(NamedTuple):
@@ -110,40 +114,74 @@ def compute_maps(
     """
     chosen = find_methods(methods)
     options = options or MapOptions()
+    # what is computed, each once, whatever it is a part of
+    computed = dict.fromkeys(part for method in chosen for part in method.parts or (method,))
+    libra_methods = [method for method in computed if method.libra]
+    own_methods = [method for method in computed if not method.libra]
 
     run = partial(run_forward, model, images, block_tokens=block_tokens, verify=verify)
-
-    # methods of the removal gradient take the model's own gradients, beside Libra's or alone
-    own_methods = [method for method in chosen if method.of_removal or not method.libra]
-    forward = libra_forward = None
+    relevance: dict[Method, Relevance] = {}
+    forward = None
+    if libra_methods:
+        with LibraGradients():
+            forward = run(gradients=True)
+        forward.target = target
+        targets = _choose_targets(forward, choose_targets)
+        relevance |= _compute_relevance(forward, libra_methods, targets, options)
     if own_methods or keep_graph:
+        # its graph is freed before there is another one of the same size; the logits are the same
+        forward = None
         needs_graph = any(method.class_specific for method in own_methods)
         forward = run(gradients=keep_graph or needs_graph)
-    if any(method.libra for method in chosen):
-        with LibraGradients():
-            libra_forward = run(gradients=True)
-        libra_forward.without_libra = forward
+        forward.target = target
+        targets = _choose_targets(forward, choose_targets)
+        relevance |= _compute_relevance(forward, own_methods, targets, options)
 
-    first_forward = forward or libra_forward  # both have the same logits
-    assert first_forward is not None
-    check_options(options, first_forward.record.layers)
-    for recorded in (forward, libra_forward):
-        if recorded is not None:
-            recorded.target = target
-    logits = first_forward.logits.detach()
-    if choose_targets is None:
-        targets = logits.argmax(dim=1, keepdim=True)
-    else:
-        targets = choose_targets(logits)
+    assert forward is not None
+    for method in chosen:
+        if method.parts:
+            parts = [relevance[part] for part in method.parts]
+            relevance[method] = _combine(parts, forward.num_prefix_tokens)
+    return (
+        forward,
+        targets,
+        [_make_maps(method, relevance[method], forward, options) for method in chosen],
+    )
 
-    maps = []
+
+def _choose_targets(forward: Forward, choose_targets: ChooseTargets | None) -> Int[Tensor, "B T"]:
+    logits = forward.logits.detach()
+    return logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
+
+
+def _compute_relevance(
+    forward: Forward,
+    methods: Sequence[Method],
+    targets: Int[Tensor, "B T"],
+    options: MapOptions,
+) -> dict[Method, Relevance]:
+    """Of each method, from one pass."""
+    check_options(options, forward.record.layers)
+    relevance = {}
     # the forward pass may be in half precision; the products of many matrices are not
-    with torch.autocast(images.device.type, enabled=False), torch.enable_grad():
-        for method in chosen:
-            pass_of_method = libra_forward if method.libra else forward
-            assert pass_of_method is not None
-            maps.append(_compute_method(method, pass_of_method, targets, options))
-    return first_forward, targets, maps
+    with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
+        for method in methods:
+            assert method.compute is not None
+            classes = targets if method.class_specific else targets[:, :1]
+            columns = [
+                method.compute(forward, column, options).detach()
+                for column in classes.unbind(dim=1)
+            ]
+            relevance[method] = torch.stack(columns, dim=1)
+    return relevance
+
+
+def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
+    """The mean of several maps, which differ in scale: each is divided by its standard deviation
+    over the patches. Prefix tokens get nothing."""
+    patches = torch.stack([values.float()[..., num_prefix_tokens:] for values in parts])
+    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
+    return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
 
 
 def find_methods(names: Sequence[str]) -> list[Method]:
@@ -162,14 +200,7 @@ def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None
         check_range("head", options.head, 0, layers[0].num_heads - 1)
 
 
-def _compute_method(
-    method: Method, forward: Forward, targets: Int[Tensor, "B T"], options: MapOptions
-) -> Maps:
-    classes = targets if method.class_specific else targets[:, :1]
-    relevance = torch.stack(
-        [method.compute(forward, column, options).detach() for column in classes.unbind(dim=1)],
-        dim=1,
-    )  # [B, T, N]
+def _make_maps(method: Method, relevance: Relevance, forward: Forward, options: MapOptions) -> Maps:
     values, prefix_mass = split_prefix(
         relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
     )
@@ -188,31 +219,25 @@ def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     return rows[:, options.head]
 
 
-# from the mean colour: what painting a patch over removes
-_pixels_x_gradient = partial(compute_input_x_gradient, from_mean=True)
-
-
 def _removal_gradient(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
     # of the probability, as the sanity checks' evidence: a logit may rise for all classes alike
     return compute_removal_gradient(forward, forward.value(classes))
 
 
-def _libra_removal(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    """The mean of libra-fullgrad, libra-input-x-gradient and removal-gradient, each divided by its
-    standard deviation over the patches: where patches are left out, where they are painted over,
-    and for one patch alone."""
-    assert forward.without_libra is not None
-    maps = [
-        compute_fullgrad_plus(forward, classes, options),
-        _pixels_x_gradient(forward, classes, options),
-        _removal_gradient(forward.without_libra, classes, options),
-    ]
-    # they differ in scale: each is divided by its standard deviation. Prefix tokens get nothing
-    num_prefix = forward.num_prefix_tokens
-    patches = torch.stack([values.detach().float()[:, num_prefix:] for values in maps])
-    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
-    return torch.nn.functional.pad(combined, (num_prefix, 0))
-
+_FULLGRAD = Method(
+    "libra-fullgrad", "Libra FullGrad+", compute_fullgrad_plus, signed=True, libra=True
+)
+_LIBRA_PIXELS = Method(
+    "libra-input-x-gradient",
+    "Libra input times gradient",
+    # from the mean colour: what painting a patch over removes
+    partial(compute_input_x_gradient, from_mean=True),
+    signed=True,
+    libra=True,
+)
+_REMOVAL_GRADIENT = Method(
+    "removal-gradient", "removal gradient", _removal_gradient, signed=True, of_removal=True
+)
 
 _ALL_METHODS = (
     # of the attention alone
@@ -251,40 +276,22 @@ _ALL_METHODS = (
         signed=True,
     ),
     # the same with LibraGrad's gradients
-    Method(
-        "libra-fullgrad",
-        "Libra FullGrad+",
-        compute_fullgrad_plus,
-        signed=True,
-        libra=True,
-    ),
+    _FULLGRAD,
     Method(
         "libra-gae",
         "Libra generic attention explanation",
         compute_gae,
         libra=True,
     ),
-    Method(
-        "libra-input-x-gradient",
-        "Libra input times gradient",
-        _pixels_x_gradient,
-        signed=True,
-        libra=True,
-    ),
+    _LIBRA_PIXELS,
     # what leaving a token out would do
-    Method(
-        "removal-gradient",
-        "removal gradient",
-        _removal_gradient,
-        signed=True,
-        of_removal=True,
-    ),
+    _REMOVAL_GRADIENT,
+    # where patches are left out, where they are painted over, and for one patch alone
     Method(
         "libra-removal",
         "Libra FullGrad+, pixels and removal gradient",
-        _libra_removal,
+        parts=(_FULLGRAD, _LIBRA_PIXELS, _REMOVAL_GRADIENT),
         signed=True,
-        libra=True,
         of_removal=True,
     ),
 )
