@@ -84,6 +84,12 @@ def test_seeds_tell_a_large_difference() -> None:
     assert low < 0.1 < high
 
 
+def test_no_interval_of_a_difference_goes_beyond_1() -> None:
+    p_value, interval = compare_seeds(np.array([[0.0, 0.0]]), np.array([[0.0, 0.0], [1.0, 1.0]]))
+    assert p_value > 0.05
+    assert interval == (-1.0, 1.0)
+
+
 def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> None:
     a = make_evaluation("a", RANKS)
     b = make_evaluation("b", flip(RANKS, 0, 3, 4, 6, 11))  # 0 is lost; 3, 4, 6 and 11 are won

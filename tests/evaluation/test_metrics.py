@@ -54,6 +54,9 @@ def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
     counts = np.zeros((12, 12), dtype=np.int64)
     np.add.at(counts, (labels, logits.argmax(axis=1)), 1)
     assert np.array_equal(compute_confusion(scores), counts)
+    # whole numbers also where nothing is right
+    wrong = score_logits(-np.eye(2, 2, dtype=np.float32), np.arange(2))
+    assert [repr(row.support) for row in compute_per_class(wrong, ("a", "b"))] == ["1", "1"]
     for index, row in enumerate(compute_per_class(scores, names)):
         hits, support, predicted = counts[index, index], counts[index].sum(), counts[:, index].sum()
         precision, recall = hits / predicted, hits / support if support else 0.0

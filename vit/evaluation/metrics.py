@@ -252,15 +252,16 @@ def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[Clas
     # takes a second, which training doesn't need
     from sklearn.metrics import precision_recall_fscore_support
 
-    columns = precision_recall_fscore_support(
+    *fractions, _ = precision_recall_fscore_support(
         scores.labels, scores.predicted, labels=range(scores.num_classes), zero_division=0
     )
+    # scikit-learn's is of floats where no image is predicted correctly
     support = np.bincount(scores.labels, minlength=scores.num_classes)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
     correct = np.bincount(scores.labels[scores.correct], minlength=scores.num_classes)
     rows = zip(
         class_names,
-        *(column.tolist() for column in (*columns, predicted)),
+        *(column.tolist() for column in (*fractions, support, predicted)),
         zip(*compute_proportion_interval(correct, predicted), strict=True),
         zip(*compute_proportion_interval(correct, support), strict=True),
         strict=True,
