@@ -84,6 +84,20 @@ def test_seeds_tell_a_large_difference() -> None:
     assert low < 0.1 < high
 
 
+def test_seeds_that_agree_on_every_image_are_compared_as_single_models() -> None:
+    right = np.ones((2, 10))
+    assert compare_seeds(1 - right, right) == (
+        compute_mcnemar(0, 10),
+        compute_paired_interval(0, 10, 10),
+    )
+    assert compare_seeds(right, right)[0] == 1.0
+    # of one image nothing follows
+    p_value, (low, high) = compare_seeds(1 - right[:, :1], right[:, :1])
+    assert p_value == 1.0
+    assert low <= 0 <= high
+    assert compare_seeds(np.array([[0.0], [1.0]]), right[:, :1])[0] > 0.05
+
+
 def test_no_interval_of_a_difference_goes_beyond_1() -> None:
     p_value, interval = compare_seeds(np.array([[0.0, 0.0]]), np.array([[0.0, 0.0], [1.0, 1.0]]))
     assert p_value > 0.05

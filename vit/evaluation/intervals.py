@@ -237,12 +237,18 @@ def compare_seeds(correct_a: Floats, correct_b: Floats) -> tuple[float, tuple[fl
         terms.append((share * variance, len(correct) - 1))
         seed_and_image += share * noise
 
-    image_variance = float(changes.var(ddof=1)) / count - seed_and_image
-    terms.append((max(image_variance, 0.0), count - 1))
+    # a single image doesn't tell how images vary
+    if count > 1:
+        image_variance = float(changes.var(ddof=1)) / count - seed_and_image
+        terms.append((max(image_variance, 0.0), count - 1))
     total = sum(variance for variance, _ in terms)
     difference = float(changes.mean())
     if total == 0:
-        return 1.0, (difference, difference)
+        # the seeds agree on each image, and all images changed alike: as of single models
+        only_a = int((changes < 0).sum())
+        only_b = int((changes > 0).sum())
+        p_value = compute_mcnemar(only_a, only_b)
+        return p_value, compute_paired_interval(only_a, only_b, count)
     # Satterthwaite's
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in terms)
     error = np.sqrt(total)
