@@ -66,7 +66,7 @@ fuzz: $(VENV)/.installed-dev
 # What a GPU machine without a network needs for benchmarks/gpu.py, in wheels/: packages for its Python, the project, and
 # the name of the commit
 WHEELS := albucore albumentations annotated-types beartype braceexpand pydantic pydantic-core simsimd stringzilla \
-	typing-extensions typing-inspection webdataset
+	typing-extensions typing-inspection
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 wheels: $(VENV)/.installed-dev
 	rm -rf wheels

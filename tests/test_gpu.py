@@ -3,11 +3,16 @@
 import argparse
 import importlib
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
 import time
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +305,93 @@ def test_the_whole_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert all(read_result(tmp_path, name) for name in names)
     assert len(list(tmp_path.iterdir())) == len(names) + 1
+
+
+def list_distributions(names: list[str]) -> dict[str, metadata.Distribution]:
+    """The installed packages of these names and all that they need, by their normalised names."""
+    distributions: dict[str, metadata.Distribution] = {}
+    pending = list(names)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        if name in distributions:
+            continue
+        try:
+            distributions[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # for another system
+        required = [line for line in distributions[name].requires or [] if "extra ==" not in line]
+        pending += [re.split(r"[^\w.-]", line)[0] for line in required]
+    return distributions
+
+
+def build_bare_python(folder: Path, distributions: list[metadata.Distribution]) -> Path:
+    """A Python that has these packages and no others, by links to them."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for distribution in distributions:
+        for file in distribution.files or []:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return folder / "bin" / "python3"
+
+
+def pack_wheel(distribution: metadata.Distribution, folder: Path) -> None:
+    """Of an installed package; of this project, which is installed from here, what names it."""
+    with zipfile.ZipFile(folder / f"{distribution.name}.whl", "w") as wheel:
+        for file in distribution.files or []:
+            is_code = ".." not in file.parts and file.suffix not in (".pyc", ".pth")
+            if is_code and file.parts[0] != "vit":
+                wheel.write(Path(str(distribution.locate_file(file))), str(file))
+
+
+@pytest.mark.extended
+def test_the_three_commands_of_the_page_run_on_a_bare_machine(tmp_path: Path) -> None:
+    """Without network, pip or git, and with no packages but those that `make wheels` expects there;
+    with small models on the CPU."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    commands = re.findall(r"^python3 (benchmarks/gpu\.py --call .*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    match = re.search(r"^WHEELS := (.*)$", makefile, re.MULTILINE)
+    assert match is not None
+
+    distributions = list_distributions(["vit-pipeline", "pytest", "beartype"])
+    brought = {"vit-pipeline", *match[1].split()}
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in brought:
+        pack_wheel(distributions.pop(name), wheels)
+    (wheels / gpu.COMMIT_FILE).write_text("abc123\n")
+    python = build_bare_python(tmp_path / "bare", list(distributions.values()))
+    places = {
+        "CIFAR10": str(gpu.prepare_images(None, tmp_path)),
+        "wheels": str(wheels),
+        "results": str(tmp_path / "results"),
+    }
+    environment = {
+        "PATH": str(python.parent),
+        "HOME": str(tmp_path),
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+    }
+    for command in commands:
+        arguments = [places.get(word, word) for word in shlex.split(command)]
+        done = subprocess.run(
+            [str(python), *arguments, "--device", "cpu", "--small"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "not installed" not in done.stdout
+        print(done.stdout)
+
+    result = read_result(tmp_path / "results", gpu.NAME)
+    assert result["machine"]["commit"] == "abc123"
+    names = [part.name for part in gpu.list_parts(make_options(), Path("images"))]
+    ended = {name: part["ended"] for name, part in result["parts"].items()}
+    assert ended == dict.fromkeys(names, "passed"), result
