@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from conditions import describe_conditions, write_result
+from conditions import describe_conditions, load_result, write_result
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import nn
@@ -147,10 +147,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for shortcuts-<machine>.json")
     options = parser.parse_args()
     machine = describe_conditions("cpu")
-    trainings = []
+    # a run that was stopped goes on
+    result: dict[str, Any] = {"machine": machine, "trainings": []}
+    if options.output:
+        result = load_result(options.output, "shortcuts", machine) or result
+    trainings = result["trainings"]
+    done = {(row["size"], row["seed"]) for row in trainings}
     for size in (*SIZES, 0):
         # others than those on which the thresholds of the summary were chosen
         for seed in range(100, 100 + options.seeds):
+            if (size, seed) in done:
+                continue
             bundle = train(plant(size=size, seed=seed, test=False), seed=seed)
             images = plant(size=size, seed=1000 + seed, test=True)
             summary = summarize(bundle, images, seed=seed)
@@ -169,10 +176,9 @@ def main() -> None:
                 }
             )
             print(trainings[-1], flush=True)
-    result = {"machine": machine, "trainings": trainings}
+            if options.output:
+                write_result(options.output, "shortcuts", result)
     print(build_table(result))
-    if options.output:
-        write_result(options.output, "shortcuts", result)
 
 
 if __name__ == "__main__":
