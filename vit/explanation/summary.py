@@ -36,6 +36,8 @@ FALSE_ALARM_RATE = 0.05
 MAX_IMAGES_A_CLASS = 200
 MIN_IMAGES_A_CLASS = 8
 _NUM_CLUSTERS = 12
+# of the tokens of a class, which are kept for the clustering: fewer images of large models
+_MAX_TOKEN_BYTES = 1 << 29
 # forward passes without a cluster, a class and cluster
 _MAX_REMOVALS = 48
 # images of other classes in which clusters are looked for
@@ -291,7 +293,10 @@ class _Summarizer:
         self.predicted = self._predict()
         self.has_labels = images.classes is not None
         self.classes = self.predicted if images.classes is None else images.classes
-        self.grid: Grid = self._run(np.arange(1)).grid
+        first = self._run(np.arange(1))
+        self.grid: Grid = first.grid
+        images_in_memory = _MAX_TOKEN_BYTES // _take_tokens(first).nbytes
+        self.images_a_class = max(min(images_in_memory, MAX_IMAGES_A_CLASS), MIN_IMAGES_A_CLASS)
         self.num_patches = math.prod(self.grid)
 
     def run(self) -> Summary:
@@ -304,7 +309,7 @@ class _Summarizer:
                 f" {names[counts.argmax()]!r} with {counts.max()}"
             )
         chosen = np.flatnonzero(is_present).tolist()
-        total = int(np.minimum(counts[chosen], MAX_IMAGES_A_CLASS).sum())
+        total = int(np.minimum(counts[chosen], self.images_a_class).sum())
         drafts = []
         pictures: dict[str, UInt8[np.ndarray, "H W 3"]] = {}
         with show_progress("summarising", total) as advance:
@@ -337,7 +342,7 @@ class _Summarizer:
     ) -> ClassSummary:
         name = self.bundle.class_names[class_index]
         indices = np.flatnonzero(self.classes == class_index)
-        indices = self.random.permutation(indices)[:MAX_IMAGES_A_CLASS]
+        indices = self.random.permutation(indices)[: self.images_a_class]
         explained = self._explain(indices, class_index, advance)
         half = len(indices) // 2
         seen = _Explained(*(part[:half] for part in explained))
