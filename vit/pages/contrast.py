@@ -5,6 +5,7 @@ nearest training photos of both classes."""
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,11 +141,15 @@ class _TrainingPhotos:
         self.labels = np.zeros(0, np.int64)
         self.known: dict[int, tuple[NDArray[np.float32], list[Pixels]]] = {}
         bundle = self.bundle
-        if not num_classes or not has_features(bundle.model) or bundle.passed_images is not None:
+        trained_on = bundle.config.get("data", {})
+        root = trained_on.get("root")
+        # a report downloads nothing; the digits come with scikit-learn
+        is_here = trained_on.get("name") == "digits" or (root and Path(str(root)).exists())
+        if not (num_classes and is_here and has_features(bundle.model)):
             return
         # what a model was trained on may be gone, or of other classes
         with suppress(ValueError, OSError):
-            source = open_for_model(None, trained_on=bundle.config.get("data", {})).split("train")
+            source = open_for_model(None, trained_on=trained_on).split("train")
             if source.reader.is_remote:
                 return
             class_indices = match_classes(
