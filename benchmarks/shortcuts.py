@@ -127,6 +127,8 @@ def build_table(result: dict[str, Any]) -> str:
     rows = []
     for size in (*SIZES, 0):
         of_size = [row for row in result["trainings"] if row["size"] == size]
+        if not of_size:
+            continue
         num_found = sum(row["mark_found"] for row in of_size)
         num_false = sum(row["others_flagged"] > 0 for row in of_size)
         rows.append(

@@ -12,7 +12,7 @@ import torch
 from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.summary import Summary, SummaryImages, summarize_classes
+from vit.explanation.summary import Removal, Summary, SummaryImages, summarize_classes
 from vit.model.vision_transformer import VisionTransformer
 from vit.pages.class_summary import build_summary_page
 
@@ -35,13 +35,22 @@ def summary() -> Summary:
         bundle, SummaryImages(pixels, labels, paths, masks), method="libra-removal"
     )
     first, second = result.classes
-    flagged = [
-        replace(cluster, is_flagged=True, suspicions=("at the same place off the centre",))
-        for cluster in first.clusters
-        if cluster.removal is not None
-    ][:1]
-    assert flagged
-    return replace(result, classes=[replace(first, clusters=flagged), second], num_tests=1)
+    flagged = replace(
+        first.clusters[0],
+        is_flagged=True,
+        suspicions=("at the same place off the centre",),
+        extent=[3],
+        removal=Removal(
+            num_images=5,
+            flips=3,
+            random_flips=0,
+            fall=0.4,
+            random_fall=0.01,
+            log_odds=2.0,
+            p_value=0.03,
+        ),
+    )
+    return replace(result, classes=[replace(first, clusters=[flagged]), second], num_tests=1)
 
 
 def test_names_are_text_and_the_page_needs_no_other_file(summary: Summary) -> None:
@@ -51,6 +60,7 @@ def test_names_are_text_and_the_page_needs_no_other_file(summary: Summary) -> No
     assert "http" not in page.replace("http-equiv", "")
     assert "1 likely shortcut:" in page
     assert 'class="cluster flagged"' in page
+    assert "Left out of 5 other images, with the 1 patch where all its images show the same" in page
     assert "inside the masks (12 images)" in page
 
 
