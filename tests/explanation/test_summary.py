@@ -37,27 +37,22 @@ def shortcuts() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def bundles(shortcuts: ModuleType, build_once: BuildOnce) -> dict[int, Bundle]:
-    """A model of images with a mark, and one of images without, by the size of the mark."""
+def bundle(shortcuts: ModuleType, build_once: BuildOnce) -> Bundle:
+    """A model of images of which some of one class have a mark; three seconds of training."""
 
     def build(folder: Path) -> None:
         folder.mkdir()
-        trained = {
-            size: shortcuts.train(shortcuts.plant(size=size, seed=0, test=False), seed=0)
-            for size in (SIZE, 0)
-        }
-        torch.save(trained, folder / "bundles.pt")
+        trained = shortcuts.train(shortcuts.plant(size=SIZE, seed=0, test=False), seed=0)
+        torch.save(trained, folder / "bundle.pt")
 
-    file = build_once("shortcuts", build) / "bundles.pt"
-    loaded: dict[int, Bundle] = torch.load(file, weights_only=False)
+    file = build_once("shortcuts", build) / "bundle.pt"
+    loaded: Bundle = torch.load(file, weights_only=False)
     return loaded
 
 
-def test_a_planted_mark_is_flagged_and_nothing_else(
-    shortcuts: ModuleType, bundles: dict[int, Bundle]
-) -> None:
+def test_a_planted_mark_is_flagged_and_nothing_else(shortcuts: ModuleType, bundle: Bundle) -> None:
     images = shortcuts.plant(size=SIZE, seed=1000, test=True)
-    summary = shortcuts.summarize(bundles[SIZE], images, seed=0)
+    summary = shortcuts.summarize(bundle, images, seed=0)
     assert {name for name, _ in summary.flagged} == {"digit 0"}
     for _, cluster in summary.flagged:
         assert shortcuts.is_mark(cluster.strip, size=SIZE)
@@ -66,11 +61,13 @@ def test_a_planted_mark_is_flagged_and_nothing_else(
         assert cluster.images == pytest.approx(shortcuts.MARKED_SHARE, abs=0.12)
 
 
+@pytest.mark.extended
 def test_without_a_mark_nothing_is_flagged(
-    shortcuts: ModuleType, bundles: dict[int, Bundle]
+    shortcuts: ModuleType,
 ) -> None:
+    bundle = shortcuts.train(shortcuts.plant(size=0, seed=0, test=False), seed=0)
     images = shortcuts.plant(size=0, seed=1000, test=True)
-    summary = shortcuts.summarize(bundles[0], images, seed=0)
+    summary = shortcuts.summarize(bundle, images, seed=0)
     assert summary.flagged == []
     # digits stand about the middle
     for row in summary.classes:
@@ -81,10 +78,9 @@ def test_without_a_mark_nothing_is_flagged(
 
 
 def test_what_leaving_out_does_is_what_forward_passes_say(
-    shortcuts: ModuleType, bundles: dict[int, Bundle]
+    shortcuts: ModuleType, bundle: Bundle
 ) -> None:
     """The mark of the images that have it, 2 × 2 patches, left out by hand."""
-    bundle = bundles[SIZE]
     images = shortcuts.plant(size=SIZE, seed=1000, test=True)
     marked = np.flatnonzero(images.is_marked)[:12]
     summarizer = _Summarizer(
@@ -140,7 +136,7 @@ def test_regions_and_overlaps_by_hand() -> None:
     assert _move(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
 
 
-def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundles: dict[int, Bundle]) -> None:
+def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> None:
     images = shortcuts.plant(size=0, seed=1000, test=True)
     pixels = images.pixels[:60]
     labels = images.labels[:60]
@@ -149,7 +145,7 @@ def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundles: dict[int, Bu
     masks[0] = np.nan
     paths = [str(n) for n in range(len(labels))]
     summary = summarize_classes(
-        bundles[0],
+        bundle,
         SummaryImages(pixels, labels, paths, masks),
         method="libra-removal",
         batch_size=64,
