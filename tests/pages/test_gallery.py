@@ -18,6 +18,8 @@ from tests.explanation.collector import explain_with
 from tests.pages.conftest import find_low_contrast, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
+from vit.explanation.capture.forward import run_forward
+from vit.explanation.heads import measure_heads
 from vit.explanation.items import ImageItem
 from vit.explanation.render.overlay import relative_to_uniform
 from vit.explanation.writer import MapWriter
@@ -178,6 +180,15 @@ def test_the_first_images_of_very_many_are_shown(
     assert len(arrays) == 8 * (1 + 3 + 3)
 
 
+def test_the_effects_of_heads_are_those_of_the_first_class(page: tuple) -> None:
+    bundle = make_bundle()
+    (item, _) = make_items(["a.png", NASTY])
+    measured = measure_heads(bundle, item.read()[0])
+    found = np.array(page[1]["images"][0]["tokens"]["effects"])
+    assert found.shape == (2, 3)
+    np.testing.assert_allclose(found, measured.effects[0], rtol=6e-3)
+
+
 # --- in the browser
 # -----------------------------------------------------------------------------------------
 
@@ -319,6 +330,51 @@ def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) 
     ).astype(int)
     # two roundings to 256 colours; near its zero the opacity of a signed map changes faster
     assert np.abs(shown - expected).max() <= (12 if found["signed"] else 6)
+
+
+def tokens_after(layer: int) -> np.ndarray:
+    """Of the first image, [N, D]."""
+    bundle = make_bundle()
+    (item,) = make_items(["a.png"])
+    pixels = torch.from_numpy(bundle.preprocess.to_uint8(item.read()[0]).copy())
+    batch = bundle.preprocess.normalize(pixels[None])
+    forward = run_forward(bundle.model, batch, block_tokens=True)
+    return forward.record.layers[layer].block_tokens[0].numpy()
+
+
+@pytest.mark.browser
+def test_tokens_are_shown_by_colour_norm_and_similarity(browser, page: tuple) -> None:
+    from selenium.webdriver import ActionChains
+
+    (first, _) = open_page(browser, page[0])
+    plain = browser.execute_script(PIXELS, first)
+    choose(browser, "method", "token colours")
+    assert "after layer 1" in about(browser)
+    assert browser.execute_script(PIXELS, first) != plain
+
+    choose(browser, "method", "token norms")
+    choose(browser, "layer", "0")
+    assert "above 2× the median" in about(browser)
+    norms = np.linalg.norm(tokens_after(0), axis=1)
+    expected = norms[1:] / np.sort(norms[1:])[8]
+    np.testing.assert_allclose(read_view(browser)["values"], expected, rtol=0.02)
+
+    choose(browser, "method", "similarity to a patch")
+    assert about(browser) == "point at a patch to see which others are like it"
+    # beside the middle, in row 2, column 2
+    ActionChains(browser).move_to_element_with_offset(first, 3, 3).perform()
+    assert about(browser).startswith("similarity to patch (row 2, column 2) after layer 0")
+    directions = tokens_after(0) / norms[:, None]
+    expected = directions[1:] @ directions[1 + 2 * 4 + 2]
+    assert np.abs(np.array(read_view(browser)["values"]) - expected).max() < 0.02
+
+    # not by the pointer: what it leaves changes, and the button moves
+    expand = browser.find_element("class name", "expand")
+    browser.execute_script("arguments[0].click()", expand)
+    shown = browser.find_elements("css selector", ".effect")
+    effects = np.array(page[1]["images"][0]["tokens"]["effects"]).ravel()
+    texts = [float(each.text.replace("−", "-")) for each in shown]
+    np.testing.assert_allclose(texts, effects, rtol=0.06)
 
 
 @pytest.mark.browser

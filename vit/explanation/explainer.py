@@ -23,6 +23,7 @@ from vit.explanation.faithfulness.sanity_checks import (
     check_maps,
     choose_group_size,
 )
+from vit.explanation.heads import compute_head_effects
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
 from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
@@ -316,6 +317,12 @@ class Explainer:
         )
         tokens = []
         if token_bytes:
+            # Libra's gradients would say something else
+            effects = None
+            if options.sanity_checks or _takes_own_gradients(options.methods):
+                effects = compute_head_effects(
+                    forward, self._target.score(forward.logits, targets[:, 0])
+                )
             tokens = [
                 measure_tokens(
                     forward,
@@ -324,6 +331,7 @@ class Explainer:
                     temperature=bundle.temperature,
                     kind=self._kind,
                     max_bytes=token_bytes,
+                    head_effects=None if effects is None else effects[row],
                 )
                 for row in range(len(results))
             ]
@@ -405,6 +413,14 @@ class Explainer:
                     if self.options.target != "auto":
                         map_result.key += f".{clean_name(map_result.target_name)}"
                 result.maps.append(map_result)
+
+
+def _takes_own_gradients(names: Sequence[str]) -> bool:
+    """Whether the forward pass of these methods has a graph of the model's own gradients."""
+    return any(
+        method.class_specific and (method.of_removal or not method.libra)
+        for method in find_methods(names)
+    )
 
 
 def _check_target(options: ExplainOptions) -> None:

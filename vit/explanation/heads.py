@@ -7,9 +7,8 @@ Neubig 2019, "Are Sixteen Heads Really Better than One?", eq. 2, whose importanc
 mean of its absolute value over images).
 
 It is an estimate: heads that make up for one another, and norms that scale what is left, are not
-in it. On a trained model of Imagenette (7 layers of 3 heads) its ranks of the heads of an image
-correlate with those of real ablation by 0.94, and the importance by 0.95; on models of a few heads
-a head is much of the whole, and the estimate is worse.
+in it. It is better of many images than of one, and of models of many heads: where a head is a large
+part of the whole, the first order says little.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,9 @@ const page = JSON.parse(element("page").textContent);
 const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 const palettes = page.palettes.map(bytes);
 const ATTENTION = "attention of a layer", LENS = "logit lens";
+const COLOURS = "token colours", SIMILARITY = "similarity to a patch", NORMS = "token norms";
+const LAYERED = [ATTENTION, LENS, COLOURS, SIMILARITY, NORMS];
+const OUTLIER = 2; // times the median norm
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
 const NUMBERS = {agreement: "correlation with what leaving patches out does", p_value: "p"};
 const CARDS_AT_ONCE = 24;
@@ -126,6 +129,50 @@ class Explained {
       unit: "\u00a0%", signed: false, about: `probability of ${page.classes[lens.targets[number]]} that each patch alone would give after layer ${layer}`};
   }
 
+  readFeatures() {
+    const features = this.tokens && this.tokens.features;
+    if (features && !features.cells) {
+      features.cells = bytes(features.colours);
+      features.lengths = bytes(features.norms);
+      features.rows = features.coordinates && new Int8Array(bytes(features.coordinates).buffer);
+    }
+    return features;
+  }
+
+  /** The first three principal components of the patches' tokens as red, green and blue. */
+  coloursView(layer) {
+    const features = this.readFeatures();
+    if (!features) return null;
+    const size = 3 * this.patches, colours = features.cells.subarray(layer * size, (layer + 1) * size);
+    return {grid: this.grid, values: new Float32Array(this.patches), colours, low: 0, high: 1, unit: "", signed: false,
+      about: `patches of like colour have like tokens after layer ${layer}: red, green and blue are the first three principal components`};
+  }
+
+  /** The length of each token that leaves a layer, in multiples of the median over the patches. */
+  normsView(layer) {
+    const features = this.readFeatures();
+    if (!features) return null;
+    const lengths = features.lengths.subarray(layer * this.count, (layer + 1) * this.count);
+    const median = [...lengths.subarray(this.prefix)].sort((a, b) => a - b)[Math.floor(this.patches / 2)] || 1;
+    const all = Float32Array.from(lengths, value => value / median), {values, ofPrefix} = this.split(all);
+    const outliers = values.filter(value => value > OUTLIER).length;
+    return {grid: this.grid, values, ofPrefix, low: 0, high: Math.max(...values), unit: "×", of: " of the median", signed: false,
+      about: `norm of the token that leaves layer ${layer}: ${outliers || "no"} patch${outliers === 1 ? "" : "es"} above ${OUTLIER}\u00d7 the median`};
+  }
+
+  /** The cosine of each token with one of them, after a layer. */
+  similarityView(layer, token) {
+    const features = this.readFeatures();
+    if (!features || !features.rows || token === null) return null;
+    const size = features.rows.length / this.tokens.layers / this.count, scale = features.scales[layer] ** 2;
+    const row = number => features.rows.subarray((layer * this.count + number) * size, (layer * this.count + number + 1) * size);
+    const chosen = row(token);
+    const all = Float32Array.from({length: this.count}, (_, number) => scale * row(number).reduce((sum, value, i) => sum + value * chosen[i], 0));
+    const {values, ofPrefix} = this.split(all);
+    return {grid: this.grid, values, ofPrefix, low: Math.min(...values), high: 1, unit: "", signed: false,
+      about: `similarity to ${this.name(token)} after layer ${layer}: the cosine of the tokens`};
+  }
+
   /** One class's map minus another's. Unsigned maps are compared by their shares, signed ones as they are. */
   difference(first, second) {
     const factor = first.signed ? second.even / first.even : 1;
@@ -139,6 +186,9 @@ class Explained {
   view(settings, token) {
     const layer = Number(settings.layer), head = settings.head === "mean" ? "mean" : Number(settings.head);
     if (settings.method === LENS) return this.lensView(layer, settings.target);
+    if (settings.method === COLOURS) return this.coloursView(layer);
+    if (settings.method === NORMS) return this.normsView(layer);
+    if (settings.method === SIMILARITY) return this.similarityView(layer, token);
     if (settings.method === ATTENTION) return this.attention(layer, head, token, settings.direction);
     const traced = token === null ? null : this.attention(null, null, token, settings.direction);
     if (traced) return traced;
@@ -198,6 +248,14 @@ function blend(picture, view, box, opacity) {
         continue;
       }
       const [top, bottom, v] = down[y], [left, right, u] = across[x];
+      if (view.colours) {
+        for (let c = 0; c < 3; c++) {
+          const colour = (row, column) => view.colours[3 * (row * columns + column) + c];
+          const over = colour(top, left) * (1 - u) + colour(top, right) * u, under = colour(bottom, left) * (1 - u) + colour(bottom, right) * u;
+          pixels[at + c] = pixels[at + c] * (1 - opacity) + (over * (1 - v) + under * v) * opacity;
+        }
+        continue;
+      }
       const upper = values[top * columns + left] * (1 - u) + values[top * columns + right] * u;
       const lower = values[bottom * columns + left] * (1 - u) + values[bottom * columns + right] * u;
       const fraction = view.flat ? .25 : span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
@@ -261,7 +319,9 @@ function ramp(signed) {
 }
 
 const show = (value, unit) =>
-  (unit === "×" && value ? value.toPrecision(2) : value.toFixed(0)).replace("-", "\u2212") + unit;
+  (unit === "×" && value ? value.toPrecision(2) : value.toFixed(unit ? 0 : 2)).replace("-", "\u2212") + unit;
+
+const showEffect = value => (value < 0 ? "\u2212" : "+") + Math.abs(value).toPrecision(2);
 
 // --- a card -----------------------------------------------------------------------------------------------------
 
@@ -413,18 +473,20 @@ class Card {
     const {image, token} = this, view = this.view = image.view(settings, token), map = view && view.map;
     const focused = document.activeElement.closest("figure") || element("cards").firstElementChild; // one speaks, not all
     this.part("said").setAttribute("aria-live", focused === this.figure ? "polite" : "off");
-    this.part("about").textContent = view ? view.about : "no map of this class was made for this image";
+    this.part("about").textContent = view ? view.about
+      : settings.method === SIMILARITY ? (image.features ? "point at a patch to see which others are like it" : "not in this page: explain fewer images at once")
+      : "no map of this class was made for this image";
     this.part("most").textContent = view ? this.sayMost(view, settings) : "";
-    this.part("legend").hidden = !view;
+    this.part("legend").hidden = !view || Boolean(view.colours);
     if (view) {
       const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
       this.part("low").textContent = show(view.low, view.unit);
-      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? " of an even share" : "") + (view.flat ? ", nearly even: drawn flat" : "");
+      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " of an even share" : "") + (view.flat ? ", nearly even: drawn flat" : "");
       this.part("legend").querySelector("i").style.background = ramp(view.signed);
       const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
       mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
       mark.style.left = `${100 * at}%`;
-      mark.title = view.signed ? "0" : "1×, an even share";
+      mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, an even share";
     }
     [...this.part("tokens").children].forEach((button, number) => {
       const value = view && view.ofPrefix ? ` ${show(view.ofPrefix[number], view.unit)}` : "";
@@ -455,6 +517,7 @@ class Card {
   /** Where the view is highest, or what the token has in it. */
   sayMost(view, settings) {
     const {image, token} = this;
+    if (view.colours) return "";
     if (token !== null && settings.method === LENS) {
       const {index, percent} = image.lensClass(Number(settings.layer), token);
       const own = token < image.prefix ? view.ofPrefix[token] : view.values[token - image.prefix];
@@ -474,6 +537,7 @@ class Card {
     const kept = token === null || image.matrix(0, 0) ? heads : ["mean"];
     this.part("heads-about").textContent = (token === null ? "What the classifier reads" : settings.direction === "reads"
       ? `What ${image.name(token)} attends to` : `What attends to ${image.name(token)}`) + ", each in its own scale. Click one to enlarge it."
+      + (image.tokens.effects ? " Below: what the score of the explained class would lose without the head, to first order." : "")
       + (kept === heads ? "" : " Single heads of tokens are not in this page: explain fewer images at once to have them.");
     const focused = table.contains(document.activeElement) ? document.activeElement.dataset.at : null;
     const line = cells => {
@@ -506,6 +570,8 @@ class Card {
     button.addEventListener("click", () => choose({method: ATTENTION, layer: String(layer), head: String(head)}));
     button.addEventListener("keydown", event => moveInTable(event, cell));
     cell.append(button);
+    const effect = this.image.tokens.effects && head !== "mean" ? this.image.tokens.effects[layer][head] : null;
+    if (effect !== null) cell.append(Object.assign(document.createElement("span"), {className: "effect", textContent: showEffect(effect)}));
     return cell;
   }
 
@@ -574,7 +640,7 @@ function update() {
   const numbers = count => Array.from({length: count}, (_, i) => [String(i), String(i)]);
   const most = kind => Math.max(0, ...page.images.map(image => image[kind]));
   const before = element("layer").options.length;
-  fill("layer", method === ATTENTION || method === LENS ? numbers(most("layers")) : [["0", "every layer"]]);
+  fill("layer", LAYERED.includes(method) ? numbers(most("layers")) : [["0", "every layer"]]);
   if (before < 2 && element("layer").options.length > 1) element("layer").value = String(most("layers") - 1); // the last
   fill("head", method === ATTENTION ? [["mean", "mean"], ...numbers(most("heads"))] : [["mean", "every head"]]);
   redraw();
@@ -645,6 +711,7 @@ const end = new IntersectionObserver(entries => { if (entries.at(-1).isIntersect
 const methods = [...page.methods];
 if (page.images.some(image => image.layers)) methods.push(ATTENTION);
 if (page.images.some(image => image.lens)) methods.push(LENS);
+if (page.images.some(image => image.features)) methods.push(COLOURS, SIMILARITY, NORMS);
 fill("method", methods.map(method => [method, method + (method === page.best ? " (best)" : "")]));
 const classOf = image => image.predicted.index;
 const bandOf = image => CONFIDENCES.findLast(([least]) => image.predicted.percent >= Number(least))[0];

@@ -16,6 +16,7 @@ from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
+from vit.explanation.render.token_features import TokenFeatures
 from vit.pages.page import encode_picture, render_page
 from vit.runtime.files import write_text
 
@@ -122,6 +123,7 @@ class Gallery:
             "layers": tokens.num_layers if tokens else 0,
             "heads": tokens.num_heads if tokens else 0,
             "lens": tokens is not None and tokens.lens is not None,
+            "features": tokens is not None and tokens.features is not None,
         }
 
     def _describe(self, image: ImageResult) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, 
         {"layer": details.layer, "head": details.head} | _describe_rows(details.rows)
         for details in tokens.attention
     ]
+    effects = None if tokens.head_effects is None else tokens.head_effects.tolist()
     return {
         "names": tokens.prefix_names,
         "layers": tokens.num_layers,
@@ -188,6 +191,10 @@ def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, 
         "attention": attention,
         "pooled": tokens.pooled and _describe_rows(tokens.pooled),
         "lens": tokens.lens and _describe_lens(tokens.lens, targets),
+        "features": tokens.features and _describe_features(tokens.features),
+        "effects": None
+        if effects is None
+        else [[float(f"{x:.3g}") for x in row] for row in effects],
     }
 
 
@@ -205,6 +212,18 @@ def _describe_lens(lens: LogitLens, targets: Sequence[int]) -> dict[str, Any]:
         "probabilities": _encode(quantise(lens.probabilities.numpy(), low=0.0, high=1.0)),
         "targets": targets[: len(probabilities)],
         "target_probabilities": _encode(quantise(probabilities, low=0.0, high=1.0)),
+    }
+
+
+def _describe_features(features: TokenFeatures) -> dict[str, Any]:
+    coordinates, scales = features.coordinates, features.scales
+    return {
+        "colours": _encode(features.colours.numpy()),
+        "norms": _encode(features.norms.numpy()),
+        "max_norms": features.max_norms.tolist(),
+        # none where the page has no room for them
+        "coordinates": None if coordinates is None else _encode(coordinates.numpy()),
+        "scales": None if scales is None else scales.tolist(),
     }
 
 

@@ -1,6 +1,7 @@
-"""What each token attends to, and the class that it alone would give, in few bytes: what a page
-shows of a token. A row of attention is stored as 8-bit fractions of its maxima. What does not fit
-the given bytes is left out: single heads first, then layers, then rollout."""
+"""What each token attends to, the class that it alone would give, and what it is like
+(`token_features`), in few bytes: what a page shows of a token. A row of attention is stored as
+8-bit fractions of its maxima. What does not fit the given bytes is left out: single heads first,
+then layers, then features, then rollout."""
 
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +14,11 @@ from torch.nn import functional as F
 from vit.explanation.capture.forward import Forward, classify_token
 from vit.explanation.capture.tokens import count_prefix_tokens
 from vit.explanation.methods.rollout import attention_rollout
+from vit.explanation.render.token_features import (
+    TokenFeatures,
+    count_feature_bytes,
+    measure_features,
+)
 from vit.explanation.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
 
@@ -56,6 +62,10 @@ class TokenDetails(NamedTuple):
     pooled: QuantisedRows | None
     # None where no token alone can be classified
     lens: LogitLens | None
+    # None where the blocks' tokens were not kept
+    features: TokenFeatures | None = None
+    # what the score of the first class that is explained would lose without each head
+    head_effects: Float[Tensor, "L H"] | None = None
 
 
 def measure_tokens(
@@ -66,6 +76,7 @@ def measure_tokens(
     temperature: float,
     max_bytes: int,
     kind: OutputKind = "classes",
+    head_effects: Float[Tensor, "L H"] | None = None,
 ) -> TokenDetails:
     """The details of one image of the batch.
 
@@ -77,6 +88,7 @@ def measure_tokens(
         temperature: of the model file, by which logits are divided.
         max_bytes: of all details together; what does not fit is left out.
         kind: of the model's outputs; the logit lens is one of classes or labels.
+        head_effects: of the image, see `vit.explanation.heads`.
     """
     layers = forward.record.layers
     num_heads = layers[0].num_heads
@@ -89,9 +101,14 @@ def measure_tokens(
         "lens": (3 + len(targets)) * len(layers) * num_tokens,
         "pooled": len(layers) * num_heads * num_tokens,
         "rollout": num_tokens**2,
+        "features": 0,
         "layers": len(layers) * num_tokens**2,
         "heads": len(layers) * num_heads * num_tokens**2,
     }
+    # features take as many directions as there is room for
+    if layers[0].block_tokens is not None:
+        room = max_bytes - sizes["lens"] - sizes["pooled"] - sizes["rollout"]
+        sizes["features"] = min(count_feature_bytes(forward), max(room, 0))
     totals = zip(sizes, accumulate(sizes.values()), strict=True)
     parts = {name for name, total in totals if total <= max_bytes}
 
@@ -105,6 +122,9 @@ def measure_tokens(
             (pool_weights @ at_least_float32(layer.attention(one)))[0, :, 0] for layer in layers
         ]
         pooled = _quantise(torch.cat(pooled_rows), forward)  # [L·H, N]
+    features = None
+    if "features" in parts:
+        features = measure_features(forward, image, max_bytes=sizes["features"])
     attention = []
     if "rollout" in parts:
         # fused one layer after another: of 4,096 tokens the heads of all layers would take 10 GB
@@ -126,6 +146,8 @@ def measure_tokens(
         attention=attention,
         pooled=pooled,
         lens=lens,
+        features=features,
+        head_effects=head_effects,
     )
 
 
