@@ -33,7 +33,7 @@ from vit.explanation.methods.sinks import find_sinks
 from vit.explanation.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
 
-Relevance = Float[Tensor, "B T N"]  # of T classes of each image
+Relevance = Float[Tensor, "B _ N"]  # of one class of each image, or of each class asked for
 Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
 
 
