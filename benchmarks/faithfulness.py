@@ -24,6 +24,7 @@ NAME = "faithfulness-models"
 GAINS = {
     "srg": "probability, tokens dropped",
     "srg_mean": "probability, patches filled with the mean",
+    "srg_blur": "probability, patches blurred",
     # in results of earlier versions
     "srg_logit": "logit, tokens dropped",
     "srg_logit_mean": "logit, patches filled with the mean",
@@ -38,7 +39,7 @@ def measure(model: str, *, images: int) -> tuple[str, dict[str, Any]]:
     seconds = time.perf_counter() - started
     print(result.table, *result.measurement.notes, f"{seconds:.0f} s\n", sep="\n", flush=True)
     name = Path(path).parent.name if Path(path).is_file() else Path(path).name
-    for metric in ("srg", "srg_mean"):
+    for metric in ("srg", "srg_mean", "srg_blur"):
         means = result.summary["metrics"][metric]["methods"]
         reference = means["leave-one-out"]
         for mean in means.values():

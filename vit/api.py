@@ -538,6 +538,7 @@ def measure_faithfulness(
     methods: str | Sequence[str] = "all",
     target: TargetLike = "auto",
     count: int = 128,
+    minutes: float | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -558,6 +559,8 @@ def measure_faithfulness(
             `vit.explain`, of one class, on images as they come: what is removed and added lowers
             and raises the target's value.
         count: images to measure on, at least 8.
+        minutes: so long, about. Where not all fits, leave-one-out leaves out larger groups, and
+            fewer images are measured, at least 8; a note says so. None: all of it.
         batch_size: as of `vit.explain`.
         seed: of the choice of images and of the random maps.
         device: as of `vit.evaluate`.
@@ -600,6 +603,9 @@ def measure_faithfulness(
         bundle, images, classes, names, measured, batch_size=batch_size, filled=64, seed=seed
     )
 
+    if minutes is not None:
+        benchmark.fit(60 * minutes)
+        ids = ids[: len(benchmark.images)]
     work, _ = benchmark.plan
     with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()

@@ -207,6 +207,7 @@ class FaithfulnessOptions(DataOptions):
         methods: all, or names separated by commas
         target: auto (the true class, of images that are predicted correctly), or as of vit explain
         count: images to measure on
+        minutes: so long, on fewer images and with larger groups where not all fits; default: all
         batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
         seed: of the choice of images and of random maps
         device: auto, cpu, cuda or cuda:N
@@ -216,6 +217,7 @@ class FaithfulnessOptions(DataOptions):
     methods: tuple[str, ...] = ("all",)
     target: Annotated[TargetLike, Option(flag="--class")] = "auto"
     count: Annotated[int, Option(flag="--images", min=8)] = 128
+    minutes: Annotated[float | None, Option(min=0.1)] = None
     batch_size: Annotated[int | None, Option(min=1)] = None
     seed: int = 0
     device: str = "auto"

@@ -9,6 +9,12 @@ from vit.runtime.console import build_console, build_table
 if TYPE_CHECKING:
     from vit.explanation.faithfulness.result import FaithfulnessResult
 
+OPERATORS = {
+    "srg": "with tokens dropped",
+    "srg_mean": "with patches filled with the mean",
+    "srg_blur": "with patches blurred",
+}
+
 
 def faithfulness(
     model: str, *, output: Path, options: FaithfulnessOptions, overwrite: bool = False
@@ -59,6 +65,10 @@ def _show(result: "FaithfulnessResult", output: Path) -> None:
         "95 % intervals. *: perhaps the best; "
         "the interval of its difference to the highest includes 0"
     )
+    for metric, operator in OPERATORS.items():
+        lower = result.summary["metrics"][metric]["below_centre"]
+        if lower:
+            console.print(f"{operator}, the centre of the image beats {', '.join(lower)}")
     for note in result.measurement.notes:
         console.print(note)
     console.print(f"every metric: {output / 'faithfulness.md'}")

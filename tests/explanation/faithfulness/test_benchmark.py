@@ -13,10 +13,16 @@ from torch import nn
 from tests.pretend_device import pretend_device
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
+from vit.explanation.faithfulness import benchmark as benchmark_module
 from vit.explanation.faithfulness.baselines import centre_maps, edge_maps, random_maps
-from vit.explanation.faithfulness.benchmark import Benchmark, Measurement
+from vit.explanation.faithfulness.benchmark import MIN_IMAGES, Benchmark, Measurement
 from vit.explanation.faithfulness.map_metrics import estimate, find_best, find_order
-from vit.explanation.faithfulness.result import FaithfulnessResult, choose_best
+from vit.explanation.faithfulness.result import COLUMNS, FaithfulnessResult, choose_best
+from vit.explanation.faithfulness.token_ablation import (
+    build_predictor,
+    leave_one_out,
+    tile_patches,
+)
 from vit.explanation.methods.registry import METHODS
 
 METHODS_ON_DEVICE = ("rollout", "raw", "gae", "legrad", "input-x-gradient")
@@ -46,7 +52,14 @@ def test_the_metrics_tell_a_good_map_from_a_random_one(measurement: Measurement)
 
 
 def test_every_metric_holds_every_map_it_can(measurement: Measurement) -> None:
-    for metric in ("srg", "srg_mean", "deletion", "insertion", "leave_one_out_correlation"):
+    for metric in (
+        "srg",
+        "srg_mean",
+        "srg_blur",
+        "deletion",
+        "insertion",
+        "leave_one_out_correlation",
+    ):
         assert set(measurement.values[metric]) == {
             "rollout", "gae", "leave-one-out", "centre", "edges", "random",
         }  # fmt: skip
@@ -62,6 +75,7 @@ def test_the_gain_is_insertion_less_deletion(measurement: Measurement) -> None:
         assert np.abs(values["srg"][name] - gain).max() < 1e-6
     assert values["srg"]["leave-one-out"].mean() > 0.3
     assert values["srg_mean"]["leave-one-out"].mean() > 0.3
+    assert values["srg_blur"]["leave-one-out"].mean() > 0.2
     assert np.abs(values["srg"]["random"].mean()) < 0.05
 
 
@@ -89,6 +103,71 @@ def test_the_plan_is_the_work_that_is_done(trained) -> None:
     assert seconds > 0
     benchmark.measure()
     assert 0.8 < sum(done) / work < 1.1
+
+
+def test_a_limited_time_measures_fewer_images_and_says_so(trained) -> None:
+    images, classes = trained.images[:64], trained.classes[:64]
+    bundle = make_bundle(trained.model)
+    whole = Benchmark(bundle, images, classes, ("rollout",))
+    whole.fit(1e9)
+    assert len(whole.images) == 64
+    assert whole.result.notes == []
+
+    _, seconds = whole.plan
+    half = Benchmark(bundle, images, classes, ("rollout",))
+    half.__dict__["_forward_seconds"] = whole._forward_seconds
+    half.grid, half.group_side, half._cost = whole.grid, whole.group_side, whole._cost
+    half.fit(seconds / 2)
+    assert MIN_IMAGES < len(half.images) < 40
+    assert len(half.classes) == len(half.images)
+    assert half.plan[1] <= seconds / 2
+    assert half.result.notes == [
+        f"{len(half.images)} of 64 images fit into {seconds / 120:g} minutes"
+    ]
+
+    least = Benchmark(bundle, images, classes, ("rollout",))
+    least.fit(1e-9)
+    assert len(least.images) == MIN_IMAGES
+    assert "name fewer methods" in least.result.notes[-1]
+
+
+def test_of_large_grids_groups_are_left_out(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_module, "LARGE_GRID", 4)
+    images, classes = trained.images[:16], trained.classes[:16]
+    benchmark = Benchmark(make_bundle(trained.model), images, classes, ("rollout",))
+    measurement = benchmark.measure()
+
+    maps = benchmark._leave_one_out(trained.model, images, classes)
+    tiles = maps.unflatten(2, (2, 2)).unflatten(1, (2, 2))  # [n, 2, 2, 2, 2]
+    assert (tiles == tiles[:, :, :1, :, :1]).all()
+    expected = leave_one_out(
+        build_predictor(trained.model, images, classes, grid=(4, 4)),
+        batch=16,
+        groups=tile_patches((4, 4), 2),
+        device=images.device,
+    )
+    torch.testing.assert_close(tiles[:, :, 0, :, 0].flatten(1), expected)
+    assert "groups of 2 × 2 patches: of 4 × 4" in measurement.notes[0]
+    itself = measurement.values["leave_one_out_correlation"]["leave-one-out"]
+    assert np.abs(itself - 1).max() < 1e-6
+
+
+def test_a_centre_that_beats_a_method_is_bold() -> None:
+    """By paired differences: `lower` is below it on every image, `equal` isn't told apart."""
+    noise = np.random.default_rng(0).normal(size=(2, 200)).astype(np.float32)
+    names = ("rollout", "gae", "random", "edges", "leave-one-out")
+    gains = dict.fromkeys(names, noise[0] + 1) | {"rollout": noise[0] - 0.1, "centre": noise[0]}
+    measurement = Measurement(dict.fromkeys(COLUMNS, gains))
+
+    result = FaithfulnessResult(measurement, {}, ids=["a"])
+    assert result.summary["metrics"]["srg_blur"]["below_centre"] == ["rollout"]
+    row = next(line for line in result.table.splitlines() if line.startswith("| centre"))
+    assert row.count("**") == 6  # three gains
+
+    gains["rollout"] = noise[1] + 0.1
+    result = FaithfulnessResult(measurement, {}, ids=["a"])
+    assert result.summary["metrics"]["srg"]["below_centre"] == []
+    assert "| **" not in next(line for line in result.table.splitlines() if "| centre" in line)
 
 
 @pytest.mark.extended

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
@@ -36,6 +36,16 @@ from vit.runtime.device import Precision, choose_precision, copy_to_host
 LEAVE_ONE_OUT = "leave-one-out"
 # what methods are measured beside
 BASELINES = ("random", "centre", "edges", LEAVE_ONE_OUT)
+# ways to paint patches over, beside leaving their tokens out, and the metric of each; no method
+# contains the second
+PAINTED: dict[Fill, str] = {"mean": "srg_mean", "blur": "srg_blur"}
+# on grids of at least so many patches a side, leave-one-out leaves out groups: what a single patch
+# changes there is next to nothing, and each would take a forward pass
+LARGE_GRID = 14
+GROUP_SIDE = 2
+# in a limited time
+LARGER_GROUP_SIDE = 4
+MIN_IMAGES = 8
 # fractions of the patches, of insertion curves
 KEPT = tuple((step + 1) / 10 for step in range(10))
 
@@ -61,7 +71,7 @@ class Benchmark:
         methods: names in `METHODS`.
         target: what is explained and measured of the class.
         batch_size: images at a time.
-        filled: how many of the images, the first ones, have patches filled with the mean.
+        filled: how many of the images, the first ones, have patches painted over.
         few: how many are explained with randomised weights.
         seed: of the random maps.
         advance: is called with the forward passes done and what they were for.
@@ -89,11 +99,49 @@ class Benchmark:
         self.precision = choose_precision("auto", self.device)
         # of the maps of one image by all methods, in forward passes
         self._cost = 0.0
+        # of what leave-one-out leaves out together
+        self.group_side = 1
 
-    @cached_property
+    @property
     def plan(self) -> tuple[float, float]:
         """What `measure` will take, from the first images: forward passes of an image, and
         seconds."""
+        forward_seconds = self._forward_seconds
+        forwards = self._count_forwards()
+        return forwards, forwards * forward_seconds
+
+    def fit(self, seconds: float) -> None:
+        """Measure what takes about so long: larger groups, then fewer images, at least
+        `MIN_IMAGES`. A note says what is left out."""
+        started = time.perf_counter()
+        asked = len(self.images)
+        forward_seconds = self._forward_seconds
+        seconds_left = seconds - (time.perf_counter() - started)
+
+        def takes_longer() -> bool:
+            return self._count_forwards() * forward_seconds > seconds_left
+
+        if takes_longer() and self.group_side > 1:
+            self.group_side = LARGER_GROUP_SIDE
+        while takes_longer() and len(self.images) > MIN_IMAGES:
+            count = max(int(0.9 * len(self.images)), MIN_IMAGES)
+            self.images = self.images[:count]
+            self.classes = self.classes[:count]
+            self.filled = min(self.filled, count)
+        if len(self.images) < asked:
+            self.result.notes.append(
+                f"{len(self.images)} of {asked} images fit into {seconds / 60:g} minutes"
+            )
+        if takes_longer():
+            minutes = self._count_forwards() * forward_seconds / 60
+            self.result.notes.append(
+                f"fewer than {MIN_IMAGES} images say nothing, and these take about"
+                f" {minutes:.0f} minutes: name fewer methods"
+            )
+
+    @cached_property
+    def _forward_seconds(self) -> float:
+        """Of one image; finds what the maps cost, and the grid."""
         # without recording attention
         batch = self.images[: self.batch_size]
         forward_seconds = _time(partial(compute_logits, self.model, batch)) / len(batch)
@@ -107,24 +155,39 @@ class Benchmark:
         explain_all = partial(self._explain, self.model, images, classes, self.methods)
         rows, columns = explain_all()[self.methods[0]].shape[1:]
         self.grid = (rows, columns)
+        self.group_side = GROUP_SIDE if min(self.grid) >= LARGE_GRID else 1
         # known from here on: what the plan itself explains is not counted as work done
         self._cost = _time(explain_all) / len(images) / forward_seconds
+        return forward_seconds
 
+    def _count_forwards(self) -> float:
         count = len(self.images)
+        few = min(self.few, count)
         num_maps = len(self.methods) + len(BASELINES)
         # of both curves; two more points keep every patch, which is computed once
         points = len(FRACTIONS) + len(KEPT) - 2
-        forwards = (self._cost + rows * columns) * (count + self.few)
+        forwards = (self._cost + len(self._groups)) * (count + few)
         # dropping tokens, half a pass in the mean, is measured of every random map
         forwards += (num_maps + RANDOM_MAPS - 1) * count * points / 2
-        forwards += num_maps * min(self.filled, count) * points
-        return forwards, forwards * forward_seconds
+        forwards += len(PAINTED) * num_maps * min(self.filled, count) * points
+        return forwards
+
+    @property
+    def _groups(self) -> Bool[Tensor, "m P"]:
+        """What leave-one-out leaves out together."""
+        return tile_patches(self.grid, self.group_side)
 
     @torch.no_grad()
     def measure(self) -> Measurement:
         """Measure everything."""
         # sets the grid, and verifies the capture of this architecture
-        assert self.plan
+        assert self._forward_seconds
+        if self.group_side > 1:
+            rows, columns = self.grid
+            self.result.notes.append(
+                f"leave-one-out leaves out groups of {self.group_side} × {self.group_side} patches:"
+                f" of {rows} × {columns}, a single one changes next to nothing"
+            )
         maps = self._explain(self.model, self.images, self.classes)
         started = time.perf_counter()
         maps[LEAVE_ONE_OUT] = self._leave_one_out(self.model, self.images, self.classes)
@@ -143,8 +206,8 @@ class Benchmark:
         names = [name for name, several in maps_by_name.items() for _ in several]
         stacked = torch.stack([values for several in maps_by_name.values() for values in several])
 
-        reference = maps[LEAVE_ONE_OUT].repeat(len(names), 1, 1)
-        correlation = rank_correlation(stacked.flatten(0, 1), reference)
+        reference = self._average(maps[LEAVE_ONE_OUT]).repeat(len(names), 1, 1)
+        correlation = rank_correlation(self._average(stacked.flatten(0, 1)), reference)
         self._record("leave_one_out_correlation", names, correlation)
 
         if not can_drop_tokens(self.model):
@@ -159,8 +222,14 @@ class Benchmark:
 
         # painting keeps every token, so that it costs more: fewer images, one random map
         one_of_each = torch.stack([several[0][: self.filled] for several in maps_by_name.values()])
-        deletion, insertion = self._compute_areas(one_of_each, fill="mean")
-        self._record("srg_mean", list(maps_by_name), insertion - deletion)
+        for fill, metric in PAINTED.items():
+            deletion, insertion = self._compute_areas(one_of_each, fill=fill)
+            self._record(metric, list(maps_by_name), insertion - deletion)
+
+    def _average(self, maps: PatchMaps) -> Float[Tensor, "B 1 m"]:
+        """The mean of each group that leave-one-out leaves out."""
+        groups = self._groups.to(maps)
+        return (maps.flatten(1) @ groups.T / groups.sum(dim=1))[:, None]
 
     def _compute_areas(
         self, maps: Float[Tensor, "M n rows columns"], *, fill: Fill
@@ -232,10 +301,11 @@ class Benchmark:
         drops = leave_one_out(
             self._build_predictor(model, images, classes, task=LEAVE_ONE_OUT),
             batch=len(images),
-            groups=tile_patches(self.grid, 1),
+            groups=self._groups,
             device=images.device,
         )
-        return torch.unflatten(drops, 1, self.grid)
+        # each patch has what its group loses
+        return torch.unflatten(drops @ self._groups.to(drops), 1, self.grid)
 
     def _build_predictor(
         self,

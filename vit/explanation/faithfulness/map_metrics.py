@@ -55,6 +55,13 @@ def find_best(values: Mapping[str, PerImage], *, seed: int = 0) -> list[str]:
     return [name for name in ordered if estimates[name].high >= 0]
 
 
+def find_lower(values: Mapping[str, PerImage], other: PerImage, *, seed: int = 0) -> list[str]:
+    """The methods whose paired difference to `other` lies below 0 with its 95 % interval."""
+    differences = {name: column - other for name, column in values.items()}
+    estimates = estimate(differences, seed=seed)
+    return [name for name in values if estimates[name].high < 0]
+
+
 def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns line up."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]

@@ -7,20 +7,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vit.explanation.faithfulness.benchmark import BASELINES, LEAVE_ONE_OUT, Measurement
-from vit.explanation.faithfulness.map_metrics import estimate, find_best, to_markdown
+from vit.explanation.faithfulness.benchmark import (
+    BASELINES,
+    LEAVE_ONE_OUT,
+    PAINTED,
+    Measurement,
+)
+from vit.explanation.faithfulness.map_metrics import (
+    estimate,
+    find_best,
+    find_lower,
+    to_markdown,
+)
 from vit.explanation.methods.registry import METHODS
 from vit.runtime.files import prepare_output, write_arrays, write_atomically, write_text
 
-SCHEMA_VERSION = 3
-# symmetric relevance gain with tokens dropped, and with the mean fill
-GAINS = ("srg", "srg_mean")
+SCHEMA_VERSION = 4
+# symmetric relevance gain with tokens dropped, and with patches painted over
+GAINS = ("srg", *PAINTED.values())
 
 
 # metrics and their columns; an arrow says which values are better
 COLUMNS = {
     "srg": "SRG ↑",
     "srg_mean": "SRG, mean fill ↑",
+    "srg_blur": "SRG, blur ↑",
     "deletion": "deletion ↓",
     "insertion": "insertion ↑",
     "leave_one_out_correlation": "ρ leave-one-out ↑",
@@ -52,6 +63,7 @@ class FaithfulnessResult:
             if metric in GAINS:
                 candidates = {name: gain for name, gain in values.items() if name not in BASELINES}
                 metrics[metric]["best"] = find_best(candidates)
+                metrics[metric]["below_centre"] = find_lower(candidates, values["centre"])
         return {
             "metrics": metrics,
             "best_method": choose_best(metrics),
@@ -67,7 +79,8 @@ class FaithfulnessResult:
 
     @property
     def table(self) -> str:
-        """Methods and baselines in Markdown; bold are gains that may be the best."""
+        """Methods and baselines in Markdown; bold are gains that may be the best, and those of the
+        centre where they beat a method."""
         rows = [self._format_row(name) for name in self.names]
         return to_markdown(["map", "of a class", *COLUMNS.values(), "ms"], rows)
 
@@ -81,7 +94,8 @@ class FaithfulnessResult:
             cell = ""
             if name in metric["methods"]:
                 cell = format_estimate(metric["methods"][name])
-            if name in metric.get("best", ()):
+            beats = name == "centre" and metric.get("below_centre")
+            if name in metric.get("best", ()) or beats:
                 cell = f"**{cell}**"
             row.append(cell)
 
@@ -121,8 +135,9 @@ class FaithfulnessResult:
 
 
 def choose_best(metrics: Mapping[str, Any]) -> str:
-    """Of the methods that may be the best with both operators, or with tokens dropped if there is
-    none, the one with the highest symmetric relevance gain with tokens dropped."""
+    """Of the methods that may be the best with tokens dropped and with the mean fill, or with tokens
+    dropped if there is none, the one with the highest symmetric relevance gain with tokens
+    dropped."""
     # the highest gain first
     best_dropped: list[str] = metrics["srg"]["best"]
     best_with_both = [name for name in best_dropped if name in metrics["srg_mean"]["best"]]
@@ -135,7 +150,7 @@ def format_estimate(mean: Mapping[str, Any]) -> str:
 
 
 def draw_plot(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Draw both symmetric relevance gains of each map with their intervals; a dotted line is at
+    """Draw the symmetric relevance gains of each map with their intervals; a dotted line is at
     the random map's."""
     # half a second, which other commands don't need
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -143,8 +158,8 @@ def draw_plot(path: Path, metrics: Mapping[str, Any]) -> None:
 
     gains = metrics["srg"]["methods"]
     names = sorted(gains, key=lambda name: gains[name]["mean"])
-    figure = Figure(figsize=(9, 1.5 + 0.32 * len(names)), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure = Figure(figsize=(12, 1.5 + 0.32 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(GAINS))
     for panel, metric in zip(panels, GAINS, strict=True):
         means = metrics[metric]["methods"]
         for row, name in enumerate(names):
