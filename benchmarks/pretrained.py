@@ -5,8 +5,8 @@ it, fine-tuning without it, and training from scratch.
         --small-images CIFAR10 --minutes 4 --seeds 3 --output benchmarks/results
 
 The photos are class folders below train/ and val/ (or test/). Each set of training images is drawn
-from train/ with the seed, as links in a folder of its own; the images below val/ of the same
-classes are the unseen ones, and no run sees them.
+from train/ with the seed, as links in a folder of its own; 60 images of each class below val/ are the
+unseen ones, the same for every seed, and no run sees them.
 
 A cell is `vit train SET --minutes M` as users run it, from an empty cache (so that the pass through
 the weights counts in every column), then `vit evaluate` on the unseen images. The result is written
@@ -65,6 +65,8 @@ WAYS: Mapping[str, Sequence[str]] = {
     "fine-tuning alone": ("--init", "WEIGHTS", "model.probe=false"),
     "scratch": (),
 }
+# of each class; to evaluate all would take longer than to train
+MAX_UNSEEN = 60
 # lines of the plan that say what was chosen
 PLAN_ROWS = ("length", "probe", "run", "splits")
 
@@ -80,7 +82,10 @@ def draw_images(image_set: ImageSet, source: Path, folder: Path, *, seed: int) -
             raise SystemExit(f"{source}/train/{name} has {len(files)} images, fewer than {count}")
         drawn = random.Random(f"{seed} {name}").sample(files, count)
         link_files(drawn, folder / "train" / name)
-        link_files(sorted((unseen / name).iterdir()), folder / "val" / name)
+        # evenly spaced: the names may be in an order of their contents
+        files = sorted((unseen / name).iterdir())
+        files = files[:: max(1, len(files) // MAX_UNSEEN)][:MAX_UNSEEN]
+        link_files(files, folder / "val" / name)
 
 
 def link_files(files: Sequence[Path], folder: Path) -> None:

@@ -93,6 +93,7 @@ def train(
     overrides: Sequence[str] = (),
     init: str | Path | None = None,
     minutes: float | None = None,
+    group_by: str | int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -116,6 +117,9 @@ def train(
             weights, a model file, a run directory or a checkpoint in one. None: random ones, or
             those of `model.init`.
         minutes: of training, where `config` names images. None: 5 on a CPU, 20 on a GPU.
+        group_by: what images have in common that stay in one split (one animal, site, patient):
+            1 for the folder that they are in, 2 for the one above it, or a regular expression on
+            the path with one group. None: the column "group" of a table, if it has one.
         resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
             `dataset`, `model` and `callbacks` are passed again.
         overwrite: replace the run in `output`.

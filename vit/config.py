@@ -61,6 +61,11 @@ class DataConfig(_Section):
     std: Triple | None = None
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
+    # images of one group stay in one split: 1 for those in one folder, 2 for those in the folder
+    # above it, or a regular expression with one group; null: the column "group" of a table
+    group_by: Annotated[int, Field(ge=1)] | str | None = None
+    # whether copies of an image, and images nearly the same, stay in one split
+    group_duplicates: bool = False
     # resident: decoded once, in memory; workers: decoded by processes as training goes
     pipeline: Literal["auto", "resident", "workers"] = "auto"
     # processes; None: one a core

@@ -37,6 +37,8 @@ class ImageDataset:
     notes: tuple[str, ...] = ()
     # what lies beside the images: suffix (".txt") of other files, or "images in …" → how many
     unused: Mapping[str, int] = field(default_factory=dict)
+    # of each image: those of one group are never on both sides of a split; None: each its own
+    groups: Sequence[str] | None = None
     # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
     pixels: np.ndarray | None = None
     # uint64 [2, n], `vit.data.duplicates`; None: not known
@@ -115,6 +117,7 @@ class ImageDataset:
             labels=self.labels[chosen],
             ids=[self.ids[index] for index in chosen],
             reader=self.reader.subset(chosen),
+            groups=None if self.groups is None else [self.groups[index] for index in chosen],
             pixels=None if self.pixels is None else self.pixels[chosen],
             hashes=None if self.hashes is None else self.hashes[:, chosen],
         )
@@ -175,6 +178,8 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
         labels=np.concatenate([dataset.labels for dataset in datasets]),
         ids=[name for dataset in datasets for name in dataset.ids],
         reader=_JoinedReader(readers, parts, indices),
+        # in splits of their own, images of one group are in one already, or are not known to be
+        groups=None,
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -89,7 +89,9 @@ def is_image_name(path: str) -> bool:
     return has_suffix and not os.path.basename(path).startswith(".")
 
 
-def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
+def read_image(
+    file: Path | BinaryIO, *, name: str = "image", draft_side: int | None = None
+) -> Image.Image:
     """Decode an image file of any mode into upright RGB.
 
     EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is laid on white, and of
@@ -98,6 +100,8 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
     Args:
         file: a path, or a file opened for reading bytes.
         name: of an opened file, in messages.
+        draft_side: pixels of a side that are enough: JPEG files are decoded at an eighth of their
+            size or more, in a fraction of the time. None: the full size.
 
     Raises:
         ValueError: the file is truncated, is not an image, or has more than 100 million pixels (or
@@ -107,7 +111,7 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
     if isinstance(file, Path):
         try:
             with open_regular(file) as opened:
-                return read_image(opened, name=str(file))
+                return read_image(opened, name=str(file), draft_side=draft_side)
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
@@ -124,6 +128,8 @@ def read_image(file: Path | BinaryIO, *, name: str = "image") -> Image.Image:
             if num_pixels > max_pixels:
                 text = f"it has {image.width:,} x {image.height:,} pixels, more than {max_pixels:,}"
                 raise ValueError(f"{text}; {_MAX_PIXELS_HINT}")
+            if draft_side is not None:
+                image.draft("RGB", (draft_side, draft_side))
             is_large = num_pixels > _LARGE_PIXELS
             # the main thread doesn't wait: a process forked while the lock is held would wait for
             # ever

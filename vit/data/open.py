@@ -18,6 +18,13 @@ import numpy as np
 
 from vit.data.corrections import correct_labels, read_corrections
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
+from vit.data.groups import (
+    MAX_COMPARED,
+    choose_groups,
+    find_groups,
+    hash_quickly,
+    join_duplicates,
+)
 from vit.data.sources import (
     folders,
     huggingface,
@@ -73,6 +80,8 @@ class DatasetSplits:
         class_names: where the classes get other names, see `data.class_names` in docs/data.md.
         corrections: id of an image → the name of its right class; splits stay as they were drawn.
         check_cache: whether decoded images are found by the contents of their files.
+        group_by: as of `vit.data.groups.find_groups`; None: the groups that a table has.
+        group_duplicates: whether images that are the same, or nearly, count as of one group.
         renamed_classes: class → its other name, of the splits that were listed.
     """
 
@@ -87,8 +96,12 @@ class DatasetSplits:
     class_names: Path | Mapping[str, str] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
     check_cache: bool = False
+    group_by: int | str | None = None
+    group_duplicates: bool = False
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
+    # what was kept together, a sentence each
+    _kept_together: list[str] = field(default_factory=list, init=False)
 
     def split(self, name: str | None = None) -> ImageDataset:
         """The images of a split.
@@ -146,7 +159,7 @@ class DatasetSplits:
                 percent = f"{100 * self._held_out[split]:g} %"
                 sentences.append(f"{split} is {percent} of {rest} (seed {self.split_seed})")
                 rest = "the rest"
-        return sentences
+        return sentences + self._kept_together
 
     def describe_files(self, num_unreadable: int = 0) -> str:
         """How many files were found, and what they are; "" for a set that is no files.
@@ -186,6 +199,8 @@ class DatasetSplits:
     def _load(self, split: str) -> ImageDataset:
         """A split that the data set has of its own."""
         dataset = self.source.load(split)
+        if self.group_by is not None:
+            dataset = replace(dataset, groups=find_groups(dataset, self.group_by))
         source = self.class_names
         if source is None:
             source = find_wordnet_names(dataset.class_names)
@@ -207,12 +222,35 @@ class DatasetSplits:
             )
             note = f"{text}: {shorten(describe_counts(few))}"
             rest = replace(rest, notes=(*rest.notes, note))
+        rest = replace(rest, groups=self._group_images(rest, num_splits))
         for split, fraction in self._held_out.items():
-            mask = _choose_stratified(rest, fraction, salt=f"{self.split_seed}:{split}")
+            salt = f"{self.split_seed}:{split}"
+            if rest.groups is None:
+                mask = _choose_stratified(rest, fraction, salt=salt)
+            else:
+                mask = choose_groups(rest.groups, rest.labels, fraction=fraction, salt=salt)
             if mask.any():
                 self._listed[split] = replace(rest.subset(np.flatnonzero(mask)), split=split)
             rest = rest.subset(np.flatnonzero(~mask))
         self._listed["train"] = replace(rest, split="train")
+
+    def _group_images(self, dataset: ImageDataset, num_splits: int) -> Sequence[str] | None:
+        """The groups of the images that splits are drawn from."""
+        groups = dataset.groups
+        if groups is not None:
+            self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
+        if not self.group_duplicates or num_splits == 1 or len(dataset) > MAX_COMPARED:
+            return groups
+        joined, num_copies = join_duplicates(
+            groups or dataset.ids, dataset.labels, hash_quickly(dataset), num_splits=num_splits
+        )
+        # without any, splits are as they are without the question
+        if not num_copies:
+            return groups
+        self._kept_together.append(
+            f"{num_copies:,} images have a copy, or nearly, which is on the same side"
+        )
+        return joined
 
 
 def open_dataset(
@@ -225,6 +263,8 @@ def open_dataset(
     split_seed: int = 0,
     allow_outside: bool = False,
     corrections: Path | Mapping[str, str] | None = None,
+    group_by: int | str | None = None,
+    group_duplicates: bool = False,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Find a data set by its name.
@@ -238,6 +278,8 @@ def open_dataset(
         split_seed: which images are held out.
         allow_outside: whether a table may name images outside its folder.
         corrections: id of an image → its right class, or a CSV file of them.
+        group_by: what images of one group have in common, as of `vit.data.groups.find_groups`.
+        group_duplicates: whether copies of an image are of one group.
         cache_dir: takes decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
 
     Raises:
@@ -284,6 +326,8 @@ def open_dataset(
         title=title,
         class_names=class_names,
         corrections=corrections or {},
+        group_by=group_by,
+        group_duplicates=group_duplicates,
     )
 
 
@@ -356,6 +400,8 @@ def open_for_model(
             validation_fraction=trained_on.get("validation_fraction", 0.1),
             split_seed=trained_on.get("split_seed", 0),
             corrections=corrections,
+            group_by=trained_on.get("group_by"),
+            group_duplicates=trained_on.get("group_duplicates", False),
         )
 
     kind = find_kind(data)

@@ -130,7 +130,10 @@ def choose_config(
         raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
     kind = find_kind(data)
-    source = {"name": kind}
+    source: dict[str, Any] = {"name": kind}
+    # own photos often are bursts, or were saved twice
+    if kind == "folder":
+        source["group_duplicates"] = True
     if kind != str(data):
         source["root"] = str(data)
     # the size is yet to be chosen, and to list images takes none

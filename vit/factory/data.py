@@ -71,6 +71,8 @@ def build_dataset(
             split_seed=data.split_seed,
             allow_outside=data.allow_outside,
             corrections=data.corrections,
+            group_by=data.group_by,
+            group_duplicates=data.group_duplicates,
             cache_dir=data.cache_dir,
         )
         if splits.corrections:

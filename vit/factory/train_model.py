@@ -1,6 +1,7 @@
 """A training run from its configuration to its end."""
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +60,11 @@ def train_model(
         overrides = [f"model.init={init}", *overrides]
     if options.check_cache:
         overrides = ["data.check_cache=true", *overrides]
+    if options.group_by is not None:
+        # as JSON, hence YAML: of an expression nothing is read as YAML's own
+        group_by = str(options.group_by)
+        value = group_by if group_by.isdecimal() else json.dumps(group_by)
+        overrides = [f"data.group_by={value}", *overrides]
     config = resolve_config(source, overrides, output, options, objects)
     device = find_device(overrides) if config is None else config.train.device
     # before the directory is made, which would spoil the images for every later run

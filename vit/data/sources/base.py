@@ -51,6 +51,11 @@ class ImageReader(Protocol):
             RemoteError: object storage can't be reached, which says nothing about the image.
         """
 
+    def thumbnail(self, index: int, *, side: int) -> Image.Image:
+        """The image, of at least `side` pixels a side or its own; smaller where that is faster.
+        Raises as `image`."""
+        return self.image(index)
+
     def fetch(self, indices: Iterable[int]) -> None:
         """Bring images of object storage here, many at a time, before they are read. Raises
         RemoteError."""
@@ -102,6 +107,9 @@ class FileReader(ImageReader):
 
     def image(self, index: int) -> Image.Image:
         return read_image(self.root / self.paths[index])
+
+    def thumbnail(self, index: int, *, side: int) -> Image.Image:
+        return read_image(self.root / self.paths[index], draft_side=side)
 
     def sizes(self) -> np.ndarray:
         return self._read_stats()[:, 0]

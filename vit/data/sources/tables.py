@@ -69,8 +69,8 @@ def find_tables(
     """The splits of tables.
 
     A row has a path (also filename, file_name) relative to the folder of the table, a label (also
-    class) and perhaps a split. Without, the images of a metadata file belong to the split whose
-    folder they are in.
+    class) and perhaps a split and a group. Without a split, the images of a metadata file belong to
+    the split whose folder they are in.
 
     Args:
         root: the folder of the table, or of the folders with one each.
@@ -82,11 +82,12 @@ def find_tables(
         ValueError: a row is wrong, with its line number; there are fewer than two classes; or a
             class has no training images.
     """
-    # split → (path, label) of its images
-    rows: dict[str, list[tuple[str, str]]] = {}
+    # split → (path, label, group) of its images
+    rows: dict[str, list[tuple[str, str, str]]] = {}
     origins: dict[str, str] = {}
     paths: set[str] = set()
     has_splits: bool | None = None
+    has_groups = False
     for table in tables:
         for line, row in _read_rows(table):
             written = str(next(row[name] for name in _PATH if name in row))
@@ -107,23 +108,27 @@ def find_tables(
             if path in paths:
                 raise ValueError(f"{line}: {shorten(path)} was already listed")
             paths.add(path)
-            rows.setdefault(split, []).append((path, check_label(label, origin=line)))
+            # an image without a group is one of its own
+            group = str(row.get("group") or path)
+            has_groups = has_groups or "group" in row
+            rows.setdefault(split, []).append((path, check_label(label, origin=line), group))
             origins.setdefault(split, origin)
 
-    labels = {label for split_rows in rows.values() for _, label in split_rows}
+    labels = {label for split_rows in rows.values() for _, label, _ in split_rows}
     class_names = tuple(sorted(labels))
     check_classes(class_names, origin=str(tables[0]))
-    counts = {split: Counter(label for _, label in rows[split]) for split in rows}
+    counts = {split: Counter(label for _, label, _ in rows[split]) for split in rows}
     check_test_classes(counts, classes, origin=str(tables[0]))
     number_of = {class_name: number for number, class_name in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
-        split_paths = [path for path, _ in rows[split]]
+        split_paths = [path for path, _, _ in rows[split]]
         dataset = ImageDataset(
             name="folder",
             class_names=class_names,
-            labels=np.array([number_of[label] for _, label in rows[split]]),
+            labels=np.array([number_of[label] for _, label, _ in rows[split]]),
             ids=split_paths,
+            groups=[group for *_, group in rows[split]] if has_groups else None,
             reader=FileReader(root, split_paths),
         )
         return dataset.keep_classes(classes)

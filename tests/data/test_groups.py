@@ -1,0 +1,175 @@
+"""Images of one group, and copies, are never on both sides of a split."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+
+import vit
+from tests.conftest import Launcher
+from vit.config import load_config
+from vit.data.groups import choose_groups, find_groups, hash_quickly, join_duplicates
+from vit.data.open import _choose_stratified, open_dataset, open_for_model
+
+BURST = 5
+
+
+def save_bursts(root: Path, *, num_bursts: int, suffix: str = "png") -> None:
+    """Bursts of two classes: a random picture and pictures hardly different from it."""
+    rng = np.random.default_rng(0)
+    for number in range(num_bursts):
+        folder = root / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        coarse = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        picture = np.asarray(Image.fromarray(coarse).resize((64, 64), Image.Resampling.BICUBIC))
+        for shot in range(BURST):
+            noise = rng.integers(-3, 4, picture.shape)
+            pixels = np.clip(picture + noise, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"s{shot}_site{number:02}.{suffix}")
+
+
+def read_bursts(ids: list[str]) -> set[str]:
+    return {Path(image_id).stem.partition("_")[2] for image_id in ids}
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, suffix: str) -> None:
+    save_bursts(tmp_path, num_bursts=20, suffix=suffix)
+    naive = open_dataset("folder", root=tmp_path)
+    names = ("train", "validation", "test")
+    bursts = [read_bursts(list(naive.split(name).ids)) for name in names]
+    assert bursts[0] & bursts[1]
+    assert bursts[0] & bursts[2]
+
+    grouped = open_dataset("folder", root=tmp_path, group_duplicates=True)
+    splits = [grouped.split(name) for name in names]
+    bursts = [read_bursts(list(split.ids)) for split in splits]
+    assert sum(map(len, bursts)) == len(set().union(*bursts)) == 20
+    assert [len(split) for split in splits] == [70, 10, 20]
+    assert any("100 images have a copy, or nearly" in text for text in grouped.describe_splits())
+    # whoever evaluates the model gets the same test images
+    trained_on = load_config(
+        {"data": {"name": "folder", "root": str(tmp_path), "group_duplicates": True}}
+    ).data.model_dump()
+    again = open_for_model(None, trained_on=trained_on).split("test")
+    assert list(again.ids) == list(splits[2].ids)
+
+
+def test_images_without_copies_are_split_as_if_nobody_had_looked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    for number in range(40):
+        folder = tmp_path / ("cat", "dog")[number % 2]
+        folder.mkdir(exist_ok=True)
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        coarse.resize((64, 64)).save(folder / f"{number}.png")
+    splits = [
+        open_dataset("folder", root=tmp_path, group_duplicates=looks) for looks in (True, False)
+    ]
+    assert splits[0].split("test").ids == splits[1].split("test").ids
+    assert splits[0].describe_splits() == splits[1].describe_splits()
+
+
+def test_a_class_of_copies_alone_is_split_all_the_same() -> None:
+    ids = [f"{number}.png" for number in range(8)]
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    # of class 0 all are one image, of class 1 the first two
+    hashes = np.array([[7, 7, 7, 7, 1, 1, 2, 3], [0] * 8], dtype=np.uint64)
+    groups, num_copies = join_duplicates(ids, labels, hashes, num_splits=3)
+    assert groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
+    assert num_copies == 2
+
+
+def test_groups_of_one_image_are_chosen_as_images_are() -> None:
+    dataset = open_dataset("digits").split("train")
+    for fraction in (0.1, 0.37):
+        expected = _choose_stratified(dataset, fraction, salt="0:test")
+        chosen = choose_groups(list(dataset.ids), dataset.labels, fraction=fraction, salt="0:test")
+        assert (chosen == expected).all()
+
+
+def test_groups_stay_whole_and_classes_near_the_fraction() -> None:
+    rng = np.random.default_rng(0)
+    sites = rng.integers(0, 60, 900)
+    labels = (sites + rng.integers(0, 2, 900)) % 3
+    groups = [f"site{site}" for site in sites]
+    mask = choose_groups(groups, labels, fraction=0.2, salt="")
+    assert not set(sites[mask]) & set(sites[~mask])
+    shares = [mask[labels == label].mean() for label in range(3)]
+    assert np.abs(np.array(shares) - 0.2).max() < 0.05
+    # two large groups a class: one of them, though it is more than the fraction
+    mask = choose_groups(list("aaaabbbbccccdddd"), np.repeat([0, 1], 8), fraction=0.1, salt="")
+    assert Counter(np.array(list("aaaabbbbccccdddd"))[mask]).total() == 8
+
+
+def test_a_random_split_of_bursts_overstates_and_a_grouped_one_does_not() -> None:
+    """Features that know the burst, of which the label is drawn: there is nothing to be learnt."""
+    rng = np.random.default_rng(0)
+    num_bursts, scores = 80, []
+    bursts = np.repeat(np.arange(num_bursts), BURST)
+    for seed in range(10):
+        labels = np.repeat(rng.permutation(num_bursts) % 2, BURST)
+        features = rng.normal(size=(num_bursts, 64))[bursts] + 0.2 * rng.normal(size=(400, 64))
+        for groups in ([str(n) for n in range(400)], [str(n) for n in bursts]):
+            is_out = choose_groups(groups, labels, fraction=0.2, salt=str(seed))
+            model = LogisticRegression(C=100).fit(features[~is_out], labels[~is_out])
+            scores.append(model.score(features[is_out], labels[is_out]))
+    naive, grouped = np.array(scores).reshape(10, 2).mean(axis=0)
+    assert naive > 0.7
+    assert abs(grouped - 0.5) < 0.1
+
+
+def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: Launcher) -> None:
+    save_bursts(tmp_path / "photos", num_bursts=12)
+    dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
+    groups = find_groups(dataset, r"_(site\d+)")
+    assert set(groups) == {f"site{number:02}" for number in range(12)}
+    # by folder, in folders of bursts
+    for path in sorted((tmp_path / "photos").rglob("*.png")):
+        folder = tmp_path / "folders" / path.parent.name / path.stem.partition("_")[2]
+        folder.mkdir(parents=True, exist_ok=True)
+        path.rename(folder / path.name)
+    folders = open_dataset("folder", root=tmp_path / "folders").split("all")
+    assert set(find_groups(folders, 1)) == set(groups)
+    for group_by, text in [
+        (2, "makes one group, 'cat', of all images of 'cat'"),
+        (7, "finds no group in paths such as"),
+        ("site", "has 0 groups in brackets"),
+        ("(", "is not a regular expression"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            find_groups(folders, group_by)
+
+    table = tmp_path / "folders" / "labels.csv"
+    lines = [
+        f"{image_id},{image_id.partition('/')[0]},{group}"
+        for image_id, group in zip(folders.ids, find_groups(folders, 1), strict=True)
+    ]
+    table.write_text("\n".join(["path,label,group", *lines]) + "\n")
+    splits = open_dataset("folder", root=table)
+    bursts = [read_bursts(list(splits.split(name).ids)) for name in ("train", "validation", "test")]
+    assert sum(map(len, bursts)) == 12
+    assert "12 groups stay whole" in splits.describe_splits()
+    table.unlink()
+
+    run = tmp_path / "run"
+    outcome = cli.succeed(
+        "train", tmp_path / "folders", "--group-by", r"(site\d+)", "-o", run, "--dry-run",
+        "--minutes", "0.02", "train.device=cpu",
+    )  # fmt: skip
+    assert "12 groups stay whole" in " ".join(outcome.text.split())
+    with pytest.raises(ValueError, match="finds no group"):
+        vit.train(str(tmp_path / "folders"), output=run, group_by="(zebra)", dry_run=True)
+
+
+def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:
+    save_bursts(tmp_path, num_bursts=2, suffix="jpg")
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    first = hash_quickly(dataset)
+    assert (hash_quickly(dataset) == first).all()
+    Path(tmp_path / dataset.ids[0]).write_bytes(b"broken")
+    broken = hash_quickly(dataset)
+    assert broken[1, 0] == 0
+    assert (broken[:, 1:] == first[:, 1:]).all()
