@@ -94,6 +94,7 @@ def train(
     init: str | Path | None = None,
     minutes: float | None = None,
     group_by: str | int | None = None,
+    folds: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -120,6 +121,9 @@ def train(
         group_by: what images have in common that stay in one split (one animal, site, patient):
             1 for the folder that they are in, 2 for the one above it, or a regular expression on
             the path with one group. None: the column "group" of a table, if it has one.
+        folds: with `init`: the model is a linear probe of all images, none held out, and each is
+            predicted by a probe of the other folds, which has seen neither it nor its group; the
+            result is in `cross_validation.json`. None: images are held out.
         resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
             `dataset`, `model` and `callbacks` are passed again.
         overwrite: replace the run in `output`.

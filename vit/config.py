@@ -59,6 +59,9 @@ class DataConfig(_Section):
     mean: Triple | None = None
     # as mean
     std: Triple | None = None
+    # of all images, where there is no test split
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    # of the others, where there is no validation split
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
     # images of one group stay in one split: 1 for those in one folder, 2 for those in the folder

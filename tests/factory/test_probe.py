@@ -1,5 +1,6 @@
 """A run of pretrained weights starts from a probe: a model like any other, never lost again."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -211,3 +212,34 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     assert "(200 of 387 training images;" in " ".join(outcome.text.split())
     part, whole = load_bundle(tmp_path / "part"), load_bundle(probe_alone)
     assert part.metadata["run_id"] != whole.metadata["run_id"]
+
+
+def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
+    cli: Launcher, weights: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", *SHORT, "--init", weights, "--folds", "4",
+        "-o", run,
+    )  # fmt: skip
+    assert "4-fold cross-validation of 537 images: top-1" in " ".join(outcome.text.split())
+    result = json.loads((run / "cross_validation.json").read_text())
+    assert len({prediction["path"] for prediction in result["predictions"]}) == 537
+    assert result["interval"][0] < result["top1"] < result["interval"][1]
+    bundle = load_bundle(run)
+    assert bundle.data["splits"]["train"]["num_images"] == 537
+    # no image is left that it hasn't seen
+    failure = cli.run("evaluate", run, "-o", tmp_path / "evaluation")
+    assert "the test split is empty" in failure.err
+
+    failure = cli.run(
+        "train",
+        "folder/finetune",
+        "data.name=digits",
+        "model.init=null",
+        "--folds",
+        "4",
+        "-o",
+        tmp_path / "x",
+    )
+    assert "--folds cross-validates a linear probe" in failure.err

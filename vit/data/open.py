@@ -239,10 +239,14 @@ class DatasetSplits:
         groups = dataset.groups
         if groups is not None:
             self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
-        if not self.group_duplicates or num_splits == 1 or len(dataset) > MAX_COMPARED:
+        if not self.group_duplicates or len(dataset) > MAX_COMPARED:
             return groups
         joined, num_copies = join_duplicates(
-            groups or dataset.ids, dataset.labels, hash_quickly(dataset), num_splits=num_splits
+            groups or dataset.ids,
+            dataset.labels,
+            hash_quickly(dataset),
+            # what isn't split here may be divided into folds
+            num_splits=max(num_splits, 2),
         )
         # without any, splits are as they are without the question
         if not num_copies:
@@ -260,6 +264,7 @@ def open_dataset(
     classes: Sequence[str] | None = None,
     class_names: Path | Mapping[str, str] | None = None,
     validation_fraction: float = 0.1,
+    test_fraction: float = TEST_FRACTION,
     split_seed: int = 0,
     allow_outside: bool = False,
     corrections: Path | Mapping[str, str] | None = None,
@@ -275,6 +280,7 @@ def open_dataset(
         classes: those to keep, in the order of the set; None keeps all.
         class_names: their names in words, see `data.class_names` in docs/data.md.
         validation_fraction: of the training images, where there is no validation split.
+        test_fraction: of the images, where there is no test split.
         split_seed: which images are held out.
         allow_outside: whether a table may name images outside its folder.
         corrections: id of an image → its right class, or a CSV file of them.
@@ -324,6 +330,7 @@ def open_dataset(
         split_seed,
         cache_dir,
         title=title,
+        test_fraction=test_fraction,
         class_names=class_names,
         corrections=corrections or {},
         group_by=group_by,
@@ -398,6 +405,7 @@ def open_for_model(
             root=root or trained_on.get("root"),
             classes=trained_on.get("classes"),
             validation_fraction=trained_on.get("validation_fraction", 0.1),
+            test_fraction=trained_on.get("test_fraction", TEST_FRACTION),
             split_seed=trained_on.get("split_seed", 0),
             corrections=corrections,
             group_by=trained_on.get("group_by"),

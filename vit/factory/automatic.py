@@ -130,7 +130,7 @@ def choose_config(
         raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
     kind = find_kind(data)
-    source: dict[str, Any] = {"name": kind}
+    source: dict[str, str | bool | None] = {"name": kind}
     # own photos often are bursts, or were saved twice
     if kind == "folder":
         source["group_duplicates"] = True

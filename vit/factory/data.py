@@ -71,6 +71,7 @@ def build_dataset(
             split_seed=data.split_seed,
             allow_outside=data.allow_outside,
             corrections=data.corrections,
+            test_fraction=data.test_fraction,
             group_by=data.group_by,
             group_duplicates=data.group_duplicates,
             cache_dir=data.cache_dir,

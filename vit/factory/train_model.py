@@ -15,6 +15,7 @@ from vit.config import (
 )
 from vit.data.sources.folders import check_not_inside
 from vit.factory.automatic import choose_config, find_device
+from vit.factory.folds import OVERRIDES, check_folds, run_folds, save_folds
 from vit.factory.model_answers import complete_model_file
 from vit.factory.pictures import save_first_images
 from vit.factory.recipe import ConfigLike, find_recipe, names_images
@@ -24,6 +25,7 @@ from vit.factory.user_objects import UserObjects
 from vit.model.model_file import MODEL_FILE
 from vit.options import TrainOptions
 from vit.runtime.arguments import check_kind
+from vit.runtime.console import build_console
 from vit.runtime.files import write_text
 from vit.runtime.processes import join_processes
 from vit.training.execution import estimate_seconds
@@ -65,6 +67,8 @@ def train_model(
         group_by = str(options.group_by)
         value = group_by if group_by.isdecimal() else json.dumps(group_by)
         overrides = [f"data.group_by={value}", *overrides]
+    if options.folds is not None:
+        overrides = [*OVERRIDES, *overrides]
     config = resolve_config(source, overrides, output, options, objects)
     device = find_device(overrides) if config is None else config.train.device
     # before the directory is made, which would spoil the images for every later run
@@ -92,6 +96,8 @@ def train_model(
             config, choices, splits, probe = choice
         config = process.broadcast(config)
         assert config is not None
+        if options.folds is not None:
+            check_folds(config)
 
         run = build_run(
             config,
@@ -129,6 +135,12 @@ def train_model(
 
         progress = trainer.train()
         complete_model_file(run, output, process, module=copy.deepcopy(objects.model))
+        if options.folds is not None:
+            device = trainer.train_step.device
+            cross_validation = run_folds(run.config, run.data, device, num_folds=options.folds)
+            if process.is_main:
+                save_folds(cross_validation, output)
+                build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
     return TrainingResult(
         output,
