@@ -136,8 +136,9 @@ def train_model(
         progress = trainer.train()
         complete_model_file(run, output, process, module=copy.deepcopy(objects.model))
         if options.folds is not None:
-            device = trainer.train_step.device
-            cross_validation = run_folds(run.config, run.data, device, num_folds=options.folds)
+            cross_validation = run_folds(
+                run.config, run.data, trainer.train_step.device, num_folds=options.folds
+            )
             if process.is_main:
                 save_folds(cross_validation, output)
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
