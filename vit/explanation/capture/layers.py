@@ -26,6 +26,9 @@ SUPPORTED = (
     "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
     "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
 )
+_WITHOUT_ATTENTION = (
+    "Of other models vit.explanation.convolution makes maps: grad-cam and input-x-gradient"
+)
 # their attention has known names, but lies within windows
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
@@ -441,7 +444,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     if _HIERARCHICAL.search(family.lower()):
         raise ValueError(
             f"{family} is hierarchical: it attends within windows or merges patches between stages, "
-            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}"
+            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}. "
+            f"{_WITHOUT_ATTENTION}"
         )
     layers: list[AttentionLayer] = []
     for block_name, block in model.named_modules():
@@ -451,7 +455,9 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                     layers.append(kind(f"{block_name}.{name}".removeprefix("."), module, block))
                     break
     if not layers:
-        raise ValueError(f"no attention layer of a known kind in {family}; known: {SUPPORTED}")
+        raise ValueError(
+            f"no attention layer of a known kind in {family}; known: {SUPPORTED}. {_WITHOUT_ATTENTION}"
+        )
 
     # in a row of like blocks each has its attention
     blocks = {layer.block for layer in layers}
