@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vit.api import (
         audit,
         compare,
+        embed,
         evaluate,
         explain,
         measure_faithfulness,
@@ -34,6 +35,7 @@ _NAMES = {
     "vit.api": (
         "audit",
         "compare",
+        "embed",
         "evaluate",
         "explain",
         "measure_faithfulness",
@@ -64,6 +66,7 @@ __all__ = [
     "audit",
     "capture_attention",
     "compare",
+    "embed",
     "evaluate",
     "explain",
     "explain_images",

@@ -9,7 +9,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.bundle import Bundle, collect_versions, load_model
@@ -17,6 +19,7 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.data.transforms import Transform
 from vit.evaluation.comparison import Comparison, compare_evaluations
+from vit.evaluation.embeddings import check_embeddings_file, embed_images, save_embeddings
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import load_images, select_correct_images, select_images
 from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
@@ -311,6 +314,7 @@ def predict(
     top_k: int = 5,
     coverage: float = 0.95,
     sort_into: str | Path | None = None,
+    embeddings: str | Path | None = None,
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -326,6 +330,8 @@ def predict(
             of the set's only class; "unsure", where the set has several or none; "unknown", where
             the photo is unlike the training's: its `p_value` is at most 1 - coverage. Nothing is
             ever overwritten.
+        embeddings: a file into which the pooled features are written: .npz (`paths` [N],
+            `embeddings` [N, D] float32) or .parquet (columns path, embedding).
         batch_size: images at a time.
         device: as of `vit.evaluate`.
         precision: as of `vit.evaluate`.
@@ -358,12 +364,56 @@ def iterate_predictions(
         coverage=options.coverage,
         batch_size=options.batch_size,
         precision=options.precision,
+        with_features=options.embeddings is not None,
     )
     if options.sort_into is not None:
         sorter = PhotoSorter(Path(options.sort_into), bundle, coverage=options.coverage)
         sorter.check(images)
         predictions = map(sorter.copy, predictions)
-    yield from predictions
+    if options.embeddings is None:
+        yield from predictions
+        return
+
+    path = Path(options.embeddings).expanduser()
+    check_embeddings_file(path)
+    kept = []
+    for prediction in predictions:
+        kept.append(prediction)
+        yield prediction
+    save_embeddings(path, kept)
+
+
+@_keeps_mode
+def embed(
+    model: ModelLike,
+    images: ImageInputs,
+    *,
+    batch_size: int = 64,
+    device: str = "auto",
+    precision: str = "auto",
+) -> NDArray[np.float32]:
+    """Compute the pooled features of images: what the model's head reads.
+
+    Args:
+        model: as of `vit.evaluate`.
+        images: as of `vit.predict`.
+        batch_size: images at a time.
+        device: as of `vit.evaluate`.
+        precision: as of `vit.evaluate`.
+
+    Returns:
+        Features [N, D], float32, in the order of the images. Similar images have a large cosine
+        of theirs.
+
+    Raises:
+        ValueError: a model that can't be opened, or an image that can't be read.
+
+    Example:
+        >>> features = vit.embed("runs/digits", ["photo.png", "other.png"])
+        >>> features.shape  # (2, D)
+    """
+    bundle = _load(model, device)
+    return embed_images(bundle, images, batch_size=batch_size, precision=precision)
 
 
 @_keeps_mode

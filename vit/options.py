@@ -109,6 +109,7 @@ class PredictOptions:
         top_k: classes an image
         coverage: how often a prediction set is to hold the right class, 0.9 or 0.95
         sort_into: copy the photos into folders here: one a class, unsure and unknown
+        embeddings: write the features that the head reads here: FILE.npz or FILE.parquet
         batch_size: images at a time
         device: auto, cpu, cuda or cuda:N
         precision: auto, float32, bfloat16 or float16
@@ -117,6 +118,7 @@ class PredictOptions:
     top_k: Annotated[int, Option(min=1)] = 5
     coverage: float = 0.95
     sort_into: str | Path | None = None
+    embeddings: str | Path | None = None
     batch_size: Annotated[int, Option(min=1)] = 64
     device: str = "auto"
     precision: str = "auto"

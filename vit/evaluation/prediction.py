@@ -5,7 +5,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Self, TextIO, cast
@@ -234,6 +234,8 @@ class Prediction:
     prediction_set: list[str] | None = None
     # of being like the training images; None where the model file holds none of these
     p_value: float | None = None
+    # float32 [D], what the head reads; None where it wasn't asked for
+    features: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -267,6 +269,7 @@ def predict_images(
     coverage: float = 0.95,
     batch_size: int = 64,
     precision: str = "auto",
+    with_features: bool = False,
 ) -> Iterator[Prediction]:
     """Predict the most probable classes of each image.
 
@@ -277,6 +280,7 @@ def predict_images(
         coverage: how often a prediction set is to hold the right class, 0.9 or 0.95.
         batch_size: images a forward pass.
         precision: "float32", "bfloat16", "float16", or "auto" for the device's.
+        with_features: whether each prediction has the pooled features.
 
     Returns:
         A prediction for each image, in order; of one that can't be read, its error.
@@ -289,7 +293,7 @@ def predict_images(
         while batch := list(islice(numbered, batch_size)):
             decoded = list(pool.map(lambda pair: _decode(pair[1], predictor.preprocess), batch))
             readable = [pixels for pixels in decoded if not isinstance(pixels, str)]
-            if bundle.likeness is None:
+            if bundle.likeness is None and not with_features:
                 logits = predictor.predict_images(readable)
                 features = None
             else:
@@ -297,11 +301,14 @@ def predict_images(
             scaled = logits.astype(np.float64) / bundle.temperature
             probabilities = iter(softmax(scaled, axis=1))
             answers = iter(answer_images(bundle, logits, features, coverage=coverage))
+            place = -1
             for (number, image), pixels in zip(batch, decoded, strict=True):
                 path = image if isinstance(image, str) else f"image {number}"
                 if isinstance(pixels, str):
                     yield Prediction(path, [], error=pixels)
                     continue
+                place += 1
+                own_features = features[place] if with_features and features is not None else None
                 values = next(probabilities)
                 best = np.argsort(-values, kind="stable")[:top_k].tolist()
                 classes = [
@@ -311,7 +318,7 @@ def predict_images(
                 prediction_set = None
                 if answer.prediction_set is not None:
                     prediction_set = [bundle.class_names[index] for index in answer.prediction_set]
-                yield Prediction(path, classes, None, prediction_set, answer.p_value)
+                yield Prediction(path, classes, None, prediction_set, answer.p_value, own_features)
 
 
 def describe_classes(classes: Classes) -> list[dict[str, int | str | float]]:

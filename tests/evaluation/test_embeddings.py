@@ -1,0 +1,66 @@
+"""Features of images: what the head reads, in the order of the images, in memory and in files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.conftest import Launcher, SaveModel
+from vit.bundle import load_bundle
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{name}.png" for name in "abc"]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    return paths
+
+
+def test_the_head_makes_the_logits_of_the_features(
+    save_model: SaveModel, photos: list[Path], tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model.safetensors")
+    features = vit.embed(model, photos, device="cpu", precision="float32", batch_size=2)
+    bundle = load_bundle(model)
+    assert features.shape == (3, bundle.model.embed_dim)
+    assert features.dtype == np.float32
+
+    with torch.inference_mode():
+        logits = bundle.model.head(torch.from_numpy(features)).double()
+    expected = torch.softmax(logits, dim=1).numpy()
+    result = vit.predict(model, photos, device="cpu", precision="float32", top_k=1)
+    for row, prediction in zip(expected, result.predictions, strict=True):
+        index, _, probability = prediction.classes[0]
+        assert row.argmax() == index
+        assert row[index] == pytest.approx(probability, abs=1e-6)
+        assert prediction.features is None
+
+
+def test_the_command_writes_them_beside_its_predictions(
+    cli: Launcher, save_model: SaveModel, photos: list[Path], tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model.safetensors")
+    expected = vit.embed(model, photos, device="cpu", precision="float32")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    images = [photos[0], tmp_path / "broken.png", *photos[1:]]
+    common = ["--device", "cpu", "--precision", "float32"]
+    for name in ("features.npz", "features.parquet"):
+        outcome = cli.succeed("predict", model, *images, "--embeddings", tmp_path / name, *common)
+        assert len(outcome.out.splitlines()) == 4
+    with np.load(tmp_path / "features.npz") as arrays:
+        assert arrays["paths"].tolist() == [str(path) for path in photos]
+        np.testing.assert_array_equal(arrays["embeddings"], expected)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = parquet.read_table(tmp_path / "features.parquet").to_pydict()
+    assert columns["path"] == [str(path) for path in photos]
+    np.testing.assert_array_equal(np.array(columns["embedding"], dtype=np.float32), expected)
+
+    failure = cli.run("predict", model, photos[0], "--embeddings", tmp_path / "features.txt")
+    assert "ends neither in .npz nor in .parquet" in failure.err
+    with pytest.raises(ValueError, match="has no features"):
+        vit.embed(model, images)
