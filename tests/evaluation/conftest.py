@@ -12,9 +12,9 @@ from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet, load_images
 from vit.evaluation.metrics import Ints
-from vit.evaluation.prediction import Logits
+from vit.evaluation.prediction import LogitArray
 
-MakePredictions = Callable[..., tuple[Logits, Ints]]
+MakePredictions = Callable[..., tuple[LogitArray, Ints]]
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def make_predictions() -> MakePredictions:
 
     def make(
         count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0
-    ) -> tuple[Logits, Ints]:
+    ) -> tuple[LogitArray, Ints]:
         rng = np.random.default_rng(seed)
         logits = sharpness * rng.standard_normal((count, classes))
         labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.conftest import Launcher
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.prediction import Logits, Precision, Predictor
+from vit.evaluation.prediction import LogitArray, Precision, Predictor
 
 
 def predict(
@@ -19,7 +19,7 @@ def predict(
     *,
     batch_size: int = 100,
     precision: Precision = "float32",
-) -> Logits:
+) -> LogitArray:
     predictor = Predictor(
         model=bundle.model,
         preprocess=bundle.preprocess,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.sources.base import Classes, ImageReader, choose_classes
+from vit.data.sources.base import ClassChoice, ImageReader, choose_classes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,7 +122,7 @@ class ImageDataset:
             hashes=None if self.hashes is None else self.hashes[:, chosen],
         )
 
-    def keep_classes(self, classes: Classes) -> ImageDataset:
+    def keep_classes(self, classes: ClassChoice) -> ImageDataset:
         """The images of `classes` (None: all), renumbered in the order of `class_names`. Raises
         ValueError as `choose_classes`."""
         class_names = choose_classes(self.class_names, classes)

@@ -55,7 +55,7 @@ HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
 # what image files are opened as, whatever their names: some of Pillow's other formats start
 # programs
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 # A file of some kB may hold very many pixels. The threads of a pool decode images of more than this
 # one at a time, each in a new thread: glibc keeps the memory that a thread's allocations took, so
@@ -118,7 +118,7 @@ def read_image(
 
     try:
         # Pillow warns about odd metadata and large images; neither changes the pixels
-        formats = (*FORMATS, "HEIF") if has_heif() else FORMATS
+        formats = (*IMAGE_FORMATS, "HEIF") if has_heif() else IMAGE_FORMATS
         max_pixels = _max_pixels()
         # Pillow has a limit of its own
         if max_pixels > _MAX_PIXELS:
@@ -164,7 +164,7 @@ def _explain_format(file: Path | BinaryIO) -> str:
         return "it is empty"
     if header[4:8] == b"ftyp" and header[8:11] in (b"hei", b"hev", b"mif", b"msf"):
         return f"it is HEIC; {HEIF_HINT}"
-    return f"it is not one of {', '.join(FORMATS)}"
+    return f"it is not one of {', '.join(IMAGE_FORMATS)}"
 
 
 def _decode(image: Image.Image) -> Image.Image:

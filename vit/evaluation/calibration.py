@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Ints, chunk_rows, compute_metrics, score_logits
-from vit.evaluation.prediction import Logits
+from vit.evaluation.prediction import LogitArray
 from vit.runtime.files import compute_sha256
 
 # of fewer images in a half, no noise can be estimated
@@ -44,7 +44,7 @@ class TemperatureFit:
 
 
 def cross_fit_temperature(
-    logits: Logits, labels: Ints, digests: np.ndarray
+    logits: LogitArray, labels: Ints, digests: np.ndarray
 ) -> TemperatureFit | None:
     """Fit a temperature, and measure it on images that it was not fitted on.
 
@@ -92,7 +92,7 @@ def chose_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
 
 
 def calibrate(
-    bundle: Bundle, validation: EvaluationSet, logits: Logits | None = None
+    bundle: Bundle, validation: EvaluationSet, logits: LogitArray | None = None
 ) -> tuple[Bundle, str]:
     """Keep a temperature where it helps on images that it was not fitted on.
 
@@ -173,7 +173,7 @@ def find_model_file(bundle: Bundle) -> Path:
     return path
 
 
-def measure_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calibration | None:
+def measure_calibration(bundle: Bundle, logits: LogitArray, labels: Ints) -> Calibration | None:
     """Metrics of the probabilities without and with the model's temperature; None where none was
     ever fitted."""
     if "temperature" not in bundle.metadata:
@@ -189,7 +189,7 @@ def measure_calibration(bundle: Bundle, logits: Logits, labels: Ints) -> Calibra
     )
 
 
-def fit_temperature(logits: Logits, labels: Ints) -> float:
+def fit_temperature(logits: LogitArray, labels: Ints) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
     The cross-entropy is convex in 1/T, so its minimum is the only one; it is found to six digits.

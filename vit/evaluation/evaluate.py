@@ -38,7 +38,7 @@ from vit.evaluation.metrics import (
     plot_confusion,
     score_logits,
 )
-from vit.evaluation.prediction import Logits, Predictor
+from vit.evaluation.prediction import LogitArray, Predictor
 from vit.evaluation.robustness import measure_corruptions
 from vit.evaluation.schema import (
     EVALUATION_FILE,
@@ -245,7 +245,7 @@ def evaluate_bundle(
     )
 
 
-def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Logits:
+def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> LogitArray:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 

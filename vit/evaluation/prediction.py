@@ -39,9 +39,9 @@ from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
 
 Pixels = NDArray[np.uint8]
-Logits = NDArray[np.float32]
+LogitArray = NDArray[np.float32]
 # index, name and probability, the most probable first
-Classes = list[tuple[int, str, float]]
+TopClasses = list[tuple[int, str, float]]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Predictor:
         *,
         count: int,
         on_progress: Callable[[int], object] = lambda done: None,
-    ) -> Logits:
+    ) -> LogitArray:
         """Compute the logits of images.
 
         Args:
@@ -122,7 +122,7 @@ class Predictor:
             shape=(count, self.num_classes),
             on_progress=on_progress,
         )
-        return cast(Logits, logits.numpy())
+        return cast(LogitArray, logits.numpy())
 
     @torch.inference_mode()
     def compute(
@@ -193,14 +193,16 @@ class Predictor:
             dist.all_reduce(results)
         return results.cpu()
 
-    def predict_images(self, images: Sequence[Pixels]) -> Logits:
+    def predict_images(self, images: Sequence[Pixels]) -> LogitArray:
         """`predict` for images in memory, uint8 [H, W, 3] each."""
         return self.predict(
             lambda start, stop: np.stack(images[start:stop]),
             count=len(images),
         )
 
-    def predict_with_features(self, images: Sequence[Pixels]) -> tuple[Logits, NDArray[np.float32]]:
+    def predict_with_features(
+        self, images: Sequence[Pixels]
+    ) -> tuple[LogitArray, NDArray[np.float32]]:
         """`predict_images`, and the pooled features [n, D] that the head reads."""
 
         def compute_batch(batch: Tensor) -> Tensor:
@@ -227,7 +229,7 @@ class Prediction:
 
     # of a PIL image or an array "image 0", by its place
     path: str
-    classes: Classes
+    classes: TopClasses
     error: str | None = None
     # names of the classes that hold the right one as often as `coverage` says, the most probable
     # first; None where the model file has no threshold of them
@@ -321,7 +323,7 @@ def predict_images(
                 yield Prediction(path, classes, None, prediction_set, answer.p_value, own_features)
 
 
-def describe_classes(classes: Classes) -> list[dict[str, int | str | float]]:
+def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
     """Classes as objects for JSON."""
     return [
         {"index": index, "name": name, "probability": probability}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
-from vit.explanation.capture.forward import Images, run_forward
+from vit.explanation.capture.forward import run_forward
 from vit.explanation.capture.layers import find_attention_layers
 from vit.explanation.faithfulness.sanity_checks import (
     RELIABILITY_IMAGES,
@@ -55,6 +55,7 @@ from vit.runtime.device import (
 )
 from vit.runtime.files import clean_name
 from vit.runtime.progress import show_progress
+from vit.runtime.tensors import Images
 from vit.runtime.threads import BatchThreads
 
 _MAX_KEPT_PIXELS = 100_000_000  # of all images that wait to be explained and drawn

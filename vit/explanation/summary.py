@@ -68,7 +68,7 @@ _MIN_LOG_ODDS = math.log(1.5)
 
 Relevance = Float[np.ndarray, "n P"]
 # of patches, that enter S of the blocks
-Tokens = Float[np.ndarray, "n P S D"]
+PatchTokens = Float[np.ndarray, "n P S D"]
 PatchMask = Bool[np.ndarray, "n P"]
 
 
@@ -233,7 +233,7 @@ class _Explained(NamedTuple):
 
     indices: NDArray[np.int64]
     relevance: Relevance
-    tokens: Tokens
+    tokens: PatchTokens
 
 
 class _Clusters(NamedTuple):
@@ -244,7 +244,7 @@ class _Clusters(NamedTuple):
     # distances within which tokens belong to a cluster
     reach: Float[np.ndarray, " K"]
 
-    def find(self, tokens: Tokens) -> tuple[NDArray[np.int64], Relevance]:
+    def find(self, tokens: PatchTokens) -> tuple[NDArray[np.int64], Relevance]:
         """The cluster of each patch, [n, P], -1 for those that are far from all; and the distance
         to its centre."""
         units = _center(tokens, self.mean)
@@ -641,7 +641,7 @@ def _decide(cluster: PatchCluster, num_tests: int) -> PatchCluster:
     return PatchCluster(**vars(cluster) | {"is_flagged": is_flagged})
 
 
-def _take_tokens(forward: Forward) -> Tokens:
+def _take_tokens(forward: Forward) -> PatchTokens:
     """The tokens of the patches that enter the last block, which every pooling reads, and beside
     them those that enter the blocks at one and two thirds of the depth, where patches of one look
     are still alike."""

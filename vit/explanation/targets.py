@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from vit.options import TargetLike
 from vit.runtime.arguments import shorten
+from vit.runtime.tensors import Logits
 
-Logits = Float[Tensor, "B C"]
 Classes = Int[Tensor, " B"]
 ChooseTargets = Callable[[Logits], Int[Tensor, "B T"]]
 # what the outputs of a model are: logits of classes that exclude each other, logits of labels that

@@ -37,7 +37,7 @@ ARRAYS_FILE = "maps.npz"
 MANIFEST_FILE = "manifest.json"
 SHEET_FILE = "index.png"
 PICTURE_FORMATS = ("png", "jpeg", "webp")
-FORMATS = (*PICTURE_FORMATS, "npz", "html")
+OUTPUT_FORMATS = (*PICTURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 # each time all images so far are written, so that of many it may take at most a fraction of the
@@ -100,7 +100,7 @@ class MapWriter:
 
     def __init__(self, output: str | Path, bundle: Bundle, options: ExplainOptions) -> None:
         for name in options.formats:
-            check_choice(name, FORMATS, name="--format")
+            check_choice(name, OUTPUT_FORMATS, name="--format")
         pictures = [name for name in options.formats if name in PICTURE_FORMATS]
         if len(pictures) > 1:
             choices = " and ".join(pictures)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vit.evaluation.metrics import Floats, Scores, compute_metrics, score_logits
-from vit.evaluation.prediction import Logits, Predictor, choose_batch_size
+from vit.evaluation.prediction import LogitArray, Predictor, choose_batch_size
 from vit.factory.data import TrainingData, choose_evenly
 from vit.runtime.device import Precision
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
@@ -35,7 +35,7 @@ class HeldAside:
     # [n], of the right class; none before the first validation
     probabilities: Floats = field(default_factory=lambda: np.zeros(0))
     # [k, C], of the images `indices`: all, or of many that are evenly spaced
-    logits: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    logits: LogitArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     # of the half without and with the last bit of the hash
     best: list[Validation] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class HeldAside:
         """The images whose logits are kept, [k]."""
         return choose_evenly(len(self.probabilities), len(self.logits))
 
-    def update(self, scores: Scores, logits: Logits, digests: np.ndarray) -> None:
+    def update(self, scores: Scores, logits: LogitArray, digests: np.ndarray) -> None:
         """Take what an epoch gives, for the half whose other half finds it the best.
 
         Args:

@@ -29,7 +29,7 @@ SPLIT_NAMES = {
 SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 Root = Path | str | None
-Classes = Sequence[str] | None
+ClassChoice = Sequence[str] | None
 # folder name → readable name
 Aliases = Mapping[str, str]
 
@@ -196,7 +196,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def check_test_classes(
-    counts: Mapping[str, Counter[str]], classes: Classes, *, origin: str
+    counts: Mapping[str, Counter[str]], classes: ClassChoice, *, origin: str
 ) -> None:
     """Refuse classes that no model could learn.
 
@@ -236,7 +236,7 @@ def check_label(label: Any, *, origin: str) -> str:
 
 
 def choose_classes(
-    class_names: Sequence[str], classes: Classes, *, aliases: Aliases | None = None
+    class_names: Sequence[str], classes: ClassChoice, *, aliases: Aliases | None = None
 ) -> tuple[str, ...]:
     """Those of `class_names` that `data.classes` keeps, in the order of the set.
 

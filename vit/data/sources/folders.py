@@ -14,7 +14,7 @@ from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import (
     Aliases,
-    Classes,
+    ClassChoice,
     FileReader,
     check_classes,
     choose_classes,
@@ -29,7 +29,7 @@ from vit.runtime.arguments import shorten
 
 
 def find_folder(
-    *, root: Path | str, classes: Classes, cache_dir: Path, allow_outside: bool = False
+    *, root: Path | str, classes: ClassChoice, cache_dir: Path, allow_outside: bool = False
 ) -> SourceSplits:
     """The splits of a folder of the user's own images, of a table of them, or of idx files.
 
@@ -62,7 +62,7 @@ def check_root(root: Path | str) -> Path:
 
 
 def find_class_folders(
-    name: str, root: Path, classes: Classes, *, aliases: Aliases | None = None
+    name: str, root: Path, classes: ClassChoice, *, aliases: Aliases | None = None
 ) -> SourceSplits:
     """The splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
     which is all "train".

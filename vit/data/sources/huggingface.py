@@ -19,7 +19,7 @@ from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import read_image
 from vit.data.sources.base import (
     SPLIT_OF,
-    Classes,
+    ClassChoice,
     ImageReader,
     check_classes,
     check_label,
@@ -90,7 +90,7 @@ def is_dataset(path: Path) -> bool:
     return is_saved or bool(_list_parquet(path))
 
 
-def find_huggingface(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """The splits of a data set that the library `datasets` reads.
 
     An image is in the column image or img; its class in label, labels or class, as a number, a

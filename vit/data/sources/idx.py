@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import ArrayReader, Classes
+from vit.data.sources.base import ArrayReader, ClassChoice
 
 _IMAGES_FILE = re.compile(r"(train|t10k|test)-images[-.]idx3-ubyte(?:\.gz)?")
 _SPLIT_OF = {"train": "train", "t10k": "test", "test": "test"}
@@ -27,7 +27,11 @@ def list_idx(folder: Path) -> dict[str, Path]:
 
 
 def find_idx(
-    name: str, files: dict[str, Path], classes: Classes, *, class_names: Sequence[str] | None = None
+    name: str,
+    files: dict[str, Path],
+    classes: ClassChoice,
+    *,
+    class_names: Sequence[str] | None = None,
 ) -> SourceSplits:
     """The splits of idx files.
 

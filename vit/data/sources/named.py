@@ -14,7 +14,7 @@ import numpy as np
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.sources.base import (
     ArrayReader,
-    Classes,
+    ClassChoice,
     Root,
     deduplicate,
     find_split_folders,
@@ -40,7 +40,7 @@ _IMAGENETTE_CLASSES = {
 }
 
 
-def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_digits(*, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, inside the installed package."""
 
     def load(split: str) -> ImageDataset:
@@ -55,7 +55,7 @@ def find_digits(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplit
     return SourceSplits({"train": "scikit-learn's digits"}, load)
 
 
-def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_cifar(name: str, *, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """CIFAR-10 or CIFAR-100 (Krizhevsky 2009) as published, verified by torchvision's checksums."""
     # takes seconds to import
     from torchvision import datasets
@@ -81,7 +81,7 @@ def find_cifar(name: str, *, root: Root, classes: Classes, cache_dir: Path) -> S
     )
 
 
-def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_imagenette(*, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
     split."""
     folder = choose_folder("imagenette", root)
@@ -104,7 +104,7 @@ def find_imagenette(*, root: Root, classes: Classes, cache_dir: Path) -> SourceS
     )
 
 
-def find_imagenet(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_imagenet(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the classes named by wnid or name.
 
     Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there,

@@ -32,7 +32,7 @@ from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
 from vit.data.sources.base import (
     SPLIT_NAMES,
-    Classes,
+    ClassChoice,
     ImageReader,
     check_classes,
     check_test_classes,
@@ -155,7 +155,7 @@ class RemoteShardReader(ShardReader):
                 total -= stat.st_size
 
 
-def find_shards(*, root: Path | str, classes: Classes, cache_dir: Path) -> SourceSplits:
+def find_shards(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
     """The splits of shards.
 
     As with image folders, val without test is the test split. Labels name the classes.

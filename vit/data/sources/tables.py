@@ -16,7 +16,7 @@ from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
-    Classes,
+    ClassChoice,
     FileReader,
     check_classes,
     check_label,
@@ -64,7 +64,7 @@ def list_tables(root: Path) -> list[Path]:
 
 
 def find_tables(
-    root: Path, tables: Sequence[Path], classes: Classes, *, allow_outside: bool
+    root: Path, tables: Sequence[Path], classes: ClassChoice, *, allow_outside: bool
 ) -> SourceSplits:
     """The splits of tables.
 

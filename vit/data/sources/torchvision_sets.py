@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import Classes, FileReader, Root
+from vit.data.sources.base import ClassChoice, FileReader, Root
 from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.named import choose_folder, open_or_download
 from vit.data.sources.python_objects import read_map_style
@@ -72,7 +72,7 @@ _SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
 
 
 def find_torchvision(
-    set_name: str, *, root: Root, classes: Classes, cache_dir: Path
+    set_name: str, *, root: Root, classes: ClassChoice, cache_dir: Path
 ) -> SourceSplits:
     """A set of torchvision, from files that are there or downloaded with torchvision's checksums.
 

@@ -35,7 +35,6 @@ from vit.explanation.capture.layers import (
     find_attention_layers,
 )
 from vit.explanation.capture.pooling import (
-    Tokens,
     TokenWeights,
     capture_attention_pooling,
     capture_last_tokens,
@@ -55,8 +54,8 @@ from vit.explanation.capture.verification import check_chain, check_places
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode, unwrap_model
+from vit.runtime.tensors import Images, Tokens
 
-Images = Float[Tensor, "B 3 height width"]  # as the model takes them
 PatchMaps = Float[Tensor, "B rows columns"]
 
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.layers import first_output
 from vit.model.logits import at_least_float32
+from vit.runtime.tensors import Tokens
 
-Tokens = Float[Tensor, "B N D"]
 TokenWeights = Float[Tensor, "B N"]
 # of this project and timm, whose `global_pool` says which tokens are pooled
 _KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Beit")

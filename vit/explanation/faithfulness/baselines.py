@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-from vit.explanation.capture.forward import Grid, Images, PatchMaps
+from vit.explanation.capture.forward import Grid, PatchMaps
+from vit.runtime.tensors import Images
 
 # of each image; their metrics are averaged
 RANDOM_MAPS = 3

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.explanation.capture.forward import Grid, Images, PatchMaps
+from vit.explanation.capture.forward import Grid, PatchMaps
 from vit.explanation.capture.tokens import can_drop_tokens
 from vit.explanation.faithfulness.baselines import RANDOM_MAPS, baseline_maps
 from vit.explanation.faithfulness.map_metrics import PerImage, find_order
@@ -31,6 +31,7 @@ from vit.explanation.methods.registry import compute_maps
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
+from vit.runtime.tensors import Images
 
 # occlusion of each patch: a reference to compare with, not an upper bound
 LEAVE_ONE_OUT = "leave-one-out"

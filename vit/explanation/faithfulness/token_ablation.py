@@ -18,12 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.explanation.capture.forward import Grid, Images
+from vit.explanation.capture.forward import Grid
 from vit.explanation.capture.tokens import can_drop_tokens, change_tokens
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
+from vit.runtime.tensors import Images
 
 # drop tokens where the model allows it, else paint; or always paint, or blur
 Fill = Literal["auto", "mean", "blur"]

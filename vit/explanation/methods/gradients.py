@@ -10,17 +10,16 @@ methods, and return the relevance of each token [B, N], prefix tokens included.
 """
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from vit.explanation.capture.forward import Forward, classify_token, differentiate
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.pooling import Tokens, TokenWeights
+from vit.explanation.capture.pooling import TokenWeights
 from vit.explanation.methods.rollout import normalise_rows
+from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
 from vit.options import MapOptions
-
-Classes = Int[Tensor, " B"]
+from vit.runtime.tensors import Tokens
 
 
 def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:

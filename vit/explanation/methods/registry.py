@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.forward import (
     Forward,
-    Images,
     compute_entropy,
     run_forward,
     split_prefix,
@@ -32,6 +31,7 @@ from vit.explanation.methods.rollout import check_range, check_rollout_options, 
 from vit.explanation.methods.sinks import find_sinks
 from vit.explanation.targets import CLASS, ChooseTargets, Target
 from vit.options import MapOptions as MapOptions
+from vit.runtime.tensors import Images
 
 Relevance = Float[Tensor, "B _ N"]  # of one class of each image, or of each class asked for
 Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
