@@ -26,6 +26,7 @@ IMAGES = {
     "cifar10": 50_000,
     "cifar100": 50_000,
     "digits": 1_438,
+    "fashion_mnist": 60_000,
     "imagenette": 9_469,
     "folder": 9_469,
 }

@@ -175,7 +175,8 @@ def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
         "cifar10": make_model("gae", best="gae"),
     }
     tables = faithfulness.build_tables(models).split("\n\n")
-    assert len(tables) == 4
+    # of the probability by three ways of removing patches, of the logit by two
+    assert len(tables) == len(faithfulness.GAINS) == 5
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables[1].splitlines()]
     assert rows[0] == ["probability, patches filled with the mean", "digits", "cifar10"]
     assert rows[2] == ["gae", *["**0.500 (0.250–0.750), 80 %**"] * 2]
@@ -184,7 +185,7 @@ def test_the_table_of_gains_has_every_model_and_marks_the_best() -> None:
     for model in models.values():
         for metric in ("srg_logit", "srg_logit_mean"):  # in results of earlier versions
             del model["metrics"][metric]
-    assert faithfulness.build_tables(models).split("\n\n") == tables[:2]
+    assert faithfulness.build_tables(models).split("\n\n") == tables[:3]
 
 
 VIT_EXPLAIN = """

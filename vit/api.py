@@ -264,6 +264,8 @@ def evaluate(
             )
             for split in splits
         ]
+        if data is None and dataset is None:
+            images[0] = replace(images[0], training_images=data_splits.split("train"))
         return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
 
 

@@ -66,7 +66,7 @@ def list_recipes() -> dict[str, Recipe]:
         time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
         unmeasured = "not measured"
         if "Needs a GPU" in comment:
-            unmeasured = "needs a GPU, not measured"
+            unmeasured = "needs a GPU"
         recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
             task=re.split(r"[.:] ", comment)[0],
             accuracy=accuracy[1] if accuracy else unmeasured,

@@ -1,6 +1,6 @@
 """Training in float16 with a loss scale beside bfloat16 and float32: CIFAR-10, two epochs on a CPU.
 
-    python research/float16.py ROOT --seeds 3 --output benchmarks/results
+    python research/float16_training.py ROOT --seeds 3 --output benchmarks/results
 
 ROOT holds CIFAR-10 as train/<class>/* and test/<class>/*, of which each class's first 60 and 40 images
 are taken. The recipe is cifar10/cpu with a narrow model of three blocks and batches of 20. Runs of one seed
