@@ -75,6 +75,20 @@ def vit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def quick_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports explain images in the tests of pages and of `vit evaluate`; elsewhere, where a report
+    is a by-product, that would take a second of each evaluation."""
+    whole = ("test_contrast.py", "test_evaluate.py")
+    if request.path.parent.name == "pages" or request.path.name in whole:
+        return
+    monkeypatch.setattr("vit.pages.report.explain_confusions", lambda result: ([], None))
+    monkeypatch.setattr(
+        "vit.pages.report.describe_in_plain_words",
+        lambda result: [f"{result.evaluation.describe_accuracy()}."],
+    )
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder for one test, in which nothing lies yet."""

@@ -50,6 +50,7 @@ def bundle(shortcuts: ModuleType, build_once: BuildOnce) -> Bundle:
     return loaded
 
 
+@pytest.mark.extended
 def test_a_planted_mark_is_flagged_and_nothing_else(shortcuts: ModuleType, bundle: Bundle) -> None:
     images = shortcuts.plant(size=SIZE, seed=1000, test=True)
     summary = shortcuts.summarize(bundle, images, seed=0)

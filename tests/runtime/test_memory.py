@@ -108,6 +108,7 @@ print(served - before, read_peak() - before)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_small_files_of_many_pixels_take_the_memory_of_two_or_three(
     cli: Launcher, tiny_model_file: Path, tmp_path: Path

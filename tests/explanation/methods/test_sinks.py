@@ -153,6 +153,7 @@ def test_the_class_token_is_none() -> None:
     assert not find_sinks(make_forward(class_token)).any()
 
 
+@pytest.mark.extended
 def test_a_model_with_planted_evidence_has_none(trained: Trained) -> None:
     """The glyph is looked at, by all."""
     forward = run_forward(trained.model, trained.images)

@@ -142,7 +142,8 @@ def capture_attention(
 
     Example:
         >>> with vit.capture_attention(model) as record: logits = model(images)
-        >>> record.attentions[-1][0, :, 0]  # what the class token attends to in each last head
+        >>> last = record.attentions[-1]
+        >>> last[0, :, 0]  # what the class token attends to in each of its heads
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")

@@ -98,7 +98,8 @@ def save_overlay(
 
     Example:
         >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
-        >>> vit.save_overlay("map.png", "photo.png", result.maps["rollout"][0])
+        >>> rollout = result.maps["rollout"]
+        >>> vit.save_overlay("map.png", "photo.png", rollout[0])
     """
     photo = next(list_images(image))
     if isinstance(photo, str):
