@@ -209,9 +209,12 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
         correlations.append(_correlate_alternatives(ranks, drops, compared))
 
     # the map itself is the first alternative; rounding must not put it behind its equals
-    as_well = [(every >= every[:, :1] - 1e-6).double().mean(dim=1) for every in correlations]
+    p_values = [
+        (alternatives >= alternatives[:, :1] - 1e-6).double().mean(dim=1)
+        for alternatives in correlations
+    ]
     return MapChecks(
-        p_value=torch.stack(as_well).amax(dim=0),
+        p_value=torch.stack(p_values).amax(dim=0),
         agreement=correlations[0][:, 0],
         is_constant=maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1),
         alternatives=len(compared.places),
