@@ -128,6 +128,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> N
     assert count_rows(gpu.build_table({"machine": machine, "parts": written[2]})) == 3
 
 
+@pytest.mark.extended
 def test_a_part_that_is_stopped_keeps_what_it_has_measured(tmp_path: Path) -> None:
     """The second variant of the steps takes longer than the part may."""
     command = [sys.executable, str(ROOT / "benchmarks" / "recipe_steps.py"), "cifar10/speedrun"]

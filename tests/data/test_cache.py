@@ -292,6 +292,7 @@ def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_n
     assert len({base, *fingerprints}) == 6
 
 
+@pytest.mark.extended
 def test_a_script_without_main_guard_can_build_with_processes(
     cli: Launcher, make_folder: MakeFolder, tmp_path: Path
 ) -> None:

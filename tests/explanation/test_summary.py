@@ -162,6 +162,7 @@ def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> No
     assert num_masks == len(labels) - 1
 
 
+@pytest.mark.extended
 def test_the_command_writes_a_page_and_a_file(
     tiny_run: Path, tmp_path: Path, cli: Launcher
 ) -> None:

@@ -130,6 +130,7 @@ def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
 
 
+@pytest.mark.extended
 def test_a_resumed_run_ends_with_the_same_bytes(
     cli: Launcher, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     assert part.metadata["run_id"] != whole.metadata["run_id"]
 
 
+@pytest.mark.extended
 def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     cli: Launcher, weights: Path, tmp_path: Path
 ) -> None:

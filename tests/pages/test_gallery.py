@@ -148,6 +148,7 @@ def test_sixteen_images_of_a_base_size_model_stay_below_five_megabytes(tmp_path:
     assert matrices == [(None, None)]  # those of the layers would be 6.7 MB
 
 
+@pytest.mark.extended
 def test_of_few_images_more_of_the_tokens_is_shown(tmp_path: Path) -> None:
     bundle = make_bundle(size=64, patch=4, depth=4)
 
@@ -602,6 +603,7 @@ def shown(browser) -> list[str]:
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.browser
 def test_all_images_come_as_one_scrolls_and_are_filtered_and_sorted(browser, many: tuple) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
@@ -724,6 +726,7 @@ CanvasRenderingContext2D.prototype.putImageData = function (...values) {
 """
 
 
+@pytest.mark.extended
 @pytest.mark.browser
 def test_the_first_of_two_hundred_photos_is_there_in_three_seconds(browser, tmp_path: Path) -> None:
     from selenium.webdriver.support.wait import WebDriverWait

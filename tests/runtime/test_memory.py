@@ -47,6 +47,7 @@ print(int(re.search(r"VmHWM:\\s*(.*) kB", status)[1]) // 1024)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 @pytest.mark.parametrize("side", [3_000, 5_500])
 def test_threads_share_the_memory_of_what_they_decoded(

@@ -160,6 +160,7 @@ def test_what_torch_keeps_of_freed_tensors_counts_as_free(monkeypatch: pytest.Mo
     assert choose_pipeline(2801, device=device)[0] == "workers"
 
 
+@pytest.mark.extended
 def test_explanations_that_do_not_fit_are_made_in_halves(
     npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
         explain(2**8)
 
 
+@pytest.mark.extended
 def test_evaluations_that_do_not_fit_are_made_in_halves(
     npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
 ) -> None:

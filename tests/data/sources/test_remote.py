@@ -118,6 +118,7 @@ def test_braces_globs_and_folders_of_a_bucket_are_what_local_ones_are(
     assert dataset.describe_splits()[0] == "val* is the test split"
 
 
+@pytest.mark.extended
 def test_images_are_read_once_by_range_and_never_a_shard_as_a_whole(
     server: ObjectServer, tmp_path: Path, empty_cache: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_images_are_read_once_by_range_and_never_a_shard_as_a_whole(
     assert server.read == []  # the index and the images are on the disk
 
 
+@pytest.mark.extended
 def test_training_reads_each_image_once(
     server: ObjectServer, tmp_path: Path, empty_cache: Path
 ) -> None:
@@ -150,6 +152,7 @@ def test_training_reads_each_image_once(
     assert len(server.read) == 3 * COUNT
 
 
+@pytest.mark.extended
 def test_the_cache_keeps_to_its_size(
     server: ObjectServer, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
