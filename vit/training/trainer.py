@@ -141,8 +141,9 @@ class Trainer:
                     " continue with --resume, perhaps with fewer data.workers"
                 ) from error
             finally:
-                self.train_batches.close()
+                # first: nothing may be written once this run is said to have ended
                 self.writer.finish()
+                self.train_batches.close()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
 
@@ -317,6 +318,8 @@ class Trainer:
             )
         self._restore(best_checkpoint)
         self.model_writer.write(self.train_step.averaged_model.eval())
+        # what fails before the first step must not leave a thread that writes
+        self.writer.wait()
         self._restore(checkpoint)
         self._message(
             f"the model file was missing or damaged; it is written again from step {best_step}"
