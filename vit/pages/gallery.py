@@ -22,7 +22,7 @@ from vit.runtime.files import write_text
 
 MAX_IMAGES = 200  # browsers don't open much larger pages
 # of `TokenDetails`: of all images of a page, and of each image in any page
-_PAGE_TOKEN_BYTES = 2_700_000
+_PAGE_TOKEN_BYTES = 2_640_000
 _MIN_TOKEN_BYTES = 160_000
 _PHOTO_SIDE = 400  # pixels
 
