@@ -265,7 +265,7 @@ def evaluate(
             for split in splits
         ]
         if data is None and dataset is None:
-            images[0] = replace(images[0], training_images=data_splits.split("train"))
+            images[0] = replace(images[0], splits=data_splits)
         return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
 
 

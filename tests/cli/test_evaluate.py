@@ -343,3 +343,13 @@ def test_bad_folders_and_models_get_one_line(
         assert (code, len(error.strip().splitlines())) == (2, 1), error
         assert sentence in error
         assert not (tmp_path / "out").exists()
+
+
+def test_a_root_without_training_images_is_evaluated(
+    cli: Launcher, model_file: Path, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "elsewhere", split="test", first_seed=2000)
+    output = tmp_path / "evaluation"
+    options = ("--root", tmp_path / "elsewhere", "--split", "test", "--output", output)
+    cli.succeed("evaluate", model_file, *options)
+    assert json.loads((output / "evaluation.json").read_text())["num_images"] == 18

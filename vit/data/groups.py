@@ -43,10 +43,10 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
 
     groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
     for label, class_name in enumerate(dataset.class_names):
-        of_class = {groups[index] for index in np.flatnonzero(dataset.labels == label)}
-        if len(of_class) == 1 and (dataset.labels == label).sum() > 1:
+        class_groups = {groups[index] for index in np.flatnonzero(dataset.labels == label)}
+        if len(class_groups) == 1 and (dataset.labels == label).sum() > 1:
             raise ValueError(
-                f"{origin} makes one group, {shorten(of_class.pop())!r}, of all images of"
+                f"{origin} makes one group, {shorten(class_groups.pop())!r}, of all images of"
                 f" {shorten(class_name)!r}: they can't be split; take another one"
             )
     return tuple(groups)
@@ -117,10 +117,10 @@ def join_duplicates(
 
     own = np.array(groups, dtype=object)
     for label in np.unique(labels):
-        of_class = labels == label
-        if len(set(joined[of_class])) < min(num_splits, len(set(own[of_class]))):
-            joined[of_class] = own[of_class]
-            copies -= set(np.flatnonzero(of_class).tolist())
+        in_class = labels == label
+        if len(set(joined[in_class])) < min(num_splits, len(set(own[in_class]))):
+            joined[in_class] = own[in_class]
+            copies -= set(np.flatnonzero(in_class).tolist())
     return tuple(joined), len(copies)
 
 
@@ -175,8 +175,10 @@ def choose_groups(
             num_chosen += members[group]
     for label, target in targets.items():
         if target and not num_chosen[label]:
-            of_class = [group for group in members if label in members[group]]
-            smallest = min(of_class, key=lambda group: (members[group].total(), hash_group(group)))
+            class_groups = [group for group in members if label in members[group]]
+            smallest = min(
+                class_groups, key=lambda group: (members[group].total(), hash_group(group))
+            )
             if leaves_some(smallest):
                 chosen.add(smallest)
                 num_chosen += members[smallest]

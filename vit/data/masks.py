@@ -27,20 +27,20 @@ def find_masks(path: Path) -> Masks:
         ValueError: neither of these.
         OSError: the file can't be read.
     """
-    found: list[tuple[Path, Callable[[], Image.Image]]]
+    readers: list[tuple[Path, Callable[[], Image.Image]]]
     if path.is_dir():
-        found = [
+        readers = [
             (Path(file), partial(read_image, Path(file), name=file))
             for file in filter(is_image_name, list_files(path))
         ]
     elif path.suffix == ".json":
-        found = _read_coco(path)
+        readers = _read_coco(path)
     else:
         raise ValueError(f"{path} is neither a folder of masks nor a COCO file (.json)")
 
     masks: dict[str, Callable[[], Image.Image]] = {}
     twice = set()
-    for name, read in found:
+    for name, read in readers:
         if name.stem in masks:
             twice.add(name.stem)
         masks[name.stem] = read

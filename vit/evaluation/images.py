@@ -40,8 +40,8 @@ class EvaluationSet:
     preprocess: Preprocess
     # of the data set, for readers
     title: str = ""
-    # those that the model was trained on, where the images are of the same data set
-    training_images: ImageDataset | None = None
+    # of the data set that the model was trained on, where the images are of it: listed already
+    splits: DatasetSplits | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

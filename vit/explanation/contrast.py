@@ -79,13 +79,13 @@ def contrast_errors(
             # what can't be read is refused with the first images
             verify=start == 0,
         )
-        values = torch.stack([of_method.values[:, 0] for of_method in maps]).cpu()  # [M, B, …]
+        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()  # [M, B, …]
         turned = _turn_answers(
             bundle, images, values.flatten(2), grid=forward.grid, predicted=batch_predicted
         )
         for row, (removed, answer) in enumerate(turned):
-            of_image = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
-            contrasts.append(Contrast(of_image, removed, answer))
+            image_maps = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
+            contrasts.append(Contrast(image_maps, removed, answer))
     return contrasts
 
 

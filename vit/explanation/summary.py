@@ -585,8 +585,10 @@ class _Summarizer:
         if len(indices) < 2:
             return 0.0
         cut = []
-        for image, of_image in list(zip(indices.tolist(), members, strict=True))[:_MAX_COMPARED]:
-            patch = int(self.random.choice(np.flatnonzero(of_image)))
+        for image, image_members in list(zip(indices.tolist(), members, strict=True))[
+            :_MAX_COMPARED
+        ]:
+            patch = int(self.random.choice(np.flatnonzero(image_members)))
             cut.append(cut_patch(self.images.pixels[image], patch, self.grid).ravel())
         values = np.stack(cut).astype(np.float64)
         values -= values.mean(axis=1, keepdims=True)
@@ -683,12 +685,12 @@ def _cluster(explained: _Explained, *, seed: int) -> _Clusters:
     distances = np.linalg.norm(units - centres[clustering.labels_], axis=1)
     reach = np.zeros(count, dtype=np.float64)
     for number in range(count):
-        of_cluster = clustering.labels_ == number
-        order = np.argsort(distances[of_cluster], kind="stable")
-        share = weights[of_cluster][order].cumsum() / weights[of_cluster].sum()
+        in_cluster = clustering.labels_ == number
+        order = np.argsort(distances[in_cluster], kind="stable")
+        share = weights[in_cluster][order].cumsum() / weights[in_cluster].sum()
         place = min(int(np.searchsorted(share, _REACH)), len(order) - 1)
         # rounding must not leave out the one at the end
-        reach[number] = distances[of_cluster][order][place] * (1 + 1e-5)
+        reach[number] = distances[in_cluster][order][place] * (1 + 1e-5)
     return _Clusters(mean, centres, reach)
 
 
@@ -696,10 +698,10 @@ def _read_class(
     logits: Float[Tensor, "R C"], class_index: int
 ) -> tuple[Float[np.ndarray, " R"], Float[np.ndarray, " R"]]:
     """Probability and log-odds of a class."""
-    of_class = logits[:, class_index]
+    class_logits = logits[:, class_index]
     others = logits.clone()
     others[:, class_index] = -torch.inf
-    log_odds = of_class - others.logsumexp(dim=1)
+    log_odds = class_logits - others.logsumexp(dim=1)
     return log_odds.sigmoid().cpu().numpy(), log_odds.cpu().numpy()
 
 

@@ -138,10 +138,10 @@ def _choose(labels: NDArray[np.int64] | None, count: int, *, max_images: int) ->
     if labels is None:
         return sorted(order[:max_images].tolist())
     present = np.unique(labels)
-    of_each = min(MAX_IMAGES_A_CLASS, max(max_images // len(present), 1))
+    images_a_class = min(MAX_IMAGES_A_CLASS, max(max_images // len(present), 1))
     chosen: list[int] = []
     for label in present:
-        chosen += order[labels[order] == label][:of_each].tolist()
+        chosen += order[labels[order] == label][:images_a_class].tolist()
     return sorted(chosen)
 
 

@@ -70,7 +70,8 @@ def list_recipes() -> dict[str, Recipe]:
         recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
             task=re.split(r"[.:] ", comment)[0],
             accuracy=accuracy[1] if accuracy else unmeasured,
-            time=time[1] if time else "",
+            # of a recipe that was not measured, seconds are an estimate
+            time=time[1] if time and accuracy else "",
         )
     return recipes
 

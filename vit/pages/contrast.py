@@ -149,9 +149,8 @@ class _TrainingPhotos:
             return
         # what a model was trained on may be gone, or of other classes
         with suppress(ValueError, OSError):
-            source = result.images.training_images
-            if source is None:
-                source = open_for_model(None, trained_on=trained_on).split("train")
+            splits = result.images.splits or open_for_model(None, trained_on=trained_on)
+            source = splits.split("train")
             if source.reader.is_remote:
                 return
             class_indices = match_classes(
