@@ -1,24 +1,31 @@
 """How often is the sanity check of a map wrong, and are the maps that it doesn't support worse?
 
-    python benchmarks/sanity_checks.py --models runs/digits runs/cifar10 planted --output benchmarks/results
+    python benchmarks/sanity_checks.py --models runs/digits runs/photos=/data/photos planted \
+        planted-16 --output benchmarks/results
+
+A model is a training directory, tested on its own test split or on the images after =; `planted` is
+that of benchmarks/planted_evidence.py, `planted-14` and `planted-16` the same on grids of so many
+patches a side. Evidence is what `vit explain` takes: single patches, or the groups that the model
+reacts to.
 
 Each map is checked where it belongs, on other images and mirrored; smooth noise and a centred
-Gaussian are checked too. Whatever is supported there is a false alarm. Beside each verdict stands
-how good such maps are: their rank correlation with leave-one-out; their gain, the symmetric
-relevance gain (insertion minus deletion area, tokens left out) minus that of another image's map of
-the same method; and for the model `planted`, whose evidence is a glyph, how often their maximum is
-on it. Checks that are not made, since they don't tell good maps from bad ones, are measured in the
-same way.
+Gaussian are checked too. Where these agree, that is a false alarm. Beside each verdict stands how
+good such maps are: their rank correlation with what the model loses without each group of patches,
+all of them; their gain, the symmetric relevance gain (insertion minus deletion area, tokens left
+out) minus that of another image's map of the same method; and of planted glyphs, how often their
+maximum is on it. Checks that are not made, since they don't tell good maps from bad ones, are
+measured in the same way with --seeds 5.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import planted_evidence
 import torch
-from conditions import describe_conditions, write_result
+from conditions import describe_conditions, find_result, write_result
 from torch import Tensor, nn
 
 from vit.bundle import load_model
@@ -28,9 +35,11 @@ from vit.explanation.capture.forward import Grid, run_forward
 from vit.explanation.faithfulness.baselines import centre_maps
 from vit.explanation.faithfulness.map_metrics import find_order, to_markdown
 from vit.explanation.faithfulness.sanity_checks import (
+    RELIABILITY_IMAGES,
     VERDICTS,
     Evidence,
     check_map,
+    choose_group_size,
     occlusion_reference,
     randomise_weights,
     rank_correlation,
@@ -44,9 +53,10 @@ from vit.explanation.faithfulness.token_ablation import (
 )
 from vit.explanation.methods.registry import METHODS, Maps, compute_maps
 
+NAME = "sanity-checks"
 NAMES = [name for name in METHODS if name != "raw"]
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
-SEEDS, OTHERS = 5, 8  # of randomised weights; images that each map is checked on beside its own
+OTHERS = 8  # images that each map is checked on beside its own
 BATCH, FEWEST = 32, 5  # images at a time; maps whose mean quality is compared
 ALARMS, BASELINES = (
     ("other images", "images of other classes", "mirrored"),
@@ -59,8 +69,12 @@ class Measured:
 
     def __init__(self, name: str, count: int) -> None:
         self.glyphs: Tensor | None = None
-        if name == "planted":
-            self.model, self.images, self.classes, glyphs = planted_evidence.train()
+        self.glyph_side = 1
+        if name.partition("-")[0] == "planted":
+            side = int(name.partition("-")[2] or planted_evidence.GRID)
+            if side != planted_evidence.GRID:
+                self.glyph_side = planted_evidence.LARGE_GLYPH
+            self.model, self.images, self.classes, glyphs = planted_evidence.train(grid=side)
             chosen = torch.where(glyphs >= 0)[0][:count]
             self.images, self.classes, self.glyphs = (
                 self.images[chosen],
@@ -68,19 +82,25 @@ class Measured:
                 glyphs[chosen],
             )
         else:
-            bundle = load_model(name)
+            run, _, data = name.partition("=")
+            bundle = load_model(run)
             self.model = bundle.model
-            source = open_for_model(None, trained_on=bundle.config["data"]).split("test")
+            splits = open_for_model(data or None, trained_on=bundle.config["data"])
+            source = splits.split(None if data else "test")
             self.images, self.classes, _ = select_correct_images(bundle, source, count=count)
-        forward = run_forward(self.model, self.images[:1])
+        forward = run_forward(self.model, self.images[:RELIABILITY_IMAGES])
         self.grid: Grid = forward.grid
+        # the first images decide, as in `vit explain`
+        self.group_size = choose_group_size(forward)
+        self.groups = tile_patches(self.grid, self.group_size.side or 1)
         self.pool_weights, self.layers = (
             forward.pool_weights[0, forward.num_prefix_tokens :],
             len(forward.record.layers),
         )
         self.maps, self.prefix_mass = self.explain(self.model)
         self.leave_one_out = self.in_batches(self._leave_one_out, self.images, self.classes)
-        self.maps["leave-one-out"] = self.leave_one_out
+        share = self.groups / self.groups.sum(dim=1, keepdim=True)  # [m, P]
+        self.maps["leave-one-out"] = (self.leave_one_out @ share).unflatten(1, self.grid)
         self.randomised: list[dict[str, Tensor]] = []
         self.evidence = {circular: self._find_evidence(circular) for circular in (False, True)}
 
@@ -127,10 +147,22 @@ class Measured:
 
     def _leave_one_out(self, images: Tensor, classes: Tensor) -> Tensor:
         predict = build_predictor(self.model, images, classes, grid=self.grid)
-        drops = leave_one_out(
-            predict, batch=len(images), groups=tile_patches(self.grid, 1), device=images.device
-        )
-        return drops.reshape(-1, *self.grid)
+        return leave_one_out(predict, batch=len(images), groups=self.groups, device=images.device)
+
+    def correlate(self, maps: Tensor) -> Tensor:
+        """Rank correlation of each map, summed over the groups, with what these change."""
+        sums = maps.flatten(1) @ self.groups.T.to(maps.dtype)
+        return rank_correlation(sums[:, None], self.leave_one_out[:, None])
+
+    def hits_glyph(self, maps: Tensor) -> Tensor:
+        """Whether the maximum of each map is on the glyph."""
+        assert self.glyphs is not None
+        columns = self.grid[1]
+        places = maps.flatten(1).argmax(dim=1)
+        down = places // columns - self.glyphs // columns
+        across = places % columns - self.glyphs % columns
+        inside = [(offset >= 0) & (offset < self.glyph_side) for offset in (down, across)]
+        return (inside[0] & inside[1]).float()
 
     def _find_evidence(self, circular: bool) -> Evidence:
         parts = []
@@ -138,8 +170,11 @@ class Measured:
             self.images.split(BATCH), self.classes.split(BATCH), strict=True
         ):
             forward = run_forward(self.model, images, gradients=True)
-            parts.append(occlusion_reference(forward, classes, circular=circular))
-        return Evidence(parts[0].name, torch.cat([part.drops for part in parts]), parts[0].groups)
+            parts.append(
+                occlusion_reference(forward, classes, circular=circular, size=self.group_size)
+            )
+        drops = torch.cat([part.drops for part in parts])
+        return Evidence(parts[0].name, drops, parts[0].groups, self.group_size)
 
 
 def check_method(measured: Measured, name: str) -> dict[str, Any]:
@@ -153,11 +188,11 @@ def check_method(measured: Measured, name: str) -> dict[str, Any]:
     ]
     mirrored = [maps.flip(sides) for sides in ((1,), (2,), (1, 2))]
     quality = {
-        "leave_one_out_correlation": rank_correlation(maps, measured.leave_one_out),
+        "leave_one_out_correlation": measured.correlate(maps),
         "gain": measured.measure_gain(maps) - measured.measure_gain(maps.roll(1, 0)),
     }
     if measured.glyphs is not None:
-        quality["on_glyph"] = (maps.flatten(1).argmax(dim=1) == measured.glyphs).float()
+        quality["on_glyph"] = measured.hits_glyph(maps)
     return {
         "evidence": evidence.name,
         "mean": {what: float(values.mean()) for what, values in quality.items()},
@@ -207,7 +242,7 @@ def find_warnings(measured: Measured, name: str) -> dict[str, Tensor]:
     """What three other checks would warn of: relevance in prefix tokens (more than half); a nearly
     uniform map (98 %), without what the method's identity adds; a map nearer to those of randomised
     weights for its own image than to theirs for 95 % of the others."""
-    if name not in measured.prefix_mass:
+    if name not in measured.prefix_mass or not measured.randomised:
         return {}
     maps = measured.maps[name].flatten(1)
     identity = {"gae": 1.0, "libra-gae": 1.0}.get(name, 0.0)
@@ -235,23 +270,32 @@ def correlate_pairs(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def measure_model(name: str, count: int) -> dict[str, Any]:
-    """All methods and baselines on one model."""
+def measure_model(name: str, count: int, seeds: int) -> dict[str, Any]:
+    """All methods and baselines on one model; `seeds` of randomised weights."""
     measured = Measured(name, count)
     measured.randomised = [
-        measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(SEEDS)
+        measured.explain(randomise_weights(measured.model, seed=seed))[0] for seed in range(seeds)
     ]
     rows, columns = measured.grid
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(len(measured.images), rows + 2, columns + 2, generator=generator)
     noise = nn.functional.avg_pool2d(noise, 3, stride=1)
     evidence = measured.evidence[False]
-    drops = evidence.drops.reshape(-1, rows, columns)
+    # what the check sees of what all groups do
+    compared = evidence.drops
+    if evidence.groups.shape == measured.groups.shape:
+        agreement = rank_correlation(compared[:, None], measured.leave_one_out[:, None])
+        correlation = float(agreement.mean())
+    else:
+        correlation = None
     return {
         "images": len(measured.images),
         "grid": [rows, columns],
         "evidence": evidence.name,
-        "evidence_correlation": float(rank_correlation(drops, measured.leave_one_out).mean()),
+        "groups": str(measured.group_size),
+        "reliability": measured.group_size.reliability,
+        "num_groups": len(evidence.groups),
+        "evidence_correlation": correlation,
         "false_alarms": {
             kind: count_agreeing([maps], evidence)
             for kind, maps in zip(
@@ -263,8 +307,8 @@ def measure_model(name: str, count: int) -> dict[str, Any]:
 
 
 def show_false_alarms(models: dict[str, Any]) -> str:
-    """How often each model's maps are supported where they don't belong: the mean and the highest
-    of its methods."""
+    """How often each model's maps agree where they don't belong: the mean and the highest of its
+    methods."""
 
     def describe(rates: list[float | None]) -> str:
         known = [rate for rate in rates if rate is not None]
@@ -277,30 +321,34 @@ def show_false_alarms(models: dict[str, Any]) -> str:
             for kind in ALARMS
         ]
         baselines = [f"{100 * model['false_alarms'][kind]:.1f} %" for kind in BASELINES]
-        correlation = f"{model['evidence_correlation']:.2f}"
+        grid = "{} × {}".format(*model["grid"])
+        left_out = f"{model['groups']} (ρ {model['reliability']:.2f})"
         rows.append(
             [
                 name,
+                grid,
                 str(model["images"]),
+                left_out,
                 model["evidence"],
-                correlation,
                 *map(describe, kinds),
                 *baselines,
             ]
         )
     return to_markdown(
-        ["model", "images", "evidence", "ρ leave-one-out", *ALARMS, *BASELINES], rows
+        ["model", "patches", "images", "left out", "evidence", *ALARMS, *BASELINES], rows
     )
 
 
-def show_verdicts(models: dict[str, Any]) -> str:
-    """Of each method: the fraction of its maps with each verdict, and their gain."""
+def show_verdicts(models: dict[str, Any], quality: str) -> str:
+    """Of each method: the fraction of its maps with each verdict, and how good those are."""
 
     def describe(method: dict[str, Any]) -> str:
         found = [method["verdicts"][verdict] for verdict in VERDICTS[:3]]
-        gains = " / ".join("–" if each["gain"] is None else f"{each['gain']:.2f}" for each in found)
+        means = " / ".join(
+            "–" if each[quality] is None else f"{each[quality]:.2f}" for each in found
+        )
         fractions = " / ".join(f"{100 * each['fraction']:.0f}" for each in found)
-        return f"{fractions} %: {gains}"
+        return f"{fractions} %: {means}"
 
     methods = next(iter(models.values()))["methods"]
     rows = [
@@ -344,7 +392,13 @@ def show_predictions(models: dict[str, Any]) -> str:
 
 def show(models: dict[str, Any]) -> str:
     """The tables of docs/benchmark-record.md."""
-    return "\n\n".join([show_false_alarms(models), show_verdicts(models), show_predictions(models)])
+    tables = [
+        show_false_alarms(models),
+        show_verdicts(models, "leave_one_out_correlation"),
+        show_verdicts(models, "gain"),
+        show_predictions(models),
+    ]
+    return "\n\n".join(tables)
 
 
 def main() -> None:
@@ -356,17 +410,21 @@ def main() -> None:
     parser.add_argument(
         "--images", type=int, default=128, help="of each model, classified correctly"
     )
-    parser.add_argument("--output", type=Path, help="folder for sanity-checks-<machine>.json")
+    parser.add_argument("--seeds", type=int, default=0, help="of randomised weights")
+    parser.add_argument("--output", type=Path, help=f"folder for {NAME}-<machine>.json")
     options = parser.parse_args()
-    machine, results = describe_conditions("cpu"), {}
+    machine = describe_conditions("cpu")
     for model in options.models:
-        results[Path(model).name] = measure_model(model, options.images)
-    print(show(results))
-    if options.output:
-        path = write_result(
-            options.output, "sanity-checks", {"machine": machine, "models": results}
-        )
-        path.with_suffix(".md").write_text(show(results) + "\n")
+        result = measure_model(model, options.images, options.seeds)
+        name = Path(model.partition("=")[0]).name
+        print(show({name: result}), flush=True)
+        if options.output:
+            # models that were measured before stay
+            path = find_result(options.output, NAME, machine)
+            before = json.loads(path.read_text())["models"] if path.exists() else {}
+            models = before | {name: {**result, "machine": machine}}
+            write_result(options.output, NAME, {"machine": machine, "models": models})
+            path.with_suffix(".md").write_text(show(models) + "\n")
 
 
 if __name__ == "__main__":

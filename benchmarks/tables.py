@@ -19,6 +19,7 @@ from typing import Any
 import attention_programs
 import audit
 import evaluation
+import explanation_memory
 import faithfulness
 import gpu
 import intervals
@@ -401,6 +402,7 @@ def build_tables() -> dict[str, str]:
         ),
         "faithfulness-summary": build_faithfulness_summary(load_results(faithfulness.NAME)),
         "explanation-speed": build_explanation_speed(load_results(attention_programs.NAME)),
+        "explanation-memory": join_tables(explanation_memory.build_table, explanation_memory.NAME),
         "fuzz": build_fuzz(load_results("fuzz")),
         "gpu": gpu.build_tables(load_results),
         "intervals": join_tables(intervals.build_table, intervals.NAME),

@@ -449,7 +449,8 @@ def explain(
             model was trained on.
         methods: names of methods (`vit explain --help` lists them); "best" is the one that
             `vit.measure_faithfulness` found; "auto" is rollout and, of up to 64 images, the best
-            where it is known, else libra-removal.
+            where it is known, else libra-removal; of a model without attention (ResNet, ConvNeXt,
+            Swin) grad-cam and input-x-gradient.
         target: what to explain: a class's name or index, "auto" for the predicted one, "all", or
             "top3"; "A - B" for the difference of two classes' logits; "sigmoid:A" for a label that
             others don't exclude; or a function from the model's outputs [B, C] to a number of each

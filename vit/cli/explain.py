@@ -29,7 +29,8 @@ def explain(
     open in a browser. vit attention is the same command.
 
     Methods: rollout, raw, gae, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
-    libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal.
+    libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal. Of models
+    without attention (ResNet, ConvNeXt, Swin): grad-cam, input-x-gradient.
 
     With --summary, over up to 200 images of each class: where and on which kinds of patches the
     class is recognised, what leaving those out changes, and likely shortcuts such as a watermark

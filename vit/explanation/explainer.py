@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
-from vit.explanation.capture.forward import run_forward
-from vit.explanation.capture.layers import find_attention_layers
+from vit.explanation.capture.feature_maps import run_classifier
+from vit.explanation.capture.layers import find_attention_layers, has_attention
 from vit.explanation.faithfulness.sanity_checks import (
     RELIABILITY_IMAGES,
     GroupSize,
@@ -25,7 +25,13 @@ from vit.explanation.faithfulness.sanity_checks import (
 )
 from vit.explanation.heads import compute_head_effects
 from vit.explanation.items import ImageItem, items_from_images
-from vit.explanation.methods.registry import Maps, check_options, compute_maps, find_methods
+from vit.explanation.methods.registry import (
+    Maps,
+    Method,
+    check_options,
+    compute_maps,
+    find_methods,
+)
 from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
 from vit.explanation.render.overlay import (
     FIXED_END,
@@ -123,17 +129,19 @@ class Explainer:
 
     Raises:
         ValueError: for an unknown method or scale, for a class, layer or option that the model does
-            not have, and for a model whose attention can't be read.
+            not have, and for a model whose attention can't be read where the method needs it.
     """
 
     # copies of the model that are made in inference mode could not be differentiated
     @torch.inference_mode(False)
     def __init__(self, bundle: Bundle, options: ExplainOptions) -> None:
         # whatever can be wrong is said before any image is read
-        find_methods(options.methods)
+        methods = find_methods(options.methods, bundle.model)
         check_choice(options.scale, SCALES, name="scale")
         check_choice(options.interpolation, INTERPOLATIONS, name="--interpolation")
-        check_options(options.map_options, find_attention_layers(bundle.model))
+        self._has_attention = has_attention(bundle.model)
+        if self._has_attention:
+            check_options(options.map_options, find_attention_layers(bundle.model))
         self.bundle = bundle
         self.device = next(bundle.model.parameters()).device
         self._precision = choose_precision(options.precision, self.device)
@@ -151,7 +159,7 @@ class Explainer:
         self._target, self._choose_targets = build_target(
             options.target, bundle.class_names, self._kind
         )
-        _check_target(options)
+        _check_target(options, methods)
         self._is_verified = False
         self._group_size: GroupSize | None = None
 
@@ -215,7 +223,7 @@ class Explainer:
                 decoding = decode_ahead(start + self._batch_size)
 
                 if results:
-                    self._explain_batch(results, token_bytes())
+                    self._explain_batch(results, token_bytes() if self._has_attention else 0)
                     for observe in observers:
                         observe(results)
                     # what was observed needs its pixels no more
@@ -333,6 +341,7 @@ class Explainer:
                     kind=self._kind,
                     max_bytes=token_bytes,
                     head_effects=None if effects is None else effects[row],
+                    options=options.map_options,
                 )
                 for row in range(len(results))
             ]
@@ -372,7 +381,7 @@ class Explainer:
     @torch.inference_mode(False)
     def _choose_group_size(self, results: Sequence[ImageResult]) -> GroupSize:
         with autocast(self.device, self._precision):
-            forward = run_forward(
+            forward = run_classifier(
                 self.bundle.model, self._normalize(results), verify=not self._is_verified
             )
             forward.target = self._target
@@ -424,9 +433,8 @@ def _takes_own_gradients(names: Sequence[str]) -> bool:
     )
 
 
-def _check_target(options: ExplainOptions) -> None:
+def _check_target(options: ExplainOptions, methods: Sequence[Method]) -> None:
     """Refuse a class where no method's maps depend on it."""
-    methods = find_methods(options.methods)
     if options.target == "auto" or any(method.class_specific for method in methods):
         return
     names = " and ".join(method.name for method in methods)

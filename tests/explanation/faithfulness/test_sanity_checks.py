@@ -278,6 +278,29 @@ def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     )
 
 
+@pytest.mark.parametrize(("side", "count"), [(1, 2), (2, 1)])
+def test_groups_are_left_out_once_for_all_methods(
+    build, monkeypatch, side: int, count: int
+) -> None:
+    """Of single patches, what the removal gradient is made of needs other evidence."""
+    model, _ = build("ours-registers-norms")
+    model.set_input_size((64, 64))
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    names = ["rollout", "libra-removal"]
+    forward, targets, maps = compute_maps(model, images, methods=names, keep_graph=True)
+    asked = []
+
+    def watch(*args, **options) -> Evidence:
+        asked.append(options)
+        return occlusion_reference(*args, **options)
+
+    monkeypatch.setattr(sanity_checks, "occlusion_reference", watch)
+    size = sanity_checks.GroupSize(side)
+    checks = check_maps(forward, targets, maps, predicted_first=True, group_size=size)
+    assert len(asked) == count
+    assert checks[1][0].evidence == "leave-one-out"
+
+
 def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out() -> None:
     model, images = prepare(
         nn.Sequential(nn.Identity(), build_timm(global_pool="max", class_token=False)), (64, 96)

@@ -15,6 +15,7 @@ from vit.explanation.render.token_details import (
     TokenDetails,
     measure_tokens,
 )
+from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 PATCHES, LAYERS, HEADS, TOKENS = 24, 3, 3, 25
@@ -63,6 +64,37 @@ def test_rows_are_the_matrices_to_eight_bits(ours: Build, registers: int) -> Non
         "class token",
         *(f"register {n}" for n in range(1, 1 + registers)),
     )
+
+
+def test_rollout_has_the_options_of_the_map(ours: Build) -> None:
+    model, images = ours(reg_tokens=2)
+    forward = run_forward(model, images)
+    options = MapOptions(head_fusion="max", discard_ratio=0.5, residual=0.2, start_layer=1)
+    details = measure_tokens(
+        forward,
+        1,
+        targets=torch.tensor([3, 1]),
+        temperature=2.0,
+        max_bytes=10**6,
+        options=options,
+    )
+    attentions = [attention[1:2] for attention in forward.record.attentions]
+    expected = attention_rollout(
+        attentions,
+        head_fusion="max",
+        discard_ratio=0.5,
+        residual=0.2,
+        start_layer=1,
+        num_prefix_tokens=3,
+    )[0]
+    by_default = attention_rollout(attentions)[0]
+    rows = {(each.layer, each.head): each.rows for each in details.attention}
+    restored = restore(rows[None, None], 3)
+    assert (restored - expected).abs().max() <= expected.max() / 510 + 1e-7
+    assert (by_default - expected).abs().max() > 0.05
+    # of a layer the mean over the heads is shown, as ever
+    mean = attentions[2][0].mean(dim=0)
+    assert (restore(rows[2, None], 3) - mean).abs().max() <= mean.max() / 510 + 1e-7
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])

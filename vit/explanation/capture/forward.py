@@ -205,6 +205,8 @@ class Forward:
     pooling: dict[str, Tensor]
     # what is explained
     target: Target = CLASS
+    # of a model without attention, what its classifier pools; in the graph with gradients
+    feature_map: Tensor | None = None
 
     def score(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
         """What gradients explain: the logit of one class of each image, or another target."""
@@ -243,10 +245,7 @@ def run_forward(
     Raises:
         ValueError: for a model whose attention or pooling is not understood.
     """
-    if next(model.parameters()).is_inference():
-        raise ValueError(
-            f"{type(model).__name__} was made within torch.inference_mode; load it outside"
-        )
+    check_differentiable(model)
     model = unwrap_model(model)
     # a leaf of its own, so that the caller's tensor gets no gradient
     if gradients:
@@ -256,7 +255,7 @@ def run_forward(
     is_known = has_known_pooling(model)
     pooling: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        stack.enter_context(_evaluation_mode(model))
+        stack.enter_context(evaluation_mode(model))
         stack.enter_context(torch.set_grad_enabled(gradients))
         patch_grids = stack.enter_context(capture_patch_grids(model))
         record = stack.enter_context(
@@ -286,7 +285,7 @@ def run_forward(
 
     # attention may be read right, and its product still be no map of this model
     if verify:
-        with _evaluation_mode(model):
+        with evaluation_mode(model):
             check_places(model, images[:1], num_prefix=num_prefix, grid=grid)
             check_chain(model, images[:1], record.layers)
     return Forward(
@@ -300,6 +299,14 @@ def run_forward(
         tokens=tokens,
         pooling=pooling,
     )
+
+
+def check_differentiable(model: nn.Module) -> None:
+    """Raise ValueError for a model that no gradient can go through."""
+    if next(model.parameters()).is_inference():
+        raise ValueError(
+            f"{type(model).__name__} was made within torch.inference_mode; load it outside"
+        )
 
 
 def _find_places(
@@ -339,7 +346,7 @@ def _find_places(
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no parameter that asks for a gradient, for as long as this lasts."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -382,7 +389,7 @@ def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tenso
     # where the model doesn't show its classifier, one image runs with `token` in the place of what
     # the blocks give
     with (
-        _evaluation_mode(forward.model),
+        evaluation_mode(forward.model),
         replace_blocks(forward.record.blocks, lambda *args, **options: alike),
     ):
         try:

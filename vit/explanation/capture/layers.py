@@ -26,9 +26,8 @@ SUPPORTED = (
     "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
     "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
 )
-_WITHOUT_ATTENTION = (
-    "Of other models vit.explanation.convolution makes maps: grad-cam and input-x-gradient"
-)
+# methods of `vit.explanation.methods.registry` for other models
+_WITHOUT_ATTENTION = "of other models two methods make maps: grad-cam and input-x-gradient"
 # their attention has known names, but lies within windows
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
@@ -41,6 +40,10 @@ _CHUNK_FRACTION = 1 / 128
 # not kept but projected again
 _MAX_TOKEN_BYTES = 10 * 2**20
 _VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would form the N×N matrix
+
+
+class NoAttentionError(ValueError):
+    """A model has no attention between all of its patches, or none of a known kind."""
 
 
 class AttentionLayer:
@@ -442,9 +445,9 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The model's self-attention layers in order, or ValueError with why they cannot be read."""
     family = type(model).__name__
     if _HIERARCHICAL.search(family.lower()):
-        raise ValueError(
+        raise NoAttentionError(
             f"{family} is hierarchical: it attends within windows or merges patches between stages, "
-            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}. "
+            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}; "
             f"{_WITHOUT_ATTENTION}"
         )
     layers: list[AttentionLayer] = []
@@ -455,8 +458,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                     layers.append(kind(f"{block_name}.{name}".removeprefix("."), module, block))
                     break
     if not layers:
-        raise ValueError(
-            f"no attention layer of a known kind in {family}; known: {SUPPORTED}. {_WITHOUT_ATTENTION}"
+        raise NoAttentionError(
+            f"no attention layer of a known kind in {family}; known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
         )
 
     # in a row of like blocks each has its attention
@@ -472,6 +475,15 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                     f"{family} have; known: {SUPPORTED}"
                 )
     return layers
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has attention layers of a known kind, which may still turn out unreadable."""
+    try:
+        find_attention_layers(model)
+    except NoAttentionError:
+        return False
+    return True
 
 
 def check_calls(layers: Sequence[AttentionLayer]) -> None:

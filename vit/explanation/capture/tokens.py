@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import find_attention_layers
+from vit.explanation.capture.layers import find_attention_layers, has_attention
 
 Grid = tuple[int, int]  # (rows, columns) of patches
 # the parameters that are tokens of their own, by their names in timm, torchvision and Hugging Face
@@ -76,8 +76,10 @@ def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Ite
 
 
 def can_drop_tokens(model: nn.Module) -> bool:
-    """Not where the attention is told the positions of all patches: rotary embeddings, relative
-    position biases."""
+    """Not where the attention is told the positions of all patches (rotary embeddings, relative
+    position biases), and not without attention."""
+    if not has_attention(model):
+        return False
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return not any(map(_POSITIONS.search, names))
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from vit.bundle import MODEL_FILE, Bundle
+from vit.explanation.capture.layers import has_attention
 from vit.explanation.faithfulness.result import GAINS, FaithfulnessResult
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.registry import METHODS_WITHOUT_ATTENTION, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
@@ -123,11 +124,14 @@ def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
 
 def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
     """`methods` as `replace_best`, with what a person sees first in place of "auto": rollout, which
-    people ask for, and of a few images also a map of the class."""
+    people ask for, and of a few images also a map of the class; of a model without attention all
+    that can be made."""
     if AUTO not in methods:
         return replace_best(methods, bundle)
     chosen = ["rollout"]
-    if num_images <= MAX_IMAGES_OF_TWO_METHODS:
+    if not has_attention(bundle.model):
+        chosen = list(METHODS_WITHOUT_ATTENTION)
+    elif num_images <= MAX_IMAGES_OF_TWO_METHODS:
         try:
             chosen.append(read_best_method(bundle).method)
         except (ValueError, OSError):

@@ -181,7 +181,10 @@ def check_maps(
     checks: list[list[MapChecks]] = [[] for _ in maps]
     for method_maps, method_checks in zip(maps, checks, strict=True):
         is_specific = method_maps.method.class_specific
-        is_circular = method_maps.method.of_removal and not _leaves_all_out(forward)
+        # groups are left out whatever the method, so that methods share that
+        is_circular = (
+            method_maps.method.of_removal and group_size.side == 1 and not _leaves_all_out(forward)
+        )
         for column, values in enumerate(method_maps.values.unbind(dim=1)):
             key = (column if is_specific or predicted_first else -1, is_circular)
             if key not in evidence:
@@ -309,7 +312,8 @@ def occlusion_reference(
     if size.side is None:
         # nothing to compare with
         return Evidence("none", torch.zeros_like(forward.logits[:, :1]), every_patch[:1], size)
-    if size.side == 1 and not leaves_all_out and not circular:
+    has_layers = bool(forward.record.layers)
+    if size.side == 1 and has_layers and not leaves_all_out and not circular:
         # a pooling whose gates are unknown has no removal gradient
         no_gradient = suppress(ValueError)
         float32 = torch.autocast(forward.images.device.type, enabled=False)

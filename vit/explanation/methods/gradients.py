@@ -11,7 +11,9 @@ methods, and return the relevance of each token [B, N], prefix tokens included.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from vit.explanation.capture.feature_maps import order_channels
 from vit.explanation.capture.forward import Forward, classify_token, differentiate
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights
@@ -139,10 +141,9 @@ def compute_input_x_gradient(
         pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True)
     product = (pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
 
-    rows, columns = forward.grid
-    height = product.shape[-2] // rows
-    width = product.shape[-1] // columns
-    patches = torch.nn.functional.avg_pool2d(product, (height, width)) * (height * width)
+    # places of a feature map may be no whole number of pixels wide
+    patches = F.adaptive_avg_pool2d(product, forward.grid)
+    patches = patches * (product[0].numel() / (forward.grid[0] * forward.grid[1]))
     prefix = product.new_zeros(len(product), forward.num_prefix_tokens)
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
@@ -158,6 +159,18 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOption
         for tokens, gradient in zip(inputs, gradients, strict=True)
     ]
     return torch.stack(products).sum(dim=0)
+
+
+def compute_grad_cam(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
+    """Grad-CAM (Selvaraju et al. 2017, eq. 1 and 2): max(Σ_k α_k A_k, 0) of the last feature map A
+    of a model without attention, where α_k is the mean of ∂f/∂A_k over its places."""
+    features = forward.feature_map
+    assert features is not None
+    gradient = differentiate(forward.score(classes), features)
+    weights = order_channels(forward.model, gradient, forward.images).mean(dim=(2, 3))
+    # [B, N, C] · [B, C, 1]
+    relevance = at_least_float32(forward.tokens.detach()) @ weights[..., None]
+    return relevance[..., 0].clamp_min(0)
 
 
 def _sum_over_channels(tokens: Tokens, gradient: Tokens) -> TokenWeights:

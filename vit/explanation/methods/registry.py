@@ -9,18 +9,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import (
-    Forward,
-    compute_entropy,
-    run_forward,
-    split_prefix,
+from vit.explanation.capture.feature_maps import run_classifier
+from vit.explanation.capture.forward import Forward, compute_entropy, split_prefix
+from vit.explanation.capture.layers import (
+    AttentionLayer,
+    NoAttentionError,
+    find_attention_layers,
+    has_attention,
 )
-from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.methods.gradients import (
     compute_attention_gradcam,
     compute_cdam,
     compute_fullgrad_plus,
     compute_gae,
+    compute_grad_cam,
     compute_gradient_rollout,
     compute_input_x_gradient,
     compute_legrad,
@@ -95,9 +97,9 @@ def compute_maps(
     """One recorded forward pass, the classes explained and the maps of every method.
 
     Args:
-        model: any model whose attention `capture_attention` understands.
+        model: any model whose attention `capture_attention` understands, or one without attention.
         images: normalised images [B, 3, height, width].
-        methods: names, see `METHODS`.
+        methods: names, see `METHODS`, or `METHODS_WITHOUT_ATTENTION`.
         choose_targets: picks T classes of each image from the logits; by default the predicted one.
         target: the number of a class that is explained.
         options: of the methods.
@@ -112,14 +114,14 @@ def compute_maps(
         ValueError: for an unknown method, an option outside its range, and a model whose attention
             is not understood.
     """
-    chosen = find_methods(methods)
+    chosen = find_methods(methods, model)
     options = options or MapOptions()
     # what is computed, each once, whatever it is a part of
     computed = dict.fromkeys(part for method in chosen for part in method.parts or (method,))
     libra_methods = [method for method in computed if method.libra]
     own_methods = [method for method in computed if not method.libra]
 
-    run = partial(run_forward, model, images, block_tokens=block_tokens, verify=verify)
+    run = partial(run_classifier, model, images, block_tokens=block_tokens, verify=verify)
     relevance: dict[Method, Relevance] = {}
     forward = None
     if libra_methods:
@@ -184,16 +186,36 @@ def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
     return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
 
 
-def find_methods(names: Sequence[str]) -> list[Method]:
-    """Methods by name; ValueError lists the known ones."""
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    return [METHODS[name] for name in names]
+def find_methods(names: Sequence[str], model: nn.Module | None = None) -> list[Method]:
+    """Methods by name.
+
+    Args:
+        names: of the methods.
+        model: the methods are of this model. None: of any that has attention.
+
+    Raises:
+        ValueError: for an unknown method, with the known ones, and for one that needs attention
+            which the model doesn't have.
+    """
+    methods = METHODS
+    if model is not None and not has_attention(model):
+        methods = METHODS_WITHOUT_ATTENTION
+    unknown = [name for name in names if name not in methods]
+    if not unknown:
+        return [methods[name] for name in names]
+    if model is not None and unknown[0] in METHODS:
+        try:
+            find_attention_layers(model)
+        except NoAttentionError as error:
+            raise ValueError(f"{unknown[0]} needs attention: {error}") from error
+    raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(methods)}")
 
 
 def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
-    """Raise ValueError for an option that a model with these layers has no use for."""
+    """Raise ValueError for an option that a model with these layers has no use for; one without
+    attention uses none."""
+    if not layers:
+        return
     check_rollout_options(options, len(layers))
     check_range("layer", options.layer, -len(layers), len(layers) - 1)
     if isinstance(options.head, int):
@@ -296,3 +318,8 @@ _ALL_METHODS = (
     ),
 )
 METHODS = {method.name: method for method in _ALL_METHODS}
+# by name, in the order in which a person wants to see them
+METHODS_WITHOUT_ATTENTION = {
+    "grad-cam": Method("grad-cam", "Grad-CAM of the last feature map", compute_grad_cam),
+    "input-x-gradient": METHODS["input-x-gradient"],
+}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Forward, classify_token
 from vit.explanation.capture.tokens import count_prefix_tokens
-from vit.explanation.methods.rollout import attention_rollout
+from vit.explanation.methods.rollout import HEAD_FUSIONS, attention_rollout
 from vit.explanation.render.token_features import (
     TokenFeatures,
     count_feature_bytes,
@@ -21,6 +21,7 @@ from vit.explanation.render.token_features import (
 )
 from vit.explanation.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
+from vit.options import MapOptions
 
 MAX_LENS_TARGETS = 3
 
@@ -77,6 +78,7 @@ def measure_tokens(
     max_bytes: int,
     kind: OutputKind = "classes",
     head_effects: Float[Tensor, "L H"] | None = None,
+    options: MapOptions | None = None,
 ) -> TokenDetails:
     """The details of one image of the batch.
 
@@ -89,7 +91,9 @@ def measure_tokens(
         max_bytes: of all details together; what does not fit is left out.
         kind: of the model's outputs; the logit lens is one of classes or labels.
         head_effects: of the image, see `vit.explanation.heads`.
+        options: of the rollout, those of the map that stands beside. None: its defaults.
     """
+    options = options or MapOptions()
     layers = forward.record.layers
     num_heads = layers[0].num_heads
     num_tokens = layers[0].num_tokens
@@ -128,11 +132,22 @@ def measure_tokens(
     attention = []
     if "rollout" in parts:
         # fused one layer after another: of 4,096 tokens the heads of all layers would take 10 GB
-        fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
-        rollout = attention_rollout(fused)[0]
+        fuse = HEAD_FUSIONS[options.head_fusion]
+        fused = [fuse(layer.attention(one), dim=1, keepdim=True) for layer in layers]
+        rollout = attention_rollout(
+            fused,
+            discard_ratio=options.discard_ratio,
+            residual=options.residual,
+            start_layer=options.start_layer,
+            num_prefix_tokens=forward.num_prefix_tokens,
+        )[0]
         attention.append(TokenAttention(None, None, _quantise(rollout, forward)))
     if "layers" in parts:
-        for number, mean in enumerate(fused):
+        # a layer's row is the mean of its heads, whatever the rollout makes of them
+        means = fused
+        if options.head_fusion != "mean":
+            means = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
+        for number, mean in enumerate(means):
             attention.append(TokenAttention(number, None, _quantise(mean[0, 0], forward)))
     if "heads" in parts:
         for number, layer in enumerate(layers):

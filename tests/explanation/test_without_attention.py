@@ -1,0 +1,292 @@
+"""Maps of models without attention are those of the papers, in float64, and come through the loop
+that explains vision transformers; those that would be wrong are refused."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor, nn
+
+import vit
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.explanation.capture.feature_maps import run_classifier
+from vit.explanation.capture.forward import Forward
+from vit.explanation.methods.gradients import compute_grad_cam, compute_input_x_gradient
+from vit.options import MapOptions
+
+SIZE = 64
+Build = Callable[[], nn.Module]
+
+
+def build_resnet() -> nn.Module:
+    return torchvision.models.resnet18(num_classes=5)
+
+
+def build_timm_resnet() -> nn.Module:
+    return timm.create_model("test_resnet", num_classes=5)
+
+
+def build_convnext() -> nn.Module:
+    return timm.create_model("convnext_atto", depths=(1, 1, 1, 1), num_classes=5)
+
+
+def build_torchvision_convnext() -> nn.Module:
+    block = torchvision.models.convnext.CNBlockConfig
+    sizes = [block(16, 24, 1), block(24, 32, 1), block(32, 48, 1), block(48, None, 1)]
+    return torchvision.models.ConvNeXt(sizes, num_classes=5)
+
+
+def build_swin() -> nn.Module:
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=SIZE,
+        window_size=2,
+        embed_dim=12,
+        depths=(1, 1, 1, 1),
+        num_heads=(1, 1, 1, 1),
+        num_classes=5,
+    )
+
+
+def build_torchvision_swin() -> nn.Module:
+    return torchvision.models.SwinTransformer(
+        patch_size=[4, 4],
+        embed_dim=12,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=[2, 2],
+        num_classes=5,
+    )
+
+
+BUILDS = [
+    build_resnet,
+    build_timm_resnet,
+    build_convnext,
+    build_torchvision_convnext,
+    build_swin,
+    build_torchvision_swin,
+]
+
+
+def make_bundle(build: Build, size: int = SIZE) -> Bundle:
+    torch.manual_seed(0)
+    return Bundle.from_model(
+        build(),
+        class_names=tuple("abcde"),
+        preprocess=Preprocess(image_size=(size, size)),
+    )
+
+
+def make_photo() -> Image.Image:
+    values = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def run_in_float64(build: Build) -> Forward:
+    bundle = make_bundle(build)
+    pixels = torch.from_numpy(bundle.preprocess.to_uint8(make_photo()).copy())[None]
+    images = bundle.preprocess.normalize(pixels).double()
+    return run_classifier(bundle.model.double(), images, gradients=True)
+
+
+def classes_of(forward: Forward) -> Tensor:
+    return torch.full((len(forward.images),), 3)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_grad_cam_is_the_derivative_along_the_feature_map(build: Build) -> None:
+    """Σ_k α_k A_k of a place is, by finite differences, what the logit gains where the mean of
+    each channel over all places grows by the channel's value at that place."""
+    forward = run_in_float64(build)
+    (found,) = compute_grad_cam(forward, classes_of(forward), MapOptions())
+    assert forward.grid == (2, 2)
+    assert found.shape == (4,)
+    tokens = forward.tokens[0].detach()  # [places, C]
+
+    def logit_with(change: Tensor) -> Tensor:
+        """The logit where every place of the feature map is changed by `change` [C]."""
+        kept = forward.feature_map
+        assert kept is not None
+        is_last = kept.shape[1:3] == forward.grid
+        added = change if is_last else change[:, None, None]
+
+        def add(module: nn.Module, args: object, output: object) -> object:
+            is_same = isinstance(output, Tensor) and output.shape == kept.shape
+            return output + added if is_same and torch.equal(output, kept) else None
+
+        # the innermost module that gives the feature map
+        for module in reversed(list(forward.model.modules())):
+            handle = module.register_forward_hook(add)
+            with torch.no_grad():
+                logit = forward.model(forward.images.detach())[0, 3]
+            handle.remove()
+            if not torch.equal(logit, forward.logits[0, 3].detach()):
+                return logit
+        raise AssertionError("no module gives the feature map")
+
+    step = 1e-4
+    for place in range(4):
+        change = step * tokens[place]
+        slope = (logit_with(change) - logit_with(-change)) / (2 * step)
+        # ∂f/∂(all places by the same) is the sum over the places of the gradient, α its mean
+        expected = (slope / 4).clamp_min(0)
+        torch.testing.assert_close(found[place], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("build", [build_resnet, build_swin])
+def test_grad_cam_of_a_pooled_map_is_the_classifiers_weights_on_it(build: Build) -> None:
+    """Behind a mean over the places and one linear layer, ∂f/∂A_k is the layer's weight over the
+    number of places (Zhou et al. 2016's CAM)."""
+    forward = run_in_float64(build)
+    model = forward.model
+    weights = model.fc.weight[3] if hasattr(model, "fc") else model.head.fc.weight[3]
+    expected = (forward.tokens[0] @ weights).clamp_min(0) / 4
+    (found,) = compute_grad_cam(forward, classes_of(forward), MapOptions())
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_input_x_gradient_is_the_derivative_along_each_part(build: Build) -> None:
+    forward = run_in_float64(build)
+    (found,) = compute_input_x_gradient(forward, classes_of(forward), MapOptions())
+    image = forward.images.detach()
+    half = SIZE // 2
+    step = 1e-5
+    for row, column in ((0, 0), (1, 0)):
+        part = torch.zeros_like(image)
+        place = (
+            ...,
+            slice(half * row, half * (row + 1)),
+            slice(half * column, half * (column + 1)),
+        )
+        part[place] = image[place]
+        with torch.no_grad():
+            above, below = (forward.model(image + sign * step * part)[0, 3] for sign in (1, -1))
+        expected = (above - below) / (2 * step)
+        assert abs(found[2 * row + column] - expected) < 1e-4 * found.abs().max()
+
+
+@pytest.mark.parametrize("build", [build_timm_resnet, build_swin])
+def test_they_come_through_the_common_loop(build: Build, tmp_path) -> None:
+    """By default both maps, checked, drawn and written; the user's module keeps its mode."""
+    bundle = make_bundle(build)
+    bundle.model.train()
+    photo = make_photo()
+    result = vit.explain(bundle, photo, target="d", output=tmp_path, formats=("png", "html"))
+    assert bundle.model.training
+    assert list(result.maps) == ["grad-cam", "input-x-gradient"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "image-00000.grad-cam.d.png",
+        "image-00000.input-x-gradient.d.png",
+        "index.png",
+    ]
+    assert (tmp_path / "gallery.html").is_file()
+
+    pixels = torch.from_numpy(bundle.preprocess.to_uint8(photo).copy())[None]
+    forward = run_classifier(bundle.model, bundle.preprocess.normalize(pixels), gradients=True)
+    expected = compute_grad_cam(forward, classes_of(forward), MapOptions()).reshape(1, 2, 2)
+    torch.testing.assert_close(result.maps["grad-cam"], expected)
+    # of so few places nothing can be told
+    assert result.sanity_checks["grad-cam"][0][0].verdict == "not checked"
+
+
+def test_their_maps_are_checked_against_painting_over() -> None:
+    """The bright corner that the model looks at is the evidence, and both maps agree with it."""
+
+    class Brightest(nn.Module):
+        """Two classes: how bright the top left quarter is, and zero."""
+
+        num_classes = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Conv2d(3, 4, 8, stride=8)
+            nn.init.ones_(self.features.weight)
+            mask = torch.zeros(8, 8)
+            mask[:3, :3] = torch.linspace(1, 2, 9).reshape(3, 3)
+            self.register_buffer("mask", mask)
+
+        def forward(self, images: Tensor) -> Tensor:
+            features = self.features(images).clamp_min(0) * self.mask
+            score = features.sum(dim=(1, 2, 3)) / 3000
+            return torch.stack([score, torch.zeros_like(score)], dim=1)
+
+    bundle = Bundle.from_model(
+        Brightest(), class_names=("bright", "dark"), preprocess=Preprocess(image_size=(SIZE, SIZE))
+    )
+    values = np.full((SIZE, SIZE, 3), 90, dtype=np.uint8)
+    values[:24, :24] = 220
+    result = vit.explain(bundle, values, target="bright", methods="input-x-gradient")
+    (check,) = result.sanity_checks["input-x-gradient"][0]
+    assert check.evidence == "leave-one-out"
+    assert check.verdict == "agrees"
+
+
+def test_methods_of_attention_are_refused_with_the_two_that_work() -> None:
+    bundle = make_bundle(build_timm_resnet)
+    with pytest.raises(ValueError, match=r"rollout needs attention: .* grad-cam and input-x-grad"):
+        vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
+    with pytest.raises(ValueError, match=r"is hierarchical.* grad-cam and input-x-gradient"):
+        vit.explain(make_bundle(build_swin), make_photo(), methods="libra-removal")
+    with pytest.raises(ValueError, match="unknown method 'gradcam'; known: grad-cam, input-x-grad"):
+        vit.explain(bundle, make_photo(), methods="gradcam")
+
+
+class Wrapped(nn.Module):
+    """Another forward pass around a model."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.compute = forward
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.compute(self.model, images)
+
+
+WRONG = {
+    "augmented at test time": (
+        lambda model, images: model(images) + model(images.flip(-1)),
+        "something else beside its last feature map",
+    ),
+    "mirrored within": (lambda model, images: model(images.flip(-1)), "mirrored or turned"),
+    "turned within": (lambda model, images: model(images.mT), "mirrored or turned"),
+    "upside down within": (lambda model, images: model(images.flip(-2)), "mirrored or turned"),
+}
+
+
+@pytest.mark.parametrize("build", [build_resnet, build_convnext, build_swin])
+@pytest.mark.parametrize("name", WRONG)
+def test_maps_that_would_be_wrong_are_refused(build: Build, name: str) -> None:
+    change, message = WRONG[name]
+    bundle = make_bundle(lambda: Wrapped(build(), change))
+    with pytest.raises(ValueError, match=message):
+        vit.explain(bundle, make_photo(), methods="grad-cam")
+
+
+def test_models_without_feature_maps_are_refused() -> None:
+    flat = make_bundle(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 5)))
+    with pytest.raises(ValueError, match=r"Sequential has no attention .* and no feature map"):
+        vit.explain(flat, make_photo())
+
+    class Mixer(nn.Module):
+        """Its patches are a feature map, and its classifier reads tokens that mix them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 16, 8, stride=8)
+            self.mix = nn.Linear(64, 64)
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.patches(images).flatten(2)
+            return self.head(self.mix(tokens).mean(dim=2))
+
+    with pytest.raises(ValueError, match=r"Mixer has no attention .* and no feature map"):
+        vit.explain(make_bundle(Mixer), make_photo(), methods="grad-cam")
