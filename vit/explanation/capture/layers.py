@@ -444,9 +444,12 @@ LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, Torchvi
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The model's self-attention layers in order, or ValueError with why they cannot be read."""
     family = type(model).__name__
-    if _HIERARCHICAL.search(family.lower()):
+    # a wrapper hides the model's own name
+    families = (type(module).__name__ for module in model.modules())
+    hierarchical = next((name for name in families if _HIERARCHICAL.search(name.lower())), None)
+    if hierarchical:
         raise NoAttentionError(
-            f"{family} is hierarchical: it attends within windows or merges patches between stages, "
+            f"{hierarchical} is hierarchical: it attends within windows or merges patches between stages, "
             f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}; "
             f"{_WITHOUT_ATTENTION}"
         )
