@@ -1,13 +1,19 @@
 """Do prediction sets hold the right class as often as promised, and are images of unknown classes
-found? Small models of the digits, one a seed and split; of a second one, two of ten classes are held
-out of the training.
+found? Small models, one a seed and split; of a second one, two of ten classes are held out of the
+training.
 
     python benchmarks/sets.py --seeds 3 --output benchmarks/results
+    python benchmarks/sets.py --data cifar10=DATA/cifar10 --per-class 400 --output benchmarks/results
+    python benchmarks/sets.py --data imagenette=DATA/imagenette --weights DATA/vits14 --side 224 \\
+        --per-class 100 --output benchmarks/results
+    python benchmarks/sets.py --data fashion_mnist=/usr/share/datasets/fashion-mnist \\
+        --strangers digits --side 28 --per-class 400 --output benchmarks/results
 
 prints the coverage of the sets beside the interval that holds it with 95 % where the promise is kept
 (beta-binomial: the validation images that the threshold is of are a sample as well), and how well
-unknown classes are told apart (AUROC) by the distance to training features, the maximum probability
-and the energy.
+unknown classes, or the images of another data set, are told apart (AUROC) by the distance to
+training features, the maximum probability and the energy. A result joins those of other data in the
+result file.
 """
 
 import argparse
@@ -16,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conditions import describe_conditions, write_result
+from conditions import describe_conditions, load_result, write_result
 from numpy.typing import NDArray
+from PIL import Image
 from scipy.special import logsumexp, softmax
 from scipy.stats import betabinom
 from sklearn.datasets import load_digits
@@ -25,45 +32,103 @@ from sklearn.metrics import roc_auc_score
 
 import vit
 from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
 from vit.evaluation.conformal import LEVELS, answer_images, build_sets, read_threshold
 from vit.evaluation.prediction import Predictor
 from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.logits import compute_logits_and_features, count_features
 
-NUM_TEST = 600
+NAME = "sets"
+TEST_SHARE = 1 / 3
 UNKNOWN = (8, 9)
 RECIPE = [
-    "data.image_size=8", "data.validation_fraction=0.25", "model.patch_size=2", "model.embed_dim=48",
-    "model.depth=3", "model.num_heads=3", "optimizer.name=muon", "optimizer.lr=6e-3",
-    "optimizer.muon_lr=0.02", "schedule.warmup_epochs=0.5", "train.batch_size=64",
-    "train.device=cpu", "train.precision=float32",
+    "data.validation_fraction=0.25", "model.num_heads=3", "optimizer.name=muon",
+    "optimizer.lr=6e-3", "optimizer.muon_lr=0.02", "schedule.warmup_epochs=0.5",
+    "train.batch_size=64", "train.device=cpu", "train.precision=float32",
 ]  # fmt: skip
+# by the side of the images, pixels
+SHAPES = {
+    8: ["model.patch_size=2", "model.embed_dim=48", "model.depth=3"],
+    28: ["model.patch_size=4", "model.embed_dim=96", "model.depth=4"],
+    32: ["model.patch_size=4", "model.embed_dim=96", "model.depth=4", "augment.crop_padding=4"],
+}
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
 
-def split_digits(seed: int) -> tuple[Pixels, Labels, NDArray[np.bool_]]:
-    """The digits, their labels, and which of them are for the test."""
+def read_digits(side: int) -> tuple[Pixels, Labels]:
+    """scikit-learn's scanned digits, [n, side, side, 3]."""
     digits = load_digits()
     pixels = (digits.images[..., None].repeat(3, axis=-1) * 255 / 16).round().astype(np.uint8)
-    is_test = np.zeros(len(pixels), dtype=bool)
-    is_test[np.random.default_rng(seed).permutation(len(pixels))[:NUM_TEST]] = True
-    return pixels, digits.target.astype(np.int64), is_test
+    resized = [np.asarray(Image.fromarray(image).resize((side, side))) for image in pixels]
+    return np.stack(resized), digits.target.astype(np.int64)
 
 
-def train(pixels: Pixels, labels: Labels, *, seed: int, epochs: int) -> Bundle:
-    with tempfile.TemporaryDirectory() as folder:
-        names = [str(digit) for digit in range(int(labels.max()) + 1)]
-        overrides = [*RECIPE, f"train.epochs={epochs}", f"train.seed={seed}"]
-        run = vit.train(
-            {},
-            output=Path(folder) / "run",
-            dataset=(pixels, labels),
-            class_names=names,
-            overrides=overrides,
-        )
-        return run.bundle
+def read_images(folder: str, *, side: int, per_class: int, seed: int) -> tuple[Pixels, Labels]:
+    """Some images of each class of a folder's training split, [n, side, side, 3]."""
+    dataset = open_dataset("folder", root=folder).split("train")
+    random = np.random.default_rng(seed)
+    preprocess = Preprocess(image_size=(side, side))
+    pixels = []
+    labels = []
+    for label in range(len(dataset.class_names)):
+        of_class = random.permutation(np.flatnonzero(dataset.labels == label))
+        for index in of_class[:per_class].tolist():
+            pixels.append(preprocess.to_uint8(dataset.image(index)))
+            labels.append(label)
+    return np.stack(pixels), np.array(labels, dtype=np.int64)
+
+
+class Study:
+    """One data set, and how models of it are trained.
+
+    Args:
+        options: of the command.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.name, _, self.folder = options.data.partition("=")
+        self.side = options.side or (32 if self.folder else 8)
+        self.per_class = options.per_class
+        self.weights = options.weights
+        self.epochs = options.epochs
+        self.strangers = options.strangers
+
+    def read(self, seed: int) -> tuple[Pixels, Labels, NDArray[np.bool_]]:
+        """The images, their labels, and which of them are for the test."""
+        if self.folder:
+            pixels, labels = read_images(
+                self.folder, side=self.side, per_class=self.per_class, seed=seed
+            )
+        else:
+            pixels, labels = read_digits(self.side)
+        is_test = np.zeros(len(pixels), dtype=bool)
+        order = np.random.default_rng(seed).permutation(len(pixels))
+        is_test[order[: int(TEST_SHARE * len(pixels))]] = True
+        return pixels, labels, is_test
+
+    def train(self, pixels: Pixels, labels: Labels, *, seed: int) -> Bundle:
+        """A model of these images; from pretrained weights, a linear classifier on their features."""
+        names = [str(label) for label in range(int(labels.max()) + 1)]
+        overrides = [f"data.image_size={self.side}", f"train.seed={seed}"]
+        choices: dict[str, Any] = {}
+        if self.weights:
+            overrides += ["data.validation_fraction=0.25", "train.device=cpu"]
+            choices = {"init": str(self.weights), "minutes": 1}
+        else:
+            overrides += [*RECIPE, *SHAPES[self.side], f"train.epochs={self.epochs}"]
+        with tempfile.TemporaryDirectory() as folder:
+            run = vit.train(
+                {},
+                output=Path(folder) / "run",
+                dataset=(pixels, labels),
+                class_names=names,
+                overrides=overrides,
+                **choices,
+            )
+            return run.bundle
 
 
 def predict(bundle: Bundle, pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -81,10 +146,10 @@ def predict(bundle: Bundle, pixels: Pixels) -> tuple[NDArray[np.float32], NDArra
     return predictor.predict(read, count=len(pixels)), features.numpy()
 
 
-def measure_coverage(seed: int, *, epochs: int) -> list[dict[str, Any]]:
+def measure_coverage(study: Study, seed: int) -> list[dict[str, Any]]:
     """Of the sets of a model that knows all classes, by level."""
-    pixels, labels, is_test = split_digits(seed)
-    bundle = train(pixels[~is_test], labels[~is_test], seed=seed, epochs=epochs)
+    pixels, labels, is_test = study.read(seed)
+    bundle = study.train(pixels[~is_test], labels[~is_test], seed=seed)
     logits, _ = predict(bundle, pixels[is_test])
     probabilities = softmax(logits.astype(np.float64), axis=1)
     num_calibration = bundle.metadata["conformal"]["num_images"]
@@ -113,12 +178,19 @@ def measure_coverage(seed: int, *, epochs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_unknown(seed: int, *, epochs: int) -> dict[str, Any]:
-    """How a model that knows eight classes tells the other two."""
-    pixels, labels, is_test = split_digits(seed)
+def measure_unknown(study: Study, seed: int) -> dict[str, Any]:
+    """How a model that knows eight classes tells the other two, or one that knows all of them the
+    images of another data set."""
+    pixels, labels, is_test = study.read(seed)
     is_unknown = np.isin(labels, UNKNOWN)
+    if study.strangers:
+        strangers, _ = read_digits(study.side)
+        pixels = np.concatenate([pixels, strangers])
+        labels = np.concatenate([labels, np.full(len(strangers), -1)])
+        is_test = np.concatenate([is_test, np.ones(len(strangers), dtype=bool)])
+        is_unknown = labels == -1
     is_train = ~is_test & ~is_unknown
-    bundle = train(pixels[is_train], labels[is_train], seed=seed, epochs=epochs)
+    bundle = study.train(pixels[is_train], labels[is_train], seed=seed)
     chosen = is_test | is_unknown
     logits, features = predict(bundle, pixels[chosen])
     unknown = is_unknown[chosen]
@@ -139,9 +211,10 @@ def measure_unknown(seed: int, *, epochs: int) -> dict[str, Any]:
 
 
 def build_table(result: dict[str, Any]) -> str:
-    """Coverage by seed and level, and the AUROC of each score."""
+    """Of each data set: coverage by seed and level, and the AUROC of each score."""
     coverage = [
         [
+            name,
             f"{row['level']:.0%}",
             str(row["seed"]),
             f"{100 * row['coverage']:.1f} %",
@@ -149,9 +222,11 @@ def build_table(result: dict[str, Any]) -> str:
             f"{100 * row['single']:.1f} %",
             f"{row['mean_size']:.2f}",
         ]
-        for row in sorted(result["coverage"], key=lambda row: (row["level"], row["seed"]))
+        for name, study in result["data"].items()
+        for row in sorted(study["coverage"], key=lambda row: (row["level"], row["seed"]))
     ]
     headings = [
+        "data",
         "promised",
         "seed",
         "held the label",
@@ -160,37 +235,57 @@ def build_table(result: dict[str, Any]) -> str:
         "classes a set",
     ]
     scores = ("p-value of the distance", "maximum probability", "energy")
-    unknown = [[name, *(f"{row[name]:.3f}" for row in result["unknown"])] for name in scores]
-    for name, key in (
+    shares = (
         ("known photos called unlike (5 % promised)", "known_called_unlike"),
         ("unknown photos called unlike", "unknown_called_unlike"),
         ("unknown photos that still get one class", "unknown_answered"),
-    ):
-        unknown.append([name, *(f"{100 * row[key]:.1f} %" for row in result["unknown"])])
-    seeds = [f"seed {row['seed']}" for row in result["unknown"]]
+    )
+    unknown = []
+    for name, study in result["data"].items():
+        rows = study["unknown"]
+        title = f"{name}, {study['unknown_images']}"
+        for score in scores:
+            cells = [f"{row[score]:.3f}" for row in rows]
+            unknown.append([title, f"AUROC of the {score}", ", ".join(cells)])
+        for heading, key in shares:
+            cells = [f"{100 * row[key]:.1f} %" for row in rows]
+            unknown.append([title, heading, ", ".join(cells)])
     return "\n\n".join(
         [
             to_markdown(headings, coverage),
-            to_markdown(["AUROC, two classes held out", *seeds], unknown),
+            to_markdown(["data, unknown images", "", "by seed"], unknown),
         ]
     )
 
 
 def main() -> None:
     """Train, measure, print and write."""
-    parser = argparse.ArgumentParser(description="Do prediction sets keep their promise?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", default="digits", help="digits, or NAME=FOLDER of images")
+    parser.add_argument("--side", type=int, help="of the images, pixels")
+    parser.add_argument("--per-class", type=int, default=400, help="images of each class")
+    parser.add_argument("--weights", type=Path, help="pretrained; a linear classifier is fitted")
+    parser.add_argument("--strangers", choices=["digits"], help="unknown images of other data")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--output", type=Path, help="folder for sets-<machine>.json")
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": describe_conditions("cpu"), "coverage": [], "unknown": []}
+    study = Study(options)
+    machine = describe_conditions("cpu")
+    measured: dict[str, Any] = {"machine": machine, "coverage": [], "unknown": []}
+    measured["unknown_images"] = options.strangers or "two of ten classes"
     for seed in range(options.seeds):
-        result["coverage"] += measure_coverage(seed, epochs=options.epochs)
-        result["unknown"].append(measure_unknown(seed, epochs=options.epochs))
-        print(result["coverage"][-2:], result["unknown"][-1], flush=True)
-    print(build_table(result))
+        measured["coverage"] += measure_coverage(study, seed)
+        measured["unknown"].append(measure_unknown(study, seed))
+        print(measured["coverage"][-2:], measured["unknown"][-1], flush=True)
+    result = {"machine": machine, "data": {study.name: measured}}
     if options.output:
-        write_result(options.output, "sets", result)
+        before = load_result(options.output, NAME, machine)
+        result["data"] = (before["data"] if before else {}) | result["data"]
+        write_result(options.output, NAME, result)
+    print(build_table(result))
 
 
 if __name__ == "__main__":
