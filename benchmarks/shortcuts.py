@@ -2,9 +2,11 @@
 model is trained; a mark stands in the corner of some of the images of one class.
 
     python benchmarks/shortcuts.py --seeds 10 --output benchmarks/results
+    python benchmarks/shortcuts.py --clean imagenette=DATA/imagenette/val --output benchmarks/results
 
 prints how often the summary of what each class is recognised by flags the mark, for three sizes of
-it, what it flags beside the mark, and what it flags without one.
+it, how far the model depends on the mark, what it flags beside the mark, and what it flags without
+one. With --clean, what it flags of a model on photographs in which no mark was planted.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import nn
 
+import vit
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.faithfulness.map_metrics import to_markdown
@@ -112,6 +115,37 @@ def summarize(bundle: Bundle, images: Planted, *, seed: int) -> Summary:
     )
 
 
+def measure_dependence(bundle: Bundle, images: Planted, *, size: int) -> float:
+    """How much more probable the marked class is, on average, of images of other classes with the
+    mark than without. Of a model that doesn't look at it, 0."""
+    others = images.pixels[images.labels != MARKED_CLASS]
+    first_marked = images.pixels[images.is_marked][0]
+    with_mark = others.copy()
+    with_mark[:, SIDE - size :, :size] = first_marked[SIDE - size :, :size]
+
+    def compute_probability(pixels: NDArray[np.uint8]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = bundle.model(bundle.preprocess.normalize(torch.from_numpy(pixels)))
+        return logits.softmax(dim=1)[:, MARKED_CLASS]
+
+    return float((compute_probability(with_mark) - compute_probability(others)).mean())
+
+
+def summarize_photos(argument: str) -> dict[str, Any]:
+    """Of a model on photographs: how many clusters are suspect, and which are flagged."""
+    model, _, folder = argument.partition("=")
+    summary = vit.summarize_classes(model, folder).summary
+    num_clusters = sum(len(row.clusters) for row in summary.classes)
+    return {
+        "model": model,
+        "num_images": sum(row.num_images for row in summary.classes),
+        "num_classes": len(summary.classes),
+        "num_clusters": num_clusters,
+        "num_suspect": summary.num_tests,
+        "flagged": [name for name, _ in summary.flagged],
+    }
+
+
 def is_mark(strip: list[tuple[str, int]], *, size: int) -> bool:
     """Whether most patches of a cluster's strip lie on the mark."""
     columns = SIDE // PATCH
@@ -124,6 +158,15 @@ def is_mark(strip: list[tuple[str, int]], *, size: int) -> bool:
 
 def build_table(result: dict[str, Any]) -> str:
     """A row for each size of the mark."""
+
+    def describe(trainings: list[dict[str, Any]], *, is_found: bool) -> str:
+        effects = [
+            f"{100 * row['dependence']:.0f}"
+            for row in trainings
+            if row["mark_found"] == is_found and "dependence" in row
+        ]
+        return ", ".join(sorted(effects, key=int)) or "–"
+
     rows = []
     for size in (*SIZES, 0):
         of_size = [row for row in result["trainings"] if row["size"] == size]
@@ -136,16 +179,44 @@ def build_table(result: dict[str, Any]) -> str:
                 f"{size} × {size} pixels" if size else "none",
                 f"{100 * np.mean([row['accuracy'] for row in of_size]):.1f} %",
                 f"{num_found} of {len(of_size)}" if size else "–",
+                describe(of_size, is_found=True) if size else "–",
+                describe(of_size, is_found=False) if size else "–",
                 f"{num_false} of {len(of_size)}",
             ]
         )
-    return to_markdown(["mark", "mean recall", "mark flagged", "anything else flagged"], rows)
+    headings = [
+        "mark",
+        "mean recall",
+        "mark flagged",
+        "the mark adds to the class where flagged (points)",
+        "where not flagged",
+        "anything else flagged",
+    ]
+    tables = [to_markdown(headings, rows)]
+    if result.get("clean"):
+        clean = [
+            [
+                row["model"],
+                f"{row['num_images']:,}",
+                str(row["num_classes"]),
+                str(row["num_clusters"]),
+                str(row["num_suspect"]),
+                str(len(row["flagged"])),
+            ]
+            for row in result["clean"]
+        ]
+        names = ["photos without a mark", "images", "classes", "clusters", "suspect", "flagged"]
+        tables.append(to_markdown(names, clean))
+    return "\n\n".join(tables)
 
 
 def main() -> None:
     """Train, summarise, print and write."""
-    parser = argparse.ArgumentParser(description="Is a planted shortcut found?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--clean", help="MODEL=FOLDER of photographs, instead of trainings")
     parser.add_argument("--output", type=Path, help="folder for shortcuts-<machine>.json")
     options = parser.parse_args()
     machine = describe_conditions("cpu")
@@ -153,6 +224,13 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine, "trainings": []}
     if options.output:
         result = load_result(options.output, "shortcuts", machine) or result
+    if options.clean:
+        result["clean"] = [*result.get("clean", []), summarize_photos(options.clean)]
+        print(build_table(result))
+        if options.output:
+            write_result(options.output, "shortcuts", result)
+        return
+
     trainings = result["trainings"]
     done = {(row["size"], row["seed"]) for row in trainings}
     for size in (*SIZES, 0):
@@ -173,6 +251,7 @@ def main() -> None:
                     "seed": seed,
                     "accuracy": float(np.mean([row.recall for row in summary.classes])),
                     "num_tests": summary.num_tests,
+                    "dependence": measure_dependence(bundle, images, size=size) if size else 0.0,
                     "mark_found": any(is_found),
                     "others_flagged": is_found.count(False),
                 }
