@@ -85,6 +85,35 @@ def find_low_contrast(browser) -> list[str]:
     return found
 
 
+# what a screen reader says by its name alone
+_NAMED_ROLES = {
+    "button", "checkbox", "combobox", "image", "img", "link", "searchbox", "slider", "spinbutton",
+    "table", "textbox",
+}  # fmt: skip
+
+
+def find_unnamed(browser) -> list[str]:
+    """What a screen reader could not tell, in Chromium's accessibility tree: a control or picture
+    without a name, and a heading that skips a level."""
+    nodes = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    problems = []
+    level = 0
+    for node in nodes:
+        role = node.get("role", {}).get("value", "")
+        name = node.get("name", {}).get("value", "").strip()
+        if node.get("ignored"):
+            continue
+        properties = {row["name"]: row["value"].get("value") for row in node.get("properties", [])}
+        if role in _NAMED_ROLES and not name:
+            problems.append(f"{role} without a name")
+        if role == "heading":
+            if properties["level"] > level + 1:
+                problems.append(f"heading {name!r} of level {properties['level']} after {level}")
+            level = properties["level"]
+    assert level, "no heading at all"
+    return problems
+
+
 @contextmanager
 def phone(browser) -> Iterator[None]:
     """A screen of 390 × 844."""

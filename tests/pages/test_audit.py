@@ -10,7 +10,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import SaveModel
-from tests.pages.conftest import find_low_contrast, phone
+from tests.pages.conftest import find_low_contrast, find_unnamed, phone
 from vit.data.corrections import read_corrections
 
 CLASSES = ("<b>red", '"blue",')
@@ -82,4 +82,5 @@ def test_a_phone_scrolls_down_only(page: Any) -> None:
         widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert widths == [390, 390]
     assert find_low_contrast(page) == []
+    assert find_unnamed(page) == []
     assert page.get_log("browser") == []

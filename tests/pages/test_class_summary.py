@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages.conftest import find_low_contrast, phone
+from tests.pages.conftest import find_low_contrast, find_unnamed, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.summary import Removal, Summary, SummaryImages, summarize_classes
@@ -74,5 +74,6 @@ def test_a_phone_scrolls_down_only(summary: Summary, browser: Any, tmp_path: Pat
         widths = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert widths == [390, 390]
     assert find_low_contrast(browser) == []
+    assert find_unnamed(browser) == []
     assert browser.title.startswith("what ")
     assert browser.get_log("browser") == []

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from tests.explanation.collector import explain_with
-from tests.pages.conftest import find_low_contrast, phone
+from tests.pages.conftest import find_low_contrast, find_unnamed, phone
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.capture.forward import run_forward
@@ -771,6 +771,7 @@ def test_text_is_legible_and_a_phone_scrolls_down_only(browser, page: tuple) -> 
     for element in browser.find_elements("css selector", "details > summary, button.expand"):
         element.click()
     assert find_low_contrast(browser) == []
+    assert find_unnamed(browser) == []
     with phone(browser):
         open_page(browser, page[0])
         assert browser.execute_script(

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.pages.conftest import find_low_contrast, phone
+from tests.pages.conftest import find_low_contrast, find_unnamed, phone
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
@@ -425,6 +425,7 @@ def test_a_wide_matrix_says_that_it_scrolls(
 @pytest.mark.browser
 def test_text_is_legible_everywhere(page: Any) -> None:
     assert find_low_contrast(page) == []
+    assert find_unnamed(page) == []
 
 
 @pytest.mark.browser
