@@ -111,24 +111,34 @@ class Study:
 
     def train(self, pixels: Pixels, labels: Labels, *, seed: int) -> Bundle:
         """A model of these images; from pretrained weights, a linear classifier on their features."""
-        names = [str(label) for label in range(int(labels.max()) + 1)]
-        overrides = [f"data.image_size={self.side}", f"train.seed={seed}"]
-        choices: dict[str, Any] = {}
-        if self.weights:
-            overrides += ["data.validation_fraction=0.25", "train.device=cpu"]
-            choices = {"init": str(self.weights), "minutes": 1}
-        else:
-            overrides += [*RECIPE, *SHAPES[self.side], f"train.epochs={self.epochs}"]
+        overrides = [f"data.image_size={self.side}", f"train.seed={seed}", "train.device=cpu"]
         with tempfile.TemporaryDirectory() as folder:
-            run = vit.train(
+            output = Path(folder) / "run"
+            if self.weights:
+                photos = Path(folder) / "photos"
+                write_images(photos, pixels, labels)
+                overrides += ["data.validation_fraction=0.25"]
+                # a minute is for the classifier alone
+                return vit.train(
+                    str(photos), output=output, overrides=overrides, init=self.weights, minutes=1
+                ).bundle
+            overrides += [*RECIPE, *SHAPES[self.side], f"train.epochs={self.epochs}"]
+            names = [str(label) for label in range(int(labels.max()) + 1)]
+            return vit.train(
                 {},
-                output=Path(folder) / "run",
+                output=output,
                 dataset=(pixels, labels),
                 class_names=names,
                 overrides=overrides,
-                **choices,
-            )
-            return run.bundle
+            ).bundle
+
+
+def write_images(folder: Path, pixels: Pixels, labels: Labels) -> None:
+    """A folder of PNG files for each class."""
+    for number, (image, label) in enumerate(zip(pixels, labels.tolist(), strict=True)):
+        path = folder / str(label) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
 
 
 def predict(bundle: Bundle, pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
