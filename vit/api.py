@@ -317,6 +317,7 @@ def predict(
     coverage: float = 0.95,
     sort_into: str | Path | None = None,
     embeddings: str | Path | None = None,
+    similar: int = 0,
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -334,6 +335,8 @@ def predict(
             ever overwritten.
         embeddings: a file into which the pooled features are written: .npz (`paths` [N],
             `embeddings` [N, D] float32) or .parquet (columns path, embedding).
+        similar: how many of the training images that are most like it each prediction names, by
+            the cosine of their features; of the up to 2,000 training images in the model file.
         batch_size: images at a time.
         device: as of `vit.evaluate`.
         precision: as of `vit.evaluate`.
@@ -367,6 +370,7 @@ def iterate_predictions(
         batch_size=options.batch_size,
         precision=options.precision,
         with_features=options.embeddings is not None,
+        similar=options.similar,
     )
     if options.sort_into is not None:
         sorter = PhotoSorter(Path(options.sort_into), bundle, coverage=options.coverage)

@@ -110,6 +110,7 @@ class PredictOptions:
         coverage: how often a prediction set is to hold the right class, 0.9 or 0.95
         sort_into: copy the photos into folders here: one a class, unsure and unknown
         embeddings: write the features that the head reads here: FILE.npz or FILE.parquet
+        similar: name so many of the training images that are most like each image (JSON Lines only)
         batch_size: images at a time
         device: auto, cpu, cuda or cuda:N
         precision: auto, float32, bfloat16 or float16
@@ -119,6 +120,7 @@ class PredictOptions:
     coverage: float = 0.95
     sort_into: str | Path | None = None
     embeddings: str | Path | None = None
+    similar: Annotated[int, Option(min=0)] = 0
     batch_size: Annotated[int, Option(min=1)] = 64
     device: str = "auto"
     precision: str = "auto"

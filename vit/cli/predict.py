@@ -21,7 +21,8 @@ def predict(
 
     prediction_set names the classes that hold the right one as often as --coverage says, and p_value
     says how likely a photo like the training's is to be as far from them; both are null where the
-    model file has no thresholds.
+    model file has no thresholds. With --similar N, similar names the training images that are most
+    like the photo, with their class.
 
     An image that can't be read gets a line with an error in its place; if none can, the exit code is
     1. Progress goes to standard error.
@@ -39,6 +40,8 @@ def predict(
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+    if options.similar and output_format == "csv":
+        raise ValueError("--similar needs --format jsonl: a line of CSV is a class of an image")
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
     predictions = api.iterate_predictions(

@@ -39,6 +39,21 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Similar:
+    """A training image that is like an image.
+
+    Args:
+        path: its name, within the data set.
+        class_name: its label.
+        similarity: the cosine of the features, -1 to 1.
+    """
+
+    path: str
+    class_name: str
+    similarity: float
+
+
+@dataclass(frozen=True)
 class SetMetrics:
     """Prediction sets of one coverage, on labelled images."""
 
@@ -118,6 +133,48 @@ def compute_distances(
         # |a - b|² = 2 - 2 a·b of vectors of length one
         distances.append(np.sqrt(np.maximum(2 - 2 * nearest, 0)))
     return np.concatenate(distances).astype(np.float64)
+
+
+def find_similar(bundle: Bundle, features: NDArray[np.float32], count: int) -> list[list[Similar]]:
+    """The training images that are most like each image, by the cosine of their features.
+
+    Args:
+        bundle: the model; of the training images that its file holds features of, at most 2,000.
+        features: [n, D].
+        count: of training images for each image.
+
+    Returns:
+        For each image at most `count`, the most similar first.
+    """
+    check_similar(bundle)
+    assert bundle.likeness is not None
+    names = bundle.metadata["conformal"]["training_images"]
+    cosines = normalize_rows(features) @ normalize_rows(bundle.likeness.training_features).T
+    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+    return [
+        [
+            Similar(names[index][0], bundle.class_names[names[index][1]], float(row[index]))
+            for index in indices.tolist()
+        ]
+        for row, indices in zip(cosines, nearest, strict=True)
+    ]
+
+
+def check_similar(bundle: Bundle) -> None:
+    """Raise ValueError for a model file that doesn't say which training images are like an image."""
+    recorded = bundle.metadata.get("conformal", {})
+    names = recorded.get("training_images")
+    if bundle.likeness is not None and names:
+        is_whole = len(names) == len(bundle.likeness.training_features)
+        if not is_whole or max(index for _, index in names) >= len(bundle.class_names):
+            raise ValueError(f"{bundle.name} is damaged: its features are of other training images")
+        return
+    reason = recorded.get("no_likeness")
+    if reason is None:
+        reason = "`vit train` puts them into the model file where there are validation images"
+    elif not reason:
+        reason = "its file has features without them"
+    raise ValueError(f"{bundle.name} names no training images: {reason}")
 
 
 def normalize_rows(features: NDArray[np.floating[Any]]) -> NDArray[np.float32]:

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, Preprocess, list_images, read_image
-from vit.evaluation.conformal import answer_images, read_threshold
+from vit.evaluation.conformal import (
+    Similar,
+    answer_images,
+    check_similar,
+    find_similar,
+    read_threshold,
+)
 from vit.model.logits import (
     compute_logits,
     compute_logits_and_features,
@@ -238,6 +244,8 @@ class Prediction:
     p_value: float | None = None
     # float32 [D], what the head reads; None where it wasn't asked for
     features: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    # the training images that are most like it; None where they weren't asked for
+    similar: list[Similar] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,6 +280,7 @@ def predict_images(
     batch_size: int = 64,
     precision: str = "auto",
     with_features: bool = False,
+    similar: int = 0,
 ) -> Iterator[Prediction]:
     """Predict the most probable classes of each image.
 
@@ -283,12 +292,15 @@ def predict_images(
         batch_size: images a forward pass.
         precision: "float32", "bfloat16", "float16", or "auto" for the device's.
         with_features: whether each prediction has the pooled features.
+        similar: how many of the training images that are most like it each prediction names.
 
     Returns:
         A prediction for each image, in order; of one that can't be read, its error.
     """
     # an unknown coverage is said before any photo is read
     read_threshold(bundle.metadata, coverage)
+    if similar:
+        check_similar(bundle)
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     numbered = enumerate(list_images(images))
     with ThreadPoolExecutor() as pool:
@@ -303,6 +315,9 @@ def predict_images(
             scaled = logits.astype(np.float64) / bundle.temperature
             probabilities = iter(softmax(scaled, axis=1))
             answers = iter(answer_images(bundle, logits, features, coverage=coverage))
+            similar_images = None
+            if similar and features is not None:
+                similar_images = find_similar(bundle, features, similar)
             place = -1
             for (number, image), pixels in zip(batch, decoded, strict=True):
                 path = image if isinstance(image, str) else f"image {number}"
@@ -320,7 +335,14 @@ def predict_images(
                 prediction_set = None
                 if answer.prediction_set is not None:
                     prediction_set = [bundle.class_names[index] for index in answer.prediction_set]
-                yield Prediction(path, classes, None, prediction_set, answer.p_value, own_features)
+                yield Prediction(
+                    path,
+                    classes,
+                    prediction_set=prediction_set,
+                    p_value=answer.p_value,
+                    features=own_features,
+                    similar=similar_images[place] if similar_images else None,
+                )
 
 
 def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
@@ -339,6 +361,11 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             record["predictions"] = describe_classes(prediction.classes)
             record["prediction_set"] = prediction.prediction_set
             record["p_value"] = prediction.p_value
+            if prediction.similar is not None:
+                record["similar"] = [
+                    {"path": row.path, "class": row.class_name, "similarity": row.similarity}
+                    for row in prediction.similar
+                ]
         else:
             record["error"] = prediction.error
         file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -14,6 +14,7 @@ from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
 from vit.data.dataset import ImageDataset
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.evaluation.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
+from vit.evaluation.images import printable
 from vit.evaluation.prediction import Pixels, Predictor
 from vit.factory.data import TrainingData, choose_evenly
 from vit.factory.run import Run
@@ -53,9 +54,9 @@ def complete_model_file(
 
     # a run that has ended must not fail for want of them
     try:
-        likeness, problem = compute_likeness(run.data, bundle)
+        likeness, training_images, problem = compute_likeness(run.data, bundle)
     except (OSError, ValueError, RuntimeError) as error:
-        likeness, problem = None, first_line(error)
+        likeness, training_images, problem = None, [], first_line(error)
     conformal: dict[str, object] = {
         "num_images": len(probabilities),
         "thresholds": thresholds,
@@ -64,6 +65,7 @@ def complete_model_file(
     if likeness is not None:
         conformal["num_training_features"] = len(likeness.training_features)
         conformal["num_distances"] = len(likeness.distances)
+        conformal["training_images"] = training_images
     if process.is_main:
         values = {"conformal": conformal, "out_of_fold_temperature": _fit_temperature(run)}
         update_metadata(path, values, likeness=likeness)
@@ -84,8 +86,9 @@ def _fit_temperature(run: Run) -> dict[str, Any] | None:
 
 def compute_likeness(
     data: TrainingData, bundle: Bundle, *, max_training_features: int = MAX_TRAINING_FEATURES
-) -> tuple[Likeness | None, str]:
-    """Features by which images unlike the training's are found.
+) -> tuple[Likeness | None, list[tuple[str, int]], str]:
+    """Features by which images unlike the training's are found, and the training images that are
+    most like one.
 
     Args:
         data: training and validation images.
@@ -93,30 +96,35 @@ def compute_likeness(
         max_training_features: images, of each class the share that it has in training.
 
     Returns:
-        The features, or None with the reason.
+        The features, with the name and the class of each training image; or None with the reason.
     """
     if data.validation is None:
-        return None, "there are no validation images"
+        return None, [], "there are no validation images"
     if not has_features(bundle.model):
-        return None, f"a {type(bundle.model).__name__} gives no features"
+        return None, [], f"a {type(bundle.model).__name__} gives no features"
     if data.train.reader.is_remote and data.train.pixels is None:
-        return None, "the training images are in object storage"
+        return None, [], "the training images are in object storage"
 
     # a class has the share that it has in training
     by_class = np.argsort(data.train.labels, kind="stable")
     chosen = by_class[choose_evenly(len(by_class), max_training_features)]
-    training_features = _compute_features(bundle, data.train.subset(np.sort(chosen)))
+    training = data.train.subset(np.sort(chosen))
+    training_features, readable = _compute_features(bundle, training)
     validation = data.decoded_validation
     held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
-    features = _compute_features(bundle, validation.subset(held_aside))
+    features, _ = _compute_features(bundle, validation.subset(held_aside))
     if not len(training_features):
-        return None, "the training images can't be read again"
-    kept = normalize_rows(training_features).astype(np.float16)
-    return Likeness(kept, compute_distances(features, kept).astype(np.float32)), ""
+        return None, [], "the training images can't be read again"
+    units = normalize_rows(training_features).astype(np.float16)
+    likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
+    names = [printable(training.ids[index]) for index in readable]
+    return likeness, list(zip(names, training.labels[readable].tolist(), strict=True)), ""
 
 
-def _compute_features(bundle: Bundle, dataset: ImageDataset) -> NDArray[Any]:
-    """The pooled features of those images that can be read, [n, D]."""
+def _compute_features(
+    bundle: Bundle, dataset: ImageDataset
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The pooled features of those images that can be read, [n, D], and the indices of these."""
     predictor = Predictor.from_bundle(bundle)
     preprocess = bundle.preprocess
     is_readable = np.ones(len(dataset), dtype=bool)
@@ -138,4 +146,4 @@ def _compute_features(bundle: Bundle, dataset: ImageDataset) -> NDArray[Any]:
 
     shape = (len(dataset), count_features(bundle.model))
     features = predictor.compute(compute, read, shape=shape)
-    return features.numpy()[is_readable]
+    return features.numpy()[is_readable], np.flatnonzero(is_readable)

@@ -260,6 +260,8 @@ class _Conformal(BaseModel):
     thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]]
     num_training_features: int = Field(0, ge=0)
     num_distances: int = Field(0, ge=0)
+    # of each training feature, the name of its image and the index of its class
+    training_images: list[tuple[str, Annotated[int, Field(ge=0)]]] = []
     # why there are none of these; empty where there are
     no_likeness: str = ""
 
