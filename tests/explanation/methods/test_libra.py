@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.explanation.model_zoo import MODELS, build
+from vit.explanation.capture import feature_maps
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.methods import registry
 from vit.explanation.methods.gradients import compute_fullgrad_plus, compute_input_x_gradient
@@ -178,7 +179,7 @@ def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
     model, images = build("ours")
     counted = []
     monkeypatch.setattr(
-        registry,
+        feature_maps,
         "run_forward",
         lambda *args, **options: counted.append(1) or run_forward(*args, **options),
     )
