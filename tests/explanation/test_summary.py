@@ -14,10 +14,12 @@ import torch
 import vit
 from tests.conftest import BuildOnce, Launcher
 from vit.bundle import Bundle
+from vit.data.images import Preprocess
 from vit.data.masks import find_mask, find_masks, is_inside
 from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.summary import (
     SummaryImages,
+    _Assignment,
     _Explained,
     _measure_overlap,
     _measure_region,
@@ -26,6 +28,7 @@ from vit.explanation.summary import (
     _Summarizer,
     summarize_classes,
 )
+from vit.model.vision_transformer import VisionTransformer
 
 SIZE = 8
 
@@ -116,6 +119,46 @@ def test_what_leaving_out_does_is_what_forward_passes_say(
     assert removal.num_images == len(marked)
     assert removal.flips == flips
     assert removal.fall == pytest.approx(np.mean(falls), abs=1e-5)
+
+
+def test_a_mark_is_found_in_a_cluster_that_joins_it_with_the_object() -> None:
+    """The model sees the mark, and patches of the object, alike."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=24, patch_size=4, num_classes=2, embed_dim=16, depth=1, num_heads=2
+    )
+    bundle = Bundle.from_model(model, class_names=("a", "b"), preprocess=Preprocess((24, 24)))
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (20, 24, 24, 3), dtype=np.uint8)
+    indices = np.arange(20)
+    members = np.zeros((20, 36), dtype=bool)
+    # one of the four patches in the middle
+    members[indices, random.choice([14, 15, 20, 21], 20)] = True
+    images = SummaryImages(pixels, indices % 2, [str(index) for index in indices])
+    summarizer = _Summarizer(bundle, images, "libra-removal", batch_size=20, seed=0)
+    assert summarizer._find_place(indices, members) is None
+
+    # the mark, two patches, the second of them in another cluster
+    members[:6, 30] = True
+    assert summarizer._find_place(indices, members) is None
+    pixels[:6, 20:, :8] = pixels[0, 20:, :8]
+    assert _measure_overlap(members) < 0.5
+    assert summarizer._find_place(indices, members) == 30
+    assigned = np.where(members, 0, -1)
+    assigned[:6, 31] = 1
+    distances = np.zeros(assigned.shape)
+    assignment = _Assignment(assigned, distances, held_out=assigned[:4].copy(), others=None)
+    assert summarizer._separate_marks(assignment, indices, num_clusters=2) == 1
+    mark = np.zeros((20, 36), dtype=bool)
+    mark[:6, 30:32] = True
+    assert ((assigned == 2) == mark).all()
+    assert ((assignment.held_out == 2) == mark[:4]).all()
+    # the object is where it was
+    assert (assigned == 0).sum(axis=1).tolist() == [1] * 20
+
+    # too few images to test
+    members[4:6, 30] = False
+    assert summarizer._find_place(indices, members) is None
 
 
 def test_regions_and_overlaps_by_hand() -> None:

@@ -58,6 +58,8 @@ _SAME_PICTURE = 0.9
 _SMALL = 0.1
 # images whose patches are compared
 _MAX_COMPARED = 50
+# images that show the same picture at the same place: a sign test of fewer has no p-value below 5 %
+_MIN_SAME_PICTURE = 5
 # of the variance of other images at the same place, where a patch is the same picture as in others
 _SAME_VARIANCE = 0.25
 # on fewer patches nothing is off-centre
@@ -236,6 +238,17 @@ class _Explained(NamedTuple):
     tokens: PatchTokens
 
 
+class _Assignment(NamedTuple):
+    """The cluster of each patch, [n, P], -1 for none: of both halves of a class, and of images of
+    other classes, wrongly taken for this one and others."""
+
+    seen: NDArray[np.int64]
+    # to the centre of its cluster
+    distances: Relevance
+    held_out: NDArray[np.int64]
+    others: tuple[NDArray[np.int64], NDArray[np.int64]] | None
+
+
 class _Clusters(NamedTuple):
     """A clustering of tokens."""
 
@@ -349,10 +362,22 @@ class _Summarizer:
         held_out = _Explained(*(part[half:] for part in explained))
 
         clusters = _cluster(seen, seed=int(self.random.integers(1 << 31)))
-        others = self._find_others(class_index, clusters)
+        assigned, distances = clusters.find(seen.tokens)
+        assignment = _Assignment(
+            seen=assigned,
+            distances=distances,
+            held_out=clusters.find(held_out.tokens)[0],
+            others=self._find_others(class_index, clusters),
+        )
+        num_clusters = len(clusters.centres)
+        num_marks = self._separate_marks(assignment, seen.indices, num_clusters)
         rows = []
-        for number in range(len(clusters.centres)):
-            rows.append(self._describe(number, class_index, clusters, (seen, held_out), others))
+        for number in range(num_clusters + num_marks):
+            # one that was a mark alone is empty now
+            if (assigned == number).any():
+                is_mark = number >= num_clusters
+                row = self._describe(number, is_mark, class_index, assignment, (seen, held_out))
+                rows.append(row)
         rows.sort(key=lambda row: -row.evidence)
 
         relevance = explained.relevance
@@ -380,17 +405,17 @@ class _Summarizer:
     def _describe(
         self,
         number: int,
+        is_mark: bool,
         class_index: int,
-        clusters: _Clusters,
+        assignment: _Assignment,
         halves: tuple[_Explained, _Explained],
-        others: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
     ) -> PatchCluster:
         seen, held_out = halves
-        assigned, distances = clusters.find(seen.tokens)
-        members = assigned == number
+        others = assignment.others
+        members = assignment.seen == number
         occurs = members.any(axis=1)
         in_images = members[occurs]
-        strip = self._choose_strip(seen, np.where(members, distances, np.inf))
+        strip = self._choose_strip(seen, np.where(members, assignment.distances, np.inf))
         _, centre = _regions(self.grid)
         in_errors = None
         if others is not None:
@@ -404,12 +429,14 @@ class _Summarizer:
         overlap = _measure_overlap(in_images)
         likeness = self._measure_likeness(seen.indices[occurs], in_images)
         in_more_errors = others is not None and _is_more_frequent(others, number)
-        suspicions = self._suspect(patches, overlap, centre_share, likeness, in_more_errors)
+        suspicions = self._suspect(
+            is_mark, patches, overlap, centre_share, likeness, in_more_errors
+        )
         extent = np.zeros(self.num_patches, dtype=bool)
         if suspicions:
             extent = self._find_extent(seen.indices[occurs])
         # a mark that is left out in part may be recognised by the rest
-        held_out_members = clusters.find(held_out.tokens)[0] == number
+        held_out_members = assignment.held_out == number
         held_out_members |= held_out_members.any(axis=1, keepdims=True) & extent
         return PatchCluster(
             evidence=float(seen.relevance[members].sum() / max(seen.relevance.sum(), 1e-12)),
@@ -427,13 +454,21 @@ class _Summarizer:
         )
 
     def _suspect(
-        self, patches: float, overlap: float, centre: float, likeness: float, in_more_errors: bool
+        self,
+        is_mark: bool,
+        patches: float,
+        overlap: float,
+        centre: float,
+        likeness: float,
+        in_more_errors: bool,
     ) -> tuple[str, ...]:
         """Why a cluster may be a shortcut: nothing of it is seen in the images it is tested on."""
         # on a coarse grid every object is at the same place
         if self.num_patches < _MIN_PATCHES:
             return ()
         suspicions = []
+        if is_mark:
+            suspicions.append("the same picture at the same place in different images")
         if overlap >= _SAME_PLACE and centre <= _OFF_CENTRE:
             suspicions.append("at the same place off the centre")
         if likeness >= _SAME_PICTURE and patches <= _SMALL:
@@ -442,6 +477,42 @@ class _Summarizer:
         if suspicions and in_more_errors:
             suspicions.append("more often in images wrongly taken for this class than in others")
         return tuple(suspicions)
+
+    def _separate_marks(
+        self, assignment: _Assignment, indices: NDArray[np.int64], num_clusters: int
+    ) -> int:
+        """Give marks clusters of their own, numbered from `num_clusters` on, and count them.
+
+        The model may see a mark and parts of the object alike, so that a cluster joins both, or
+        sees each patch of a mark unlike the next, so that the mark is in many clusters.
+        """
+        arrays = [assignment.seen, assignment.held_out, *(assignment.others or ())]
+        num_marks = 0
+        for number in range(num_clusters):
+            place = self._find_place(indices, assignment.seen == number)
+            if place is None:
+                continue
+            extent = self._find_extent(indices[assignment.seen[:, place] == number])
+            extent[place] = True
+            for assigned in arrays:
+                has_mark = assigned[:, [place]] == number
+                assigned[has_mark & extent] = num_clusters + num_marks
+            num_marks += 1
+        return num_marks
+
+    def _find_place(self, indices: NDArray[np.int64], members: PatchMask) -> int | None:
+        """The patch off the centre at which most images have a cluster, where they show the same
+        picture there."""
+        _, centre = _regions(self.grid)
+        counts = np.where(centre.ravel(), 0, members.sum(axis=0))
+        place = int(counts.argmax())
+        if self.num_patches < _MIN_PATCHES or counts[place] < _MIN_SAME_PICTURE:
+            return None
+        chosen = np.flatnonzero(members[:, place])
+        at_place = np.zeros((len(chosen), self.num_patches), dtype=bool)
+        at_place[:, place] = True
+        likeness = self._measure_likeness(indices[chosen], at_place)
+        return place if likeness >= _SAME_PICTURE else None
 
     def _find_extent(self, indices: NDArray[np.int64]) -> Bool[np.ndarray, " P"]:
         """The patches whose pixels vary little between these images, beside others of any class."""
