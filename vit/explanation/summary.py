@@ -430,7 +430,12 @@ class _Summarizer:
         likeness = self._measure_likeness(seen.indices[occurs], in_images)
         in_more_errors = others is not None and _is_more_frequent(others, number)
         suspicions = self._suspect(
-            is_mark, patches, overlap, centre_share, likeness, in_more_errors
+            is_mark=is_mark,
+            patches=patches,
+            overlap=overlap,
+            centre=centre_share,
+            likeness=likeness,
+            in_more_errors=in_more_errors,
         )
         extent = np.zeros(self.num_patches, dtype=bool)
         if suspicions:
@@ -455,6 +460,7 @@ class _Summarizer:
 
     def _suspect(
         self,
+        *,
         is_mark: bool,
         patches: float,
         overlap: float,
