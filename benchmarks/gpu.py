@@ -38,7 +38,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ def list_parts(options: argparse.Namespace, images: Path) -> list[Part]:
         _build_attention,
     )
     parts = [build(options, images) for build in builders]
+    if options.small:
+        # the rehearsal's CPU may be slow, and it is the commands that are rehearsed, not their time
+        parts = [replace(part, limit=3 * part.limit) for part in parts]
     if options.call:
         parts = [part for part in parts if part.call == options.call]
     if options.parts:

@@ -624,8 +624,9 @@ def measure_faithfulness(
             `vit.explain`, of one class, on images as they come: what is removed and added lowers
             and raises the target's value.
         count: images to measure on, at least 8.
-        minutes: so long, about. Where not all fits, leave-one-out leaves out larger groups, and
-            fewer images are measured, at least 8; a note says so. None: all of it.
+        minutes: so long, about. Where not all fits, leave-one-out leaves out larger groups, curves
+            have fewer points, and fewer images are measured, at least 8; a note says so. None: all
+            of it.
         batch_size: as of `vit.explain`.
         seed: of the choice of images and of the random maps.
         device: as of `vit.evaluate`.

@@ -114,21 +114,37 @@ def test_a_limited_time_measures_fewer_images_and_says_so(trained) -> None:
     assert whole.result.notes == []
 
     _, seconds = whole.plan
-    half = Benchmark(bundle, images, classes, ("rollout",))
-    half.__dict__["_forward_seconds"] = whole._forward_seconds
-    half.grid, half.group_side, half._cost = whole.grid, whole.group_side, whole._cost
-    half.fit(seconds / 2)
-    assert MIN_IMAGES < len(half.images) < 40
-    assert len(half.classes) == len(half.images)
-    assert half.plan[1] <= seconds / 2
-    assert half.result.notes == [
-        f"{len(half.images)} of 64 images fit into {seconds / 120:g} minutes"
+    quarter = Benchmark(bundle, images, classes, ("rollout",))
+    quarter.__dict__["_forward_seconds"] = whole._forward_seconds
+    quarter.grid, quarter.group_side, quarter._cost = whole.grid, whole.group_side, whole._cost
+    quarter.fit(seconds / 4)
+    assert MIN_IMAGES < len(quarter.images) < 40
+    assert len(quarter.classes) == len(quarter.images)
+    assert quarter.plan[1] <= seconds / 4
+    assert quarter.result.notes == [
+        "deletion and insertion curves have half of their points",
+        f"{len(quarter.images)} of 64 images fit into {seconds / 240:g} minutes",
     ]
 
     least = Benchmark(bundle, images, classes, ("rollout",))
     least.fit(1e-9)
     assert len(least.images) == MIN_IMAGES
+    assert least.filled == least.few == MIN_IMAGES // 2
+    measured = least.measure().values
+    assert len(measured["srg"]["rollout"]) == MIN_IMAGES
+    assert len(measured["srg_blur"]["rollout"]) == MIN_IMAGES // 2
     assert "name fewer methods" in least.result.notes[-1]
+
+
+def test_curves_of_half_the_points_have_nearly_the_same_areas(trained) -> None:
+    images, classes = trained.images[:32], trained.classes[:32]
+    areas = []
+    for step in (1, 2):
+        benchmark = Benchmark(make_bundle(trained.model), images, classes, ("rollout",))
+        benchmark.curve_step = step
+        values = benchmark.measure().values
+        areas.append(values["srg"]["rollout"].mean())
+    assert areas[1] == pytest.approx(areas[0], abs=0.05)
 
 
 def test_of_large_grids_groups_are_left_out(trained, monkeypatch: pytest.MonkeyPatch) -> None:

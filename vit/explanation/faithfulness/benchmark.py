@@ -98,6 +98,10 @@ class Benchmark:
         self.result = Measurement()
         # of forward passes without patches: means of areas differ by less than 0.002 by it
         self.precision = choose_precision("auto", self.device)
+        # of the curves' fractions, every so many are measured
+        self.curve_step = 1
+        # images whose maps the plan times
+        self.num_timed = self.few // 2
         # of the maps of one image by all methods, in forward passes
         self._cost = 0.0
         # of what leave-one-out leaves out together
@@ -112,10 +116,13 @@ class Benchmark:
         return forwards, forwards * forward_seconds
 
     def fit(self, seconds: float) -> None:
-        """Measure what takes about so long: larger groups, then fewer images, at least
-        `MIN_IMAGES`. A note says what is left out."""
+        """Measure what takes about so long: larger groups, curves of half as many points, fewer
+        images, at least `MIN_IMAGES`, and half of those with patches painted over and with
+        randomised weights. A note says what is left out."""
         started = time.perf_counter()
         asked = len(self.images)
+        # the plan itself must not take the time
+        self.num_timed = 1
         forward_seconds = self._forward_seconds
         seconds_left = seconds - (time.perf_counter() - started)
 
@@ -124,11 +131,20 @@ class Benchmark:
 
         if takes_longer() and self.group_side > 1:
             self.group_side = LARGER_GROUP_SIDE
+        if takes_longer():
+            self.curve_step = 2
+            self.result.notes.append("deletion and insertion curves have half of their points")
         while takes_longer() and len(self.images) > MIN_IMAGES:
             count = max(int(0.9 * len(self.images)), MIN_IMAGES)
             self.images = self.images[:count]
             self.classes = self.classes[:count]
             self.filled = min(self.filled, count)
+        if takes_longer():
+            self.filled = self.few = MIN_IMAGES // 2
+            self.result.notes.append(
+                f"patches are painted over in {self.filled} images, and as many are explained with"
+                " randomised weights"
+            )
         if len(self.images) < asked:
             self.result.notes.append(
                 f"{len(self.images)} of {asked} images fit into {seconds / 60:g} minutes"
@@ -148,8 +164,8 @@ class Benchmark:
         forward_seconds = _time(partial(compute_logits, self.model, batch)) / len(batch)
 
         # each method by itself, then all together: they share a forward pass
-        images = self.images[: self.few // 2]
-        classes = self.classes[: self.few // 2]
+        images = self.images[: self.num_timed]
+        classes = self.classes[: self.num_timed]
         for method in self.methods:
             seconds = _time(partial(self._explain, self.model, images, classes, [method]))
             self.result.milliseconds[method] = 1000 * seconds / len(images)
@@ -166,12 +182,22 @@ class Benchmark:
         few = min(self.few, count)
         num_maps = len(self.methods) + len(BASELINES)
         # of both curves; two more points keep every patch, which is computed once
-        points = len(FRACTIONS) + len(KEPT) - 2
+        points = len(self._removed_fractions) + len(self._kept_fractions) - 2
         forwards = (self._cost + len(self._groups)) * (count + few)
         # dropping tokens, half a pass in the mean, is measured of every random map
         forwards += (num_maps + RANDOM_MAPS - 1) * count * points / 2
         forwards += len(PAINTED) * num_maps * min(self.filled, count) * points
         return forwards
+
+    @property
+    def _removed_fractions(self) -> tuple[float, ...]:
+        """Of the patches, of deletion curves."""
+        return FRACTIONS[:: self.curve_step]
+
+    @property
+    def _kept_fractions(self) -> tuple[float, ...]:
+        """Of the patches, of insertion curves, the last of which is all."""
+        return KEPT[self.curve_step - 1 :: self.curve_step]
 
     @property
     def _groups(self) -> Bool[Tensor, "m P"]:
@@ -248,10 +274,16 @@ class Benchmark:
             precision=self.precision,
         )
         order = find_order(maps.flatten(0, 1))
-        deletion = area_under(deletion_curve(predict, order))
-        removed = [1 - kept for kept in KEPT]
-        insertion_curve = deletion_curve(predict, order.flip(1), fractions=removed)
-        return deletion, area_under(insertion_curve, fractions=KEPT)
+        removed = self._removed_fractions
+        deletion_curves = deletion_curve(predict, order, fractions=removed)
+
+        kept = self._kept_fractions
+        removed_first = [1 - fraction for fraction in kept]
+        insertion_curves = deletion_curve(predict, order.flip(1), fractions=removed_first)
+        return (
+            area_under(deletion_curves, fractions=removed),
+            area_under(insertion_curves, fractions=kept),
+        )
 
     def _measure_randomised_weights(self, maps: dict[str, PatchMaps]) -> None:
         """Rank correlation with maps of the model with randomised weights (Adebayo et al. 2018)."""
