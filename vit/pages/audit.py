@@ -88,7 +88,8 @@ def _draw_maps(
             pixels = images.pixels
             assert pixels is not None
             seen = bundle.preprocess.crop(pixels[position[error.path]])
-            values, text = _explain(bundle, seen, error)
+            # the first map shows whether the model's attention is read right
+            values, text = _explain(bundle, seen, error, verify=not maps)
             photo = Image.fromarray(seen)
             shown = resize_picture(photo, min_side=_SIDE, max_side=_SIDE)
             box = (0.0, 0.0, float(photo.width), float(photo.height))
@@ -104,13 +105,15 @@ def _draw_maps(
     return maps
 
 
-def _explain(bundle: Bundle, pixels: np.ndarray, error: LabelError) -> tuple[np.ndarray, str]:
+def _explain(
+    bundle: Bundle, pixels: np.ndarray, error: LabelError, *, verify: bool
+) -> tuple[np.ndarray, str]:
     device = next(bundle.model.parameters()).device
     batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(device)
     images = bundle.preprocess.normalize(batch)
     names = bundle.class_names
     if error.given not in names or error.suggested not in names:
-        _, _, (rollout,) = compute_maps(bundle.model, images, methods=["rollout"])
+        _, _, (rollout,) = compute_maps(bundle.model, images, methods=["rollout"], verify=verify)
         return rollout.values[0, 0].cpu().numpy(), "attention rollout"
 
     given = names.index(error.given)
@@ -126,6 +129,7 @@ def _explain(bundle: Bundle, pixels: np.ndarray, error: LabelError) -> tuple[np.
         methods=["libra-fullgrad"],
         choose_targets=choose_targets,
         target=target,
+        verify=verify,
     )
     text = f"red speaks for {error.suggested}, blue for {error.given}"
     return contrast.values[0, 0].cpu().numpy(), text
