@@ -22,6 +22,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher, SaveModel
+from tests.pages.conftest import NASTY_CLASS, find_low_contrast, find_unnamed
 from vit.bundle import Bundle, load_bundle
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
@@ -79,6 +80,42 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     assert answer["map"]["png"].startswith("data:image/png;base64,")
     assert len(answer["classes"]) == 3
     assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
+
+
+def test_the_nearest_training_photos_are_those_of_predict(
+    named_bundle: Bundle, bundle: Bundle, photo: bytes
+) -> None:
+    picture = Image.open(io.BytesIO(photo))
+    client = TestClient(serve.build_app(named_bundle), base_url="http://127.0.0.1")
+    answer = client.post("/predict?map=none&similar=3", files={"image": photo}).json()
+    (expected,) = vit.predict(named_bundle, picture, similar=3, batch_size=1).predictions
+    assert expected.similar is not None
+    assert answer["similar"] == [
+        {"path": row.path, "class": row.class_name, "similarity": row.similarity}
+        for row in expected.similar
+    ]
+    # pictures are for those who ask, and programs don't by default
+    assert "similar_pictures" not in answer
+    address = "/predict?map=none&similar=3&pictures=true"
+    pictures = client.post(address, files={"image": photo}).json()["similar_pictures"]
+    assert [text[:23] for text in pictures] == ["data:image/jpeg;base64,"] * 3
+    assert "similar" not in client.post("/predict?map=none", files={"image": photo}).json()
+    response = client.post("/predict?similar=21", files={"image": photo})
+    assert response.status_code == 422
+    assert "similar: input should be less than or equal to 20" in response.json()["error"]
+
+    # a model file without them, and a server that tells nobody
+    plain = TestClient(serve.build_app(bundle), base_url="http://127.0.0.1")
+    with pytest.raises(ValueError, match="names no training images") as error:
+        vit.predict(bundle, picture, similar=1)
+    closed = TestClient(serve.build_app(named_bundle, num_similar=0), base_url="http://127.0.0.1")
+    for refusing, reason in ((plain, str(error.value)), (closed, "started with --similar 0")):
+        response = refusing.post("/predict?similar=1", files={"image": photo})
+        assert response.status_code == 400
+        assert reason in response.json()["error"]
+        assert refusing.post("/predict?map=none", files={"image": photo}).status_code == 200
+        assert "Nearest training photos" not in refusing.get("/").text
+    assert "Nearest training photos" in client.get("/").text
 
 
 def test_upright_pixels_count_and_no_name_of_a_file_is_opened(
@@ -329,6 +366,39 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         log = [entry for entry in browser.get_log("browser") if "422" not in entry["message"]]
     assert log == []
+
+
+@pytest.mark.browser
+def test_the_page_shows_the_nearest_training_photos_and_runs_no_name(
+    named_bundle: Bundle, browser: Any
+) -> None:
+    root = Path(named_bundle.config["data"]["root"])
+    name, _ = named_bundle.metadata["conformal"]["training_images"][-1]
+    with serve_in_thread(named_bundle) as (port, _):
+        browser.get(f"http://127.0.0.1:{port}")
+        browser.find_element("id", "file").send_keys(str(root / name))
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        drawn = (
+            "return [...document.querySelectorAll('.neighbours img')].every(i => i.naturalWidth)"
+        )
+        wait_for(browser, drawn)
+        items = browser.find_elements("css selector", ".neighbours li")
+        assert len(items) == serve.NUM_SIMILAR
+        assert [span.text for span in items[0].find_elements("tag name", "span")] == [
+            f"{NASTY_CLASS}, 1.00",
+            name,
+        ]
+        image = items[0].find_element("tag name", "img")
+        assert image.get_attribute("alt") == f"training photo {name}"
+        assert find_unnamed(browser) == []
+        assert find_low_contrast(browser) == []
+        assert browser.get_log("browser") == []
+        for width in (1400, 390):
+            screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= width
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 DROP = """

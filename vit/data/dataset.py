@@ -195,6 +195,10 @@ class _JoinedReader(ImageReader):
         reader = self.readers[int(self.parts[index])]
         return reader.image(int(self.indices[index]))
 
+    def thumbnail(self, index: int, *, side: int) -> Image.Image:
+        reader = self.readers[int(self.parts[index])]
+        return reader.thumbnail(int(self.indices[index]), side=side)
+
     def fetch(self, indices: Iterable[int]) -> None:
         chosen = np.array(list(indices), dtype=np.int64)
         for number, reader in enumerate(self.readers):

@@ -135,25 +135,37 @@ def compute_distances(
     return np.concatenate(distances).astype(np.float64)
 
 
-def find_similar(bundle: Bundle, features: NDArray[np.float32], count: int) -> list[list[Similar]]:
+def find_similar(
+    bundle: Bundle,
+    features: NDArray[np.float32],
+    count: int,
+    *,
+    class_index: int | None = None,
+) -> list[list[Similar]]:
     """The training images that are most like each image, by the cosine of their features.
 
     Args:
         bundle: the model; of the training images that its file holds features of, at most 2,000.
         features: [n, D].
         count: of training images for each image.
+        class_index: of training images of this class alone. None: of all.
 
     Returns:
         For each image at most `count`, the most similar first.
     """
     check_similar(bundle)
     assert bundle.likeness is not None
-    names = bundle.metadata["conformal"]["training_images"]
-    cosines = normalize_rows(features) @ normalize_rows(bundle.likeness.training_features).T
+    images = bundle.metadata["conformal"]["training_images"]
+    training_features = bundle.likeness.training_features
+    if class_index is not None:
+        chosen = [index for index, (_, label) in enumerate(images) if label == class_index]
+        images = [images[index] for index in chosen]
+        training_features = training_features[chosen]
+    cosines = normalize_rows(features) @ normalize_rows(training_features).T
     nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
     return [
         [
-            Similar(names[index][0], bundle.class_names[names[index][1]], float(row[index]))
+            Similar(images[index][0], bundle.class_names[images[index][1]], float(row[index]))
             for index in indices.tolist()
         ]
         for row, indices in zip(cosines, nearest, strict=True)

@@ -353,6 +353,14 @@ def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
     ]
 
 
+def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
+    """The training images that are most like an image, as JSON has them."""
+    return [
+        {"path": image.path, "class": image.class_name, "similarity": image.similarity}
+        for image in images
+    ]
+
+
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write one object a line, and hand each prediction on once it is written."""
     for prediction in predictions:
@@ -362,10 +370,7 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             record["prediction_set"] = prediction.prediction_set
             record["p_value"] = prediction.p_value
             if prediction.similar is not None:
-                record["similar"] = [
-                    {"path": row.path, "class": row.class_name, "similarity": row.similarity}
-                    for row in prediction.similar
-                ]
+                record["similar"] = describe_similar(prediction.similar)
         else:
             record["error"] = prediction.error
         file.write(json.dumps(record, ensure_ascii=False) + "\n")

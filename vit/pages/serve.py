@@ -15,6 +15,7 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from PIL import Image
+from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as AnyHTTPException
@@ -24,13 +25,14 @@ from starlette.requests import ClientDisconnect
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.evaluation.prediction import describe_classes, predict_images
+from vit.evaluation.prediction import describe_classes, describe_similar, predict_images
 from vit.explanation.explainer import Explainer
 from vit.explanation.faithfulness.best_method import replace_best
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import find_methods
 from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.options import ExplainOptions
+from vit.pages.neighbours import TrainingPhotos
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.runtime.documents import explain_error
 
@@ -40,6 +42,9 @@ UPLOAD_SECONDS = 60.0  # to receive a photo
 WAITING_SECONDS = 60.0  # until the model is free
 _MAX_REQUESTS = 64  # that are received or wait for the model
 _MIN_SIDE = 224  # of the picture of a map
+NUM_SIMILAR = 4  # training photos on the page
+_MAX_SIMILAR = 20  # for programs
+_SIMILAR_SIDE = 160
 _HINT = "send one photo as a form: curl -F image=@photo.jpg http://…/predict"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -50,8 +55,25 @@ MapForm = Literal["png", "array", "none"]
 Json = Mapping[str, Any]
 
 
+class _AnswerOptions(BaseModel):
+    """What a program may ask for, as parameters of the address."""
+
+    # of the attention map
+    map: MapForm = "png"
+    # classes
+    top_k: int = Field(5, ge=1)
+    # training images that are most like the photo
+    similar: int = Field(0, ge=0, le=_MAX_SIMILAR)
+    # whether they come with their pictures, where these can be read
+    pictures: bool = False
+
+
 def build_app(
-    bundle: Bundle, *, method: str = "rollout", hosts: Sequence[str] = LOCAL_HOSTS
+    bundle: Bundle,
+    *,
+    method: str = "rollout",
+    hosts: Sequence[str] = LOCAL_HOSTS,
+    num_similar: int = NUM_SIMILAR,
 ) -> FastAPI:
     """The application.
 
@@ -59,6 +81,8 @@ def build_app(
         bundle: The model. Where its attention can't be read, answers have no map.
         method: Of the map; "best" is the one that `vit faithfulness` found.
         hosts: Requests must name one of them, so that no other site can have its name point here.
+        num_similar: Training photos that the page shows beside a photo, where the model file names
+            any; 0: nobody is told of the training photos.
 
     Raises:
         ValueError: for an unknown method.
@@ -70,6 +94,10 @@ def build_app(
     explainer: Explainer | None = None
     with suppress(ValueError):  # of a model whose attention can't be read
         explainer = Explainer(bundle, options)
+    training_photos = TrainingPhotos(bundle, side=_SIMILAR_SIDE)
+    no_similar = training_photos.problem
+    if not num_similar:
+        no_similar = "this server names no training images: it was started with --similar 0"
     page = render_page(
         "serve.html.jinja",
         {
@@ -77,6 +105,7 @@ def build_app(
             "count": len(bundle.class_names),
             "max_bytes": MAX_BYTES,
             "has_map": explainer is not None,
+            "num_similar": 0 if no_similar else num_similar,
         },
     )
     model_is_free = asyncio.Lock()
@@ -85,20 +114,28 @@ def build_app(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
 
-    def answer(upload: UploadFile, form: MapForm, top_k: int) -> Json:
+    def answer(upload: UploadFile, options: _AnswerOptions) -> Json:
         try:
             photo = read_image(upload.file, name="the upload")
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        (prediction,) = predict_images(bundle, photo, top_k=top_k, batch_size=1)
-        facts = {
+        (prediction,) = predict_images(
+            bundle, photo, top_k=options.top_k, batch_size=1, similar=options.similar
+        )
+        facts: dict[str, object] = {
             "classes": describe_classes(prediction.classes),
             "prediction_set": prediction.prediction_set,
             "p_value": prediction.p_value,
         }
-        if explainer is None or form == "none":
+        if prediction.similar is not None:
+            facts["similar"] = describe_similar(prediction.similar)
+            if options.pictures:
+                facts["similar_pictures"] = [
+                    training_photos.draw(image).picture for image in prediction.similar
+                ]
+        if explainer is None or options.map == "none":
             return {**facts, "map": None}
-        return {**facts, "map": _explain(explainer, photo, form)}
+        return {**facts, "map": _explain(explainer, photo, options.map)}
 
     @app.get("/")
     def show_page() -> HTMLResponse:
@@ -109,21 +146,21 @@ def build_app(
         return {"status": "ok", "model": bundle.name}
 
     @app.post("/predict")
-    async def predict(
-        request: Request, map: MapForm = "png", top_k: Annotated[int, Query(ge=1)] = 5
-    ) -> Json:
+    async def predict(request: Request, options: Annotated[_AnswerOptions, Query()]) -> Json:
+        if options.similar and no_similar:
+            raise HTTPException(400, no_similar)
         if places.locked():
             raise HTTPException(503, "too many requests at once; try again", {"Retry-After": "10"})
         async with places:
-            return await answer_request(request, map, top_k)
+            return await answer_request(request, options)
 
-    async def answer_request(request: Request, map: MapForm, top_k: int) -> Json:
+    async def answer_request(request: Request, options: _AnswerOptions) -> Json:
         upload = await _receive(request)
         try:
             async with asyncio.timeout(WAITING_SECONDS):
                 await model_is_free.acquire()
             try:
-                return await run_in_threadpool(answer, upload, map, top_k)
+                return await run_in_threadpool(answer, upload, options)
             finally:
                 model_is_free.release()
         except TimeoutError:
