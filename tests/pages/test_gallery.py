@@ -14,18 +14,27 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from tests.explanation.collector import explain_with
-from tests.pages.conftest import find_low_contrast, find_unnamed, phone
+from tests.pages.conftest import (
+    NASTY_CLASS,
+    NASTY_FILE,
+    find_low_contrast,
+    find_unnamed,
+    phone,
+)
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.heads import measure_heads
-from vit.explanation.items import ImageItem
+from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.render.overlay import relative_to_uniform
 from vit.explanation.writer import MapWriter
+from vit.model.model_file import Likeness
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import ExplainOptions
-from vit.pages.gallery import Gallery
+from vit.pages.gallery import Gallery, _fit_pictures
+from vit.pages.neighbours import Neighbour
 from vit.runtime.files import clean_name
 
 NASTY = "<img src=x onerror=alert(1)>.png"
@@ -135,15 +144,28 @@ def test_values_equal_the_arrays_to_eight_bits(page: tuple) -> None:
 
 @pytest.mark.extended
 def test_sixteen_images_of_a_base_size_model_stay_below_five_megabytes(tmp_path: Path) -> None:
+    # noise: the worst photo
+    items = make_items([f"{number}.jpg" for number in range(16)], size=(640, 480))
     bundle = make_bundle(size=224, patch=16, depth=12, heads=12)
-    items = make_items(
-        [f"{number}.jpg" for number in range(16)], size=(640, 480)
-    )  # noise: the worst photo
+    names = [(f"{class_name}/{number}.png", 0) for class_name in "ab" for number in range(8)]
+    for (name, _), item in zip(names, items, strict=True):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        item.read()[0].save(path)
+    features = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float16)
+    bundle = replace(
+        bundle,
+        config={"data": {"name": "folder", "root": str(tmp_path / "photos")}},
+        metadata={"conformal": {"thresholds": {}, "training_images": names}},
+        likeness=Likeness(features, np.ones(1, np.float32)),
+    )
     path, data, _ = write_gallery(
         tmp_path, bundle, items, sanity_checks=False, methods=("rollout", "gae")
     )
     assert len(data["images"]) == 16
     assert path.stat().st_size <= 5_000_000
+    assert all(len(image["neighbours"]) == 4 for image in data["images"])
+    assert data["images"][0]["neighbours"][0]["picture"] is not None
     matrices = [(each["layer"], each["head"]) for each in data["images"][0]["tokens"]["attention"]]
     assert matrices == [(None, None)]  # those of the layers would be 6.7 MB
 
@@ -188,6 +210,45 @@ def test_the_effects_of_heads_are_those_of_the_first_class(page: tuple) -> None:
     found = np.array(page[1]["images"][0]["tokens"]["effects"])
     assert found.shape == (2, 3)
     np.testing.assert_allclose(found, measured.effects[0], rtol=6e-3)
+
+
+def write_named_gallery(folder: Path, bundle: Bundle) -> tuple[Path, dict]:
+    """Of two photos that the model file names, and one that it doesn't."""
+    root = Path(bundle.config["data"]["root"])
+    named = bundle.metadata["conformal"]["training_images"]
+    paths = [root / named[0][0], root / named[-1][0], root / "ant" / "unnamed.png"]
+    items = items_from_images(map(str, paths))
+    path, data, _ = write_gallery(folder, bundle, items, sanity_checks=False, target="auto")
+    return path, data
+
+
+def test_each_image_has_the_nearest_training_photos_of_predict(
+    named_bundle: Bundle, tmp_path: Path
+) -> None:
+    path, data = write_named_gallery(tmp_path, named_bundle)
+    root = Path(named_bundle.config["data"]["root"])
+    named = named_bundle.metadata["conformal"]["training_images"]
+    predicted = vit.predict(
+        named_bundle, [root / named[0][0], root / named[-1][0]], similar=4
+    ).predictions
+    for image, expected in zip(data["images"], predicted, strict=False):
+        assert [(row["path"], row["class_name"]) for row in image["neighbours"]] == [
+            (row.path, row.class_name) for row in expected.similar or []
+        ]
+        for row, other in zip(image["neighbours"], expected.similar or [], strict=True):
+            assert row["similarity"] == pytest.approx(other.similarity, abs=1e-5)
+            assert row["picture"].startswith("data:image/jpeg;base64,")
+    text = path.read_text()
+    assert NASTY_FILE not in text
+    assert NASTY_CLASS not in text
+
+    # the page shows fewer of the tokens instead
+    plain = replace(named_bundle, likeness=None, metadata={})
+    with_neighbours = Gallery(named_bundle, num_images=1).token_bytes
+    assert with_neighbours == Gallery(plain, num_images=1).token_bytes - 12_000
+    neighbour = Neighbour("a.png", "ant", 1.0, "x" * 7_000)
+    pictures = [row.picture is not None for row in _fit_pictures([neighbour] * 4)]
+    assert pictures == [True, True, False, False]
 
 
 # --- in the browser
@@ -777,3 +838,26 @@ def test_text_is_legible_and_a_phone_scrolls_down_only(browser, page: tuple) -> 
         assert browser.execute_script(
             "return [document.documentElement.scrollWidth, innerWidth]"
         ) == [390, 390]
+
+
+@pytest.mark.browser
+def test_cards_show_the_nearest_training_photos_and_run_no_name(
+    browser, named_bundle: Bundle, tmp_path: Path
+) -> None:
+    path, data = write_named_gallery(tmp_path, named_bundle)
+    browser.get_log("browser")
+    open_page(browser, path)
+    first = browser.find_element("css selector", "figure .neighbours")
+    assert first.get_attribute("aria-label") == "Nearest training photos"
+    items = first.find_elements("tag name", "li")
+    for item, row in zip(items, data["images"][0]["neighbours"], strict=True):
+        assert item.find_element("tag name", "img").get_attribute("alt") == (
+            f"training photo {row['path']}"
+        )
+        said = [span.text for span in item.find_elements("tag name", "span")]
+        assert said == [f"{row['class_name']}, {row['similarity']:.2f}", row["path"]]
+    assert find_unnamed(browser) == []
+    assert find_low_contrast(browser) == []
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    with phone(browser):
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
 from vit.explanation.render.token_features import TokenFeatures
+from vit.pages.neighbours import Neighbour, TrainingPhotos
 from vit.pages.page import encode_picture, render_page
 from vit.runtime.files import write_text
 
@@ -25,6 +26,10 @@ MAX_IMAGES = 200  # browsers don't open much larger pages
 _PAGE_TOKEN_BYTES = 2_640_000
 _MIN_TOKEN_BYTES = 160_000
 _PHOTO_SIDE = 400  # pixels
+_NUM_NEIGHBOURS = 4
+_NEIGHBOUR_SIDE = 64  # pixels
+# of the pictures of an image's neighbours, as they are encoded: three bytes of tokens give four
+_NEIGHBOUR_CHARACTERS = 16_000
 
 
 class Gallery:
@@ -51,7 +56,11 @@ class Gallery:
         self._verdicts: dict[str, list[str]] = {}  # by method, of all images
         self._sink_fractions: dict[str, list[float]] = {}
         self._best_method = best_method
+        self._training_photos = TrainingPhotos(bundle, side=_NEIGHBOUR_SIDE)
         self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
+        # the page doesn't become larger by them
+        if not self._training_photos.problem:
+            self._token_bytes -= _NEIGHBOUR_CHARACTERS * 3 // 4
         self._methods: list[str] = []
         self._summaries: list[dict[str, Any]] = []
         self._images: list[str] = []  # JSON, which the page decodes when it shows the image
@@ -72,8 +81,13 @@ class Gallery:
                 verdicts.append(result.sanity_check.verdict)
             fractions = self._sink_fractions.setdefault(result.method.name, [])
             fractions.append(result.sink_fraction)
-        for image in images[: MAX_IMAGES - len(self._images)]:
-            self._images.append(htmlsafe_json_dumps(self._describe(image)))
+        shown = images[: MAX_IMAGES - len(self._images)]
+        pixels = [image.pixels for image in shown if image.pixels is not None]
+        nearest = self._training_photos.find(pixels, _NUM_NEIGHBOURS)
+        for image, neighbours in zip(shown, nearest, strict=True):
+            described = self._describe(image)
+            described["neighbours"] = [asdict(row) for row in _fit_pictures(neighbours)]
+            self._images.append(htmlsafe_json_dumps(described))
             summary = self._summarise(image)
             self._summaries.append(summary)
             self._methods += [name for name in summary["verdicts"] if name not in self._methods]
@@ -176,6 +190,16 @@ class Gallery:
         probability = described["probability"]
         percent = None if probability is None else round(100 * probability, 1)
         return {"index": index, "name": described["name"], "percent": percent}
+
+
+def _fit_pictures(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
+    """The neighbours, without the pictures that the page has no room for."""
+    fitting = []
+    room = _NEIGHBOUR_CHARACTERS
+    for neighbour in neighbours:
+        room -= len(neighbour.picture or "")
+        fitting.append(neighbour if room >= 0 else replace(neighbour, picture=None))
+    return fitting
 
 
 def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, Any]:
