@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import vit
@@ -40,6 +41,7 @@ from vit.evaluation.schema import Cost, Evaluation
 from vit.explanation.records import Explanations
 from vit.options import ExplainOptions
 from vit.pages.contrast import ConfusedPair, explain_confusions, find_confused_pairs
+from vit.pages.neighbours import Neighbour, TrainingPhotos
 from vit.pages.page import encode_picture
 from vit.pages.plain import describe_in_plain_words
 from vit.pages.report import DrawnMap, build_report, load_history, render_markdown
@@ -115,7 +117,9 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
     images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
-    return EvaluationResult(evaluation, scores, images, bundle=None)  # type: ignore[arg-type]
+    # a model file that names no training photos
+    bundle = Bundle(torch.nn.Identity(), images.preprocess, names, name=NASTY, sha256="a" * 64)
+    return EvaluationResult(evaluation, scores, images, bundle)
 
 
 # as long as real ones
@@ -141,7 +145,7 @@ def build(
     sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
     with (
         patch("vit.pages.report.load_history", return_value=history or []),
-        patch("vit.pages.report.explain_confusions", lambda result: (contrasts or [], None)),
+        patch("vit.pages.report.explain_confusions", lambda *_: (contrasts or [], None)),
         patch("vit.pages.report.describe_in_plain_words", return_value=sentences),
         patch("vit.pages.report.draw_maps", lambda bundle, pictures: explain(pictures)),
     ):
@@ -275,7 +279,10 @@ def make_pair(label: int, predicted: int) -> ConfusedPair:
         "num_removed": 2,
         "removed": picture,
         "answer": label,
-        "neighbours": [(label, picture), (predicted, picture)],
+        "neighbours": [
+            Neighbour(NASTY, NAMES[label], 0.9, picture),
+            Neighbour(NASTY, NAMES[predicted], 0.8, None),
+        ],
     }
     return ConfusedPair(label, predicted, 5, [error])
 
@@ -295,7 +302,8 @@ def test_pairs_are_those_that_are_confused_more_than_chance(case: EvaluationResu
 
 def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) -> None:
     result = vit.evaluate(tiny_bundle, data="digits", num_examples=4)
-    pairs, problem = explain_confusions(result)
+    training_photos = TrainingPhotos(tiny_bundle, side=64, splits=result.images.splits)
+    pairs, problem = explain_confusions(result, training_photos)
     assert problem is None
     assert pairs
     confusion = compute_confusion(result.scores)
@@ -305,7 +313,18 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
         for error in pair.errors:
             assert (error["removed"] is None) == (error["num_removed"] == 0)
             # its training photos are at hand
-            assert [index for index, _ in error["neighbours"]] == [pair.label, pair.predicted]
+            classes = [tiny_bundle.class_names[index] for index in (pair.label, pair.predicted)]
+            assert [neighbour.class_name for neighbour in error["neighbours"]] == classes
+            assert all(neighbour.picture for neighbour in error["neighbours"])
+    page = build_report(result)
+    errors = result.evaluation.examples.most_confident_errors
+    for error in errors:
+        assert f'aria-label="Nearest training photos of {error.path}"' in page
+    # each training photo is drawn once, and written wherever it is near
+    assert page.count('<ul class="neighbours"') == len(errors) == 4
+    assert page.count('alt="training photo digits/') == 3 * 4 + 2 * sum(
+        len(pair.errors) for pair in pairs
+    )
     sentences = describe_in_plain_words(result)
     assert sentences[0] == f"{result.evaluation.describe_accuracy()}."
     assert sentences[1].startswith("It fails most on")

@@ -2,10 +2,7 @@
 the most confident errors with their contrast maps, the patches that turn the answer, and the
 nearest training photos of both classes."""
 
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +10,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binom
 
-from vit.bundle import Bundle
-from vit.data.dataset import ImageDataset
 from vit.data.images import Geometry
-from vit.data.open import open_for_model
-from vit.evaluation.conformal import normalize_rows
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.images import match_classes
 from vit.evaluation.metrics import Ints, Scores
-from vit.evaluation.prediction import Pixels, Predictor
+from vit.evaluation.prediction import Pixels
 from vit.explanation.contrast import CONTRAST_METHODS, Contrast, contrast_errors
 from vit.explanation.render.overlay import blend, fit_scale, relative_to_uniform
-from vit.model.logits import compute_logits_and_features, count_features, has_features
+from vit.pages.neighbours import TrainingPhotos
 from vit.pages.page import encode_picture, resize_picture
 
 _MAX_PAIRS = 6
@@ -34,8 +26,6 @@ _CHANCE = 0.05
 # of all pairs together, at the speed that was measured; an error takes about so many forward passes
 _MAX_SECONDS = 15.0
 _PASSES_AN_ERROR = 40
-# training photos of a class that are compared
-_MAX_TRAINING = 100
 _SIDE = 128
 
 
@@ -50,7 +40,9 @@ class ConfusedPair:
     errors: list[dict[str, Any]] = field(default_factory=list)
 
 
-def explain_confusions(result: EvaluationResult) -> tuple[list[ConfusedPair], str | None]:
+def explain_confusions(
+    result: EvaluationResult, training_photos: TrainingPhotos
+) -> tuple[list[ConfusedPair], str | None]:
     """The pairs with what the template shows of them, and why there are none."""
     pairs = find_confused_pairs(result.scores)
     num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_ERROR)
@@ -60,8 +52,6 @@ def explain_confusions(result: EvaluationResult) -> tuple[list[ConfusedPair], st
         errors_a_pair = 1
         pairs = pairs[: max(num_affordable, 1)]
     suspects = {example.path for example in result.evaluation.examples.label_errors}
-    classes = {index for pair in pairs for index in (pair.label, pair.predicted)}
-    training = _TrainingPhotos(result, num_classes=len(classes))
     chosen = [
         (pair, index)
         for pair in pairs
@@ -79,7 +69,9 @@ def explain_confusions(result: EvaluationResult) -> tuple[list[ConfusedPair], st
         )
     except ValueError as error:
         return [], str(error)
-    neighbours = training.find_nearest(pixels, [(pair.label, pair.predicted) for pair, _ in chosen])
+    neighbours = training_photos.find_of_classes(
+        list(pixels), [(pair.label, pair.predicted) for pair, _ in chosen]
+    )
     for row, (pair, index) in enumerate(chosen):
         path = result.images.ids[index]
         contrast = contrasts[row]
@@ -128,81 +120,6 @@ def _choose_errors(scores: Scores, pair: ConfusedPair) -> Ints:
     is_error = (scores.labels == pair.label) & (scores.predicted == pair.predicted)
     indices = np.flatnonzero(is_error)
     return np.asarray(indices[np.argsort(-scores.confidence[indices], kind="stable")])
-
-
-class _TrainingPhotos:
-    """Training photos of some classes and their features, where both can be had quickly."""
-
-    def __init__(self, result: EvaluationResult, *, num_classes: int) -> None:
-        self.bundle = result.bundle
-        num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second)
-        self.count = min(_MAX_TRAINING, num_affordable // max(num_classes, 1))
-        self.dataset: ImageDataset | None = None
-        self.labels = np.zeros(0, np.int64)
-        self.known: dict[int, tuple[NDArray[np.float32], list[Pixels]]] = {}
-        bundle = self.bundle
-        trained_on = bundle.config.get("data", {})
-        root = trained_on.get("root")
-        # a report downloads nothing; the digits come with scikit-learn
-        is_here = trained_on.get("name") == "digits" or (root and Path(str(root)).exists())
-        if not (num_classes and is_here and has_features(bundle.model)):
-            return
-        # what a model was trained on may be gone, or of other classes
-        with suppress(ValueError, OSError):
-            splits = result.images.splits or open_for_model(None, trained_on=trained_on)
-            source = splits.split("train")
-            if source.reader.is_remote:
-                return
-            class_indices = match_classes(
-                source.labels,
-                source_classes=source.class_names,
-                model_classes=bundle.class_names,
-            )
-            self.labels = class_indices[source.labels]
-            self.dataset = source
-
-    def find_nearest(
-        self, pixels: Pixels, classes: Sequence[tuple[int, int]]
-    ) -> list[list[tuple[int, str]]]:
-        """Class and picture of the nearest training photo of each of an image's two classes."""
-        nearest: list[list[tuple[int, str]]] = [[] for _ in pixels]
-        if self.dataset is None:
-            return nearest
-        units = normalize_rows(_embed(self.bundle, pixels))
-        for row, class_indices in enumerate(classes):
-            for class_index in class_indices:
-                features, photos = self._read(class_index)
-                if photos:
-                    place = int((features @ units[row]).argmax())
-                    nearest[row].append((class_index, _encode(photos[place])))
-        return nearest
-
-    def _read(self, class_index: int) -> tuple[NDArray[np.float32], list[Pixels]]:
-        if class_index not in self.known:
-            assert self.dataset is not None
-            indices = np.flatnonzero(self.labels == class_index)
-            count = min(self.count, len(indices))
-            photos = []
-            for place in np.linspace(0, len(indices) - 1, count).round().astype(int).tolist():
-                with suppress(ValueError, OSError):
-                    image = self.dataset.image(int(indices[place]))
-                    photos.append(self.bundle.preprocess.to_uint8(image))
-            features = np.zeros((0, 0), np.float32)
-            if photos:
-                features = normalize_rows(_embed(self.bundle, np.stack(photos)))
-            self.known[class_index] = features, photos
-        return self.known[class_index]
-
-
-def _embed(bundle: Bundle, pixels: Pixels) -> NDArray[np.float32]:
-    """What the classifier reads, [n, D]."""
-    predictor = Predictor.from_bundle(bundle)
-    features: NDArray[np.float32] = predictor.compute(
-        lambda images: compute_logits_and_features(bundle.model, images)[1],
-        lambda start, stop: pixels[start:stop],
-        shape=(len(pixels), count_features(bundle.model)),
-    ).numpy()
-    return features
 
 
 def _encode(pixels: Pixels) -> str:

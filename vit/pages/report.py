@@ -1,7 +1,7 @@
 """The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from vit.pages.charts import (
 )
 from vit.pages.confusion import describe_confusion
 from vit.pages.contrast import explain_confusions
+from vit.pages.neighbours import TrainingPhotos
 from vit.pages.page import encode_picture, name_model, render_page, resize_picture
 from vit.pages.plain import describe_in_plain_words
 from vit.training.run_directory import METRICS_FILE, load_metrics
@@ -33,6 +34,9 @@ from vit.training.run_directory import METRICS_FILE, load_metrics
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
 # in the table: a page of 20,000 would have 6 MB of them
 _MAX_CLASSES = 1000
+# training photos beside an error
+_NUM_NEIGHBOURS = 3
+_NEIGHBOUR_SIDE = 128
 
 
 def render_pages(result: EvaluationResult) -> Mapping[str, str]:
@@ -45,7 +49,13 @@ def build_report(result: EvaluationResult) -> str:
     evaluation = result.evaluation
     class_names = [row.name for row in evaluation.per_class]
     pictures, maps, maps_missing = _draw_examples(result)
-    contrasts, _ = explain_confusions(result)
+    # listed and drawn once for both
+    training_photos = TrainingPhotos(
+        result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
+    )
+    contrasts, _ = explain_confusions(result, training_photos)
+    errors = [example.path for example in evaluation.examples.most_confident_errors]
+    nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
@@ -63,6 +73,7 @@ def build_report(result: EvaluationResult) -> str:
         "pictures": pictures,
         "maps": maps,
         "maps_missing": maps_missing,
+        "neighbours": dict(zip(errors, nearest, strict=True)),
     }
     return render_page("report.html.jinja", context)
 
@@ -174,10 +185,9 @@ def _draw_examples(
         examples.least_confident_correct,
         examples.label_errors,
     )
-    position = {name: index for index, name in enumerate(result.images.ids)}
     # an image may be in several groups
     paths = dict.fromkeys(example.path for group in groups for example in group)
-    pixels = [result.images.read(position[path], position[path] + 1)[0] for path in paths]
+    pixels = _read_images(result, paths)
     photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
     pictures = dict(zip(paths, photos, strict=True))
     try:
@@ -186,3 +196,9 @@ def _draw_examples(
         return pictures, {}, str(error)
     maps = [(encode_picture(overlay), verdict) for overlay, verdict in drawn]
     return pictures, dict(zip(paths, maps, strict=True)), None
+
+
+def _read_images(result: EvaluationResult, paths: Iterable[str]) -> list[Pixels]:
+    """Evaluated images as the model sees them."""
+    position = {name: index for index, name in enumerate(result.images.ids)}
+    return [result.images.read(position[path], position[path] + 1)[0] for path in paths]
