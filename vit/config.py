@@ -225,6 +225,9 @@ class TrainConfig(_Section):
     # beside the one after every evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    # of so many training images the model file keeps name and features: p-values and the nearest
+    # training photos are found by them; 0 leaves them out
+    max_training_features: int = Field(2000, ge=0)
     # that processes wait for one that hangs, from the first step on
     timeout_seconds: float = Field(600, gt=0)
 

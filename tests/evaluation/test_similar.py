@@ -13,6 +13,7 @@ from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.evaluation.conformal import check_similar, find_similar
 from vit.model.model_file import Likeness
+from vit.training.result import TrainingResult
 
 NUM_PHOTOS = 24
 
@@ -38,7 +39,7 @@ def test_cosines_worked_by_hand(save_model: SaveModel, tmp_path: Path) -> None:
         check_similar(bundle)
 
 
-def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> None:
+def train_on_photos(tmp_path: Path, *, max_training_features: int) -> TrainingResult:
     rng = np.random.default_rng(0)
     photos = tmp_path / "photos"
     for number in range(NUM_PHOTOS):
@@ -49,11 +50,20 @@ def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> 
     config = {"data": {"name": "folder", "root": str(photos), "validation_fraction": 0.25}}
     overrides = [f"model.{setting}" for setting in architecture]
     overrides += ["data.image_size=8", "train.epochs=1", "train.batch_size=6", "train.device=cpu"]
-    run = vit.train(config, output=tmp_path / "run", overrides=overrides)
+    overrides += [f"train.max_training_features={max_training_features}"]
+    return vit.train(config, output=tmp_path / "run", overrides=overrides)
 
+
+def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> None:
+    run = train_on_photos(tmp_path, max_training_features=10)
+    photos = tmp_path / "photos"
     recorded = run.bundle.metadata["conformal"]["training_images"]
-    # the others are of the validation
-    assert 0 < len(recorded) < NUM_PHOTOS
+    assert [label for _, label in recorded].count(0) == 5
+    assert len(recorded) == 10
+    # two bytes for each of 16 values
+    said = " ".join(cli.succeed("info", tmp_path / "run").out.split())
+    assert "10 of 16 values, 0.3 kB, with the names of their images" in said
+
     for name, label in recorded[:2] + recorded[-2:]:
         result = vit.predict(run.bundle, photos / name, similar=3, device="cpu")
         first, second, _ = result.predictions[0].similar or []
@@ -68,6 +78,15 @@ def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> 
     similar = json.loads(line)["similar"]
     assert [set(row) for row in similar] == [{"path", "class", "similarity"}] * 2
     assert similar[0]["path"] == recorded[0][0]
+
+
+def test_names_and_features_are_left_out(cli: Launcher, tmp_path: Path) -> None:
+    run = train_on_photos(tmp_path, max_training_features=0)
+    assert run.bundle.likeness is None
+    assert "training_images" not in run.bundle.metadata["conformal"]
+    with pytest.raises(ValueError, match=r"no training images: train\.max_training_features is 0"):
+        check_similar(run.bundle)
+    assert "none: train.max_training_features is 0" in cli.succeed("info", tmp_path / "run").out
 
 
 def test_what_cannot_be_answered_says_why(

@@ -44,6 +44,16 @@ def _describe_model(source: str) -> dict[str, object]:
         "parameters": f"{num_parameters:,}",
         "classes": shorten(", ".join(bundle.class_names)),
     }
+    conformal = bundle.metadata.get("conformal") or {}
+    if bundle.likeness is not None:
+        features = bundle.likeness.training_features
+        names = "with the names" if conformal.get("training_images") else "without the names"
+        shown["training features"] = (
+            f"{len(features):,} of {features.shape[1]} values, {features.nbytes / 1000:,.1f} kB,"
+            f" {names} of their images"
+        )
+    elif conformal.get("no_likeness"):
+        shown["training features"] = f"none: {conformal['no_likeness']}"
     if "temperature" in bundle.metadata:
         shown["temperature"] = f"{bundle.temperature:.4f}"
     if evaluation := bundle.metadata.get("evaluation"):

@@ -61,10 +61,10 @@ _SECONDS = 2.0
 _MIN_REPETITIONS = 5
 _MAX_REPETITIONS = 200
 # keys of the configuration that don't make another recipe: where the data lies, the machine, the
-# seed
+# seed, what the model file keeps of the images
 _MACHINE_KEYS = {
     "data": ("root", "workers", "cache_dir", "check_cache"),
-    "train": ("seed", "device"),
+    "train": ("seed", "device", "max_training_features"),
 }
 
 
