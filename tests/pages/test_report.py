@@ -23,6 +23,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
+from vit.evaluation.conformal import SetMetrics
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import compute_intervals
@@ -90,6 +91,10 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         calibration=Calibration(
             1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}
         ),
+        prediction_sets=[
+            SetMetrics(0.9, 100, 0.912, 0.604, 0.971, 1.42),
+            SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31),
+        ],
         num_images=count,
         unreadable=[(NASTY, "broken")],
         duplicates_of_training=TrainTestOverlap(
