@@ -83,7 +83,9 @@ def test_a_name_is_never_opened_as_a_path(
         Image.new("RGB", (20, 20), "red").save(tmp_path / path)
     if name == "ABSOLUTE":
         name = str(tmp_path / "secret.png")
-    config = {"data": {"name": "folder", "root": str(photos), "allow_outside": True}}
+    # of a file of class names that isn't there training would tell
+    data = {"name": "folder", "root": str(photos), "class_names": str(tmp_path / "words.txt")}
+    config = {"data": {**data, "allow_outside": True}}
     model = save_model(tmp_path / "m.safetensors", class_names=("ant", "bee"), config=config)
     bundle = name_training_photos(model, [(name, 0), ("bee/in.png", 1)], np.ones((2, 24)))
 
@@ -134,7 +136,7 @@ def test_names_are_told_where_the_folder_is_gone_or_would_be_downloaded(
     ):
         bundle = replace(named_bundle, config={"data": data})
         with monkeypatch.context() as patch:
-            patch.setattr("vit.pages.neighbours.open_for_model", refuse)
+            patch.setattr("vit.pages.neighbours.open_dataset", refuse)
             ((first, _),) = TrainingPhotos(bundle, side=SIDE).find(pixels, 2)
         assert (first.path, first.picture) == (named[0][0], None)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.data.open import DatasetSplits, open_for_model
+from vit.data.open import DatasetSplits, open_dataset
 from vit.data.sources.base import find_split_folders
 from vit.evaluation.conformal import Similar, check_similar, find_similar
 from vit.evaluation.images import printable
@@ -119,9 +119,9 @@ class TrainingPhotos:
                 return None if dataset.reader.is_remote else dataset
             trained_on = self.bundle.config.get("data", {})
             if _is_here(trained_on):
-                # which images were held out doesn't matter: the model file names those of training
-                inside = {**trained_on, "allow_outside": False}
-                return open_for_model(None, trained_on=inside).split("all")
+                # which images were held out doesn't matter, since the model file names those of
+                # training; nor do names of classes and corrections, whose files stay closed
+                return open_dataset(trained_on["name"], root=trained_on.get("root")).split("all")
         return None
 
     @cached_property
