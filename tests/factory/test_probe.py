@@ -1,5 +1,6 @@
 """A run of pretrained weights starts from a probe: a model like any other, never lost again."""
 
+import html
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.features import compute_features
+from vit.evaluation.learning_curve import load_learning_curve
 from vit.evaluation.prediction import Predictor
 from vit.evaluation.probe import fit_probe
 from vit.factory import automatic
@@ -64,6 +66,7 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
         )  # fmt: skip
         assert "the probe alone" in outcome.text
         assert "top-1 in cross-validation" in outcome.text
+        assert "With twice as many photos (774)" in " ".join(outcome.text.split())
 
     return build_once("probe_alone", build)
 
@@ -155,6 +158,11 @@ def test_the_probe_is_a_model_like_any_other(
 ) -> None:
     assert not (probe_alone / "metrics.jsonl").exists()
     cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
+    curve = load_learning_curve(probe_alone)
+    assert curve is not None
+    assert curve.num_images == 387
+    report = html.unescape((tmp_path / "evaluation" / "report.html").read_text())
+    assert report.count(curve.describe()) == 2
     cli.succeed(
         "attention", probe_alone, "-o", tmp_path / "maps", "--images", "2", "--device", "cpu"
     )
@@ -180,6 +188,24 @@ def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     assert all(torch.equal(probe[name], kept[name]) for name in probe)
     assert read_top1(better) >= read_top1(probe_alone)
     assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
+
+
+def test_a_learning_curve_that_fails_costs_the_curve_alone(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("vit.factory.probe.measure_learning_curve", fail)
+    run = tmp_path / "run"
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+        "--init", weights, "-o", run,
+    )  # fmt: skip
+    assert "warning: no learning curve: MemoryError: no memory" in outcome.text
+    assert not (run / "learning_curve.json").exists()
+    model = (run / "model.safetensors").read_bytes()
+    assert model == (probe_alone / "model.safetensors").read_bytes()
 
 
 @pytest.mark.extended

@@ -107,7 +107,7 @@ def _fit_probe(
             features, labels, folds, num_classes=num_classes, balanced=balanced
         )
         losses, accuracies = _cross_validate(
-            _as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
+            as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
         )
         best = int(losses.argmin())
         strength = _STRENGTHS[best]
@@ -135,7 +135,7 @@ def _choose_readout(
     and among the few for which least squares, which take a fraction of the time, do best."""
     width = next(iter(features.values())).shape[1]
     sample = _choose_sample(labels, width=width, num_classes=num_classes)
-    arrays = {readout: _as_array(features, readout)[sample] for readout in features}
+    arrays = {readout: as_array(features, readout)[sample] for readout in features}
     errors = {
         readout: _compute_ridge_error(values, labels[sample]) for readout, values in arrays.items()
     }
@@ -215,7 +215,7 @@ def _cross_validate(
     for fold in range(folds.max() + 1):
         is_out = folds == fold
         out_labels = labels[is_out]
-        path = _fit_path(features[~is_out], labels[~is_out], strengths, balanced=balanced)
+        path = fit_path(features[~is_out], labels[~is_out], strengths, balanced=balanced)
         for place, (weight, bias, classes) in enumerate(path):
             logits = features[is_out] @ weight.T + bias
             log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
@@ -228,7 +228,7 @@ def _cross_validate(
     return losses / count, num_correct / count
 
 
-def _fit_path(
+def fit_path(
     features: FloatArray,
     labels: NDArray[np.int64],
     strengths: Sequence[float],
@@ -267,8 +267,8 @@ def _fit_all(
     balanced: bool,
     top1: float | None,
 ) -> LinearProbe:
-    values = _as_array(features, readout)
-    ((fitted_weight, fitted_bias, classes),) = _fit_path(
+    values = as_array(features, readout)
+    ((fitted_weight, fitted_bias, classes),) = fit_path(
         values, labels, [strength], balanced=balanced
     )
     weight = np.zeros((num_classes, values.shape[1]))
@@ -287,6 +287,7 @@ def _choose_sample(labels: NDArray[np.int64], *, width: int, num_classes: int) -
     return np.sort(np.concatenate([indices[:images_a_class] for indices in shuffled]))
 
 
-def _as_array(features: Features, readout: Readout) -> FloatArray:
+def as_array(features: Features, readout: Readout) -> FloatArray:
+    """float64 [n, D], at one readout."""
     values: FloatArray = features[readout].numpy().astype(np.float64)
     return values

@@ -9,7 +9,8 @@ import torch
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
-from vit.evaluation.features import compute_features
+from vit.evaluation.features import Features, compute_features
+from vit.evaluation.learning_curve import LearningCurve, measure_learning_curve
 from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.evaluation.probe import LinearProbe, fit_probe
 from vit.factory.data import TrainingData
@@ -18,6 +19,7 @@ from vit.model.block_features import cut_model
 from vit.model.model_file import MODEL_FILE, read_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
+from vit.runtime.console import build_console
 from vit.runtime.device import choose_precision
 from vit.runtime.processes import current_process
 
@@ -35,6 +37,7 @@ class FittedProbe:
         num_training_images: Among which those were chosen.
         feature_seconds: Of the forward pass, or of reading its results from the cache.
         fit_seconds: Of the regressions.
+        curve: How its accuracy grows with the images; None in other processes than the main one.
     """
 
     probe: LinearProbe
@@ -43,6 +46,7 @@ class FittedProbe:
     num_training_images: int
     feature_seconds: float
     fit_seconds: float
+    curve: LearningCurve | None = None
 
     def describe(self) -> str:
         """What was chosen, how accurate it is and how long it took, for the user."""
@@ -115,14 +119,37 @@ def fit_to_data(
     # others' libraries might round another way
     probe = process.broadcast(probe)
     assert probe is not None
+    fit_seconds = time.perf_counter() - computed_at
+    curve = None
+    if process.is_main:
+        curve = _measure_curve(features, dataset, probe, balanced=data.class_balance != "none")
     return FittedProbe(
         probe,
         depth=len(model.blocks),
         num_images=len(dataset),
         num_training_images=len(data.train),
         feature_seconds=computed_at - started_at,
-        fit_seconds=time.perf_counter() - computed_at,
+        fit_seconds=fit_seconds,
+        curve=curve,
     )
+
+
+def _measure_curve(
+    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
+) -> LearningCurve | None:
+    try:
+        return measure_learning_curve(
+            features,
+            dataset.labels,
+            probe,
+            class_names=dataset.class_names,
+            groups=dataset.groups,
+            balanced=balanced,
+        )
+    except Exception as error:  # what only informs must not cost the run
+        message = f"warning: no learning curve: {type(error).__name__}: {error}"
+        build_console(stderr=True).print(message, style="yellow", soft_wrap=True)
+        return None
 
 
 def build_probed_model(

@@ -74,6 +74,8 @@ def summarize_run(run: Run) -> dict[str, str]:
     }
     if run.probe is not None:
         facts["probe"] = run.probe.describe()
+        if run.probe.curve is not None:
+            facts["more photos"] = run.probe.curve.describe()
     # of other sets there are no files
     if not facts["files"]:
         del facts["files"]

@@ -14,6 +14,7 @@ from vit.config import (
     validate_config,
 )
 from vit.data.sources.folders import check_not_inside
+from vit.evaluation.learning_curve import save_learning_curve
 from vit.factory.automatic import choose_config, find_device
 from vit.factory.folds import OVERRIDES, check_folds, run_folds, save_folds
 from vit.factory.model_answers import complete_model_file
@@ -113,6 +114,8 @@ def train_model(
         resumed = options.resume and not options.dry_run and trainer.resume()
         if process.is_main and not options.dry_run and not resumed:
             write_text(output / CONFIG_FILE, dump_config(run.config))
+            if run.probe is not None and run.probe.curve is not None:
+                save_learning_curve(run.probe.curve, output)
 
         if shows_plan and options.dry_run:
             # its steps train, and all processes take part in them

@@ -8,11 +8,15 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from vit.evaluation.learning_curve import LearningCurve
 from vit.evaluation.metrics import Bin, Floats
 
 Points = Sequence[tuple[float, float]]
 _MIN_ANSWERED = 10
 _MAX_POINTS = 200
+# of the learning curve: pixels, and points of the power law
+_INTERVAL_WIDTH = 4
+_NUM_FITTED = 40
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,38 @@ def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Cha
     line = Line("the most confident images", marks, style=0)
     return Chart(
         "Accuracy of those answered", "share answered", "accuracy", x_ticks, y_ticks, [line]
+    )
+
+
+def build_learning_curve_chart(curve: LearningCurve) -> Chart:
+    """Accuracy against the number of training images, with intervals, and the power law's forecast
+    for twice as many."""
+    measured = [(point.num_images, point.top1, point.interval) for point in curve.points]
+    shown = [*measured]
+    if forecast := curve.forecast:
+        shown.append((forecast.num_images, forecast.top1, forecast.interval))
+    place_x, x_ticks = _fit_axis([count for count, _, _ in shown], Chart.left, Chart.right)
+    ends = [end for _, _, interval in shown for end in interval]
+    place_y, y_ticks = _fit_axis(ends, Chart.bottom, Chart.top)
+
+    intervals = []
+    marks = []
+    for place, (count, top1, (low, high)) in enumerate(shown):
+        kind = "of the images left out are correct" if place < len(measured) else "expected"
+        text = f"{count:,} images: {top1:.1%} {kind}, {low:.1%} to {high:.1%} with 95 % confidence"
+        x = place_x(count)
+        marks.append(Mark(x, place_y(top1), text))
+        left = x - _INTERVAL_WIDTH / 2
+        intervals.append(
+            Mark(left, place_y(high), text, _INTERVAL_WIDTH, place_y(low) - place_y(high))
+        )
+    lines = [Line("measured, with 95 % interval", marks[: len(measured)], style=0)]
+    if forecast:
+        sizes = np.geomspace(measured[0][0], forecast.num_images, _NUM_FITTED).tolist()
+        fitted = [Mark(place_x(size), place_y(forecast.compute_top1(size))) for size in sizes[:-1]]
+        lines.append(Line("inverse power law, and its forecast", [*fitted, marks[-1]], style=1))
+    return Chart(
+        "Learning curve", "training images", "accuracy", x_ticks, y_ticks, lines, intervals
     )
 
 

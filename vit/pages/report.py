@@ -11,6 +11,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.learning_curve import LearningCurve, load_learning_curve
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.prediction import Pixels
 from vit.evaluation.schema import Evaluation
@@ -21,6 +22,7 @@ from vit.options import ExplainOptions
 from vit.pages.charts import (
     Chart,
     build_history_chart,
+    build_learning_curve_chart,
     build_reliability_chart,
     build_selective_chart,
 )
@@ -56,15 +58,24 @@ def build_report(result: EvaluationResult) -> str:
     contrasts, _ = explain_confusions(result, training_photos)
     errors = [example.path for example in evaluation.examples.most_confident_errors]
     nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
+    sentences = describe_in_plain_words(result)
+    curve = find_learning_curve(evaluation.model)
+    curve_chart = None
+    if curve is not None:
+        sentences.append(curve.describe())
+        if curve.points:
+            curve_chart = build_learning_curve_chart(curve)
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
         "data": result.images.title or evaluation.data,
-        "sentences": describe_in_plain_words(result),
+        "sentences": sentences,
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(evaluation.model)),
+        "curve": curve,
+        "curve_chart": curve_chart,
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "contrasts": contrasts,
         "class_names": class_names,
@@ -88,11 +99,23 @@ def load_history(model: str) -> list[dict[str, Any]]:
     """The epochs in the metrics file beside a model file; none where there is no such file."""
     if model.startswith("timm:"):
         return []
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
     # a damaged file costs the chart, not the evaluation
     with suppress(ValueError):
-        return load_metrics(folder / METRICS_FILE)
+        return load_metrics(_find_folder(model) / METRICS_FILE)
     return []
+
+
+def find_learning_curve(model: str) -> LearningCurve | None:
+    """The learning curve beside a model file; None where there is none, or a damaged one."""
+    if model.startswith("timm:"):
+        return None
+    with suppress(OSError, ValueError):
+        return load_learning_curve(_find_folder(model))
+    return None
+
+
+def _find_folder(model: str) -> Path:
+    return Path(model) if Path(model).is_dir() else Path(model).parent
 
 
 class DrawnMap(NamedTuple):

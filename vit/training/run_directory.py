@@ -23,6 +23,8 @@ _RUN_FILES = (
     "checkpoints",
     "tensorboard",
     "dry_run.png",
+    "cross_validation.json",
+    "learning_curve.json",
 )
 
 
