@@ -31,8 +31,9 @@ LEARNING_CURVE_FILE = "learning_curve.json"
 # of the training images; from half to all tells which classes gain
 FRACTIONS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)
 _HALF = FRACTIONS.index(0.5)
-# features × classes × images of all regressions: about ten seconds of one core
-_MAX_VALUES = 60_000_000
+# features × classes × images of all regressions: at most about ten seconds of one core, where 20 to 80
+# nanoseconds a value were measured
+_MAX_VALUES = 300_000_000
 # below these the fit is not determined
 _MIN_POINTS = 4
 _MIN_IMAGES_A_CLASS = 5
@@ -181,9 +182,11 @@ def measure_learning_curve(
         folds = assign_group_folds(labels, groups, num_folds=NUM_FOLDS)
         _, clusters = np.unique(np.array(groups, dtype=str), return_inverse=True)
     num_folds = int(folds.max()) + 1
-    num_clusters = None if groups is None else len(set(groups))
     curve = LearningCurve(
-        num_images=len(labels), num_groups=num_clusters, num_folds=num_folds, points=[]
+        num_images=len(labels),
+        num_groups=None if groups is None else len(set(groups)),
+        num_folds=num_folds,
+        points=[],
     )
     if num_folds < 2:
         return curve.give_up("too few photos to leave any out")
@@ -191,13 +194,8 @@ def measure_learning_curve(
     values = as_array(features, probe.readout)
     # of a regression on all that isn't left out
     num_values = values.size * len(class_names) * (1 - 1 / num_folds)
-    num_measured = min(int(max_values / num_values / sum(FRACTIONS)), num_folds)
-    num_points = len(FRACTIONS)
-    if num_measured == 0:
-        num_measured = 1
-        num_points = int((np.cumsum(FRACTIONS) * num_values <= max_values).sum())
-    fractions = FRACTIONS[:num_points]
-    if num_points < _MIN_POINTS:
+    num_measured, fractions = _choose_parts(max_values / num_values, num_folds)
+    if len(fractions) < _MIN_POINTS:
         return curve.give_up(f"it would take too long to measure with {len(labels):,} photos")
 
     with threadpool_limits(1):
@@ -225,21 +223,14 @@ def measure_learning_curve(
     note = None
     if num_measured < num_folds:
         note = f"to save time, {num_measured} of {num_folds} folds were left out in turn"
-    if len(fractions) < len(FRACTIONS):
-        note = f"{note}, and at most {fractions[-1]:.0%} of the others fitted on"
     gains = []
     if len(fractions) == len(FRACTIONS):
         gains = _find_gains(
             labels[is_out], correct[:, _HALF], correct[:, -1], clusters, class_names=class_names
         )
-    curve = LearningCurve(
-        num_images=curve.num_images,
-        num_groups=num_clusters,
-        num_folds=num_folds,
-        points=points,
-        gains=gains,
-        note=note,
-    )
+    else:
+        note = f"{note}, and at most {fractions[-1]:.0%} of the others fitted on"
+    curve = curve.model_copy(update={"points": points, "gains": gains, "note": note})
 
     is_usable = sizes >= _MIN_IMAGES_A_CLASS * len(np.unique(labels))
     num_errors = int((~correct[:, -1]).sum())
@@ -253,6 +244,16 @@ def measure_learning_curve(
         sizes[is_usable], correct[:, is_usable], clusters, num_images=len(labels)
     )
     return curve.model_copy(update={"forecast": forecast})
+
+
+def _choose_parts(max_fits: float, num_folds: int) -> tuple[int, tuple[float, ...]]:
+    """The number of folds to leave out, and the fractions of the others to fit on, smallest first,
+    that together take no longer than `max_fits` regressions on all of the others."""
+    num_measured = int(max_fits / sum(FRACTIONS))
+    if num_measured > 0:
+        return min(num_measured, num_folds), FRACTIONS
+    is_affordable = np.cumsum(FRACTIONS) <= max_fits
+    return 1, FRACTIONS[: int(is_affordable.sum())]
 
 
 def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images: int) -> Forecast:
