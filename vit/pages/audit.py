@@ -82,7 +82,7 @@ def _draw_maps(
     knows both classes is asked why it would say one and not the other; of others there is the
     attention rollout."""
     position = {printable(image_id): index for index, image_id in enumerate(images.ids)}
-    maps = {}
+    maps: dict[str, tuple[str, str]] = {}
     with suppress(ValueError):
         for error in suspects:
             pixels = images.pixels
