@@ -201,6 +201,7 @@ def show_mask_on_image(pixels, mask):
 """
 
 
+@pytest.mark.extended
 def test_programs_that_are_there_are_compared_and_the_others_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,7 @@ def digits(tiny_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_run, tmp_path / "digits"))
 
 
+@pytest.mark.extended
 def test_int8_comes_with_its_accuracy(
     digits: Path,
     tmp_path: Path,
@@ -309,6 +310,7 @@ def test_text_of_a_model_file_is_no_markup_in_its_card(
     assert "<img" not in card.replace(r"\<img", "")
 
 
+@pytest.mark.extended
 def test_sets_and_p_values_are_those_of_vit(
     tiny_model_file: Path, photos: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def assert_same_arrays(found: Path, expected: Path) -> None:
             np.testing.assert_array_equal(arrays[name], others[name], name)
 
 
+@pytest.mark.extended
 def test_train_resume_and_export(
     npu: Counter, cli: Launcher, empty_yaml: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_attention_with_pages(both: Both, tiny_run: Path) -> None:
     assert all((found / name).read_bytes() == (expected / name).read_bytes() for name in pictures)
 
 
+@pytest.mark.extended
 def test_faithfulness_which_failed_at_87603b9(
     both: Both, save_model: SaveModel, photos: Path, tmp_path: Path
 ) -> None:

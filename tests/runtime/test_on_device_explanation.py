@@ -42,10 +42,10 @@ SETTINGS = {
 }
 CASES = [
     ("4×4 patches, each left out", "three classes"),
-    ("squared ReLU", "every method"),
     *(
         pytest.param(model, name, marks=pytest.mark.extended)
         for model, name in [
+            ("squared ReLU", "every method"),
             ("4×4 patches, each left out", "every method"),
             ("4×4 patches, each left out", "a class"),
             ("4×4 patches, each left out", "options"),

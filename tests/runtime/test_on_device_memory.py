@@ -123,6 +123,7 @@ def test_a_step_that_does_not_fit_is_repeated_in_halves_and_says_so_once(
     assert resumed.grad_accum_steps == count
 
 
+@pytest.mark.extended
 def test_memory_for_not_one_image_is_an_error(
     npu: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_memory_for_not_one_image_is_an_error(
         run_step(step, 1)
 
 
+@pytest.mark.extended
 def test_a_measured_rate_leaves_no_memory_taken(
     npu: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

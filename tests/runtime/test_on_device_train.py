@@ -214,7 +214,21 @@ def _on(tensor: Any) -> bool:
     return isinstance(tensor, DeviceTensor)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# a loader each, with Muon and AdamW, in each precision; the other recipes are extended tests
+COMMON_RECIPES = (
+    "resident, muon, average, two micro-batches",
+    "resident, muon in float16, two micro-batches",
+    "workers, adamw in bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMMON_RECIPES else pytest.mark.extended)
+        for name in RECIPES
+    ],
+)
 def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
     meter: Meter,
     table: Callable[..., None],

@@ -10,9 +10,10 @@ import torch
 from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.evaluation.features import Features, compute_features
+from vit.evaluation.folds import assign_group_folds
 from vit.evaluation.learning_curve import LearningCurve, measure_learning_curve
 from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.evaluation.probe import LinearProbe, fit_probe
+from vit.evaluation.probe import NUM_FOLDS, LinearProbe, fit_probe
 from vit.factory.data import TrainingData
 from vit.factory.model import set_up_training
 from vit.model.block_features import cut_model
@@ -110,11 +111,15 @@ def fit_to_data(
     process = current_process()
     probe = None
     if process.is_main:
+        folds = None
+        if dataset.groups is not None:
+            folds = assign_group_folds(dataset.labels, dataset.groups, num_folds=NUM_FOLDS)
         probe = fit_probe(
             features,
             dataset.labels,
             num_classes=len(dataset.class_names),
             balanced=data.class_balance != "none",
+            folds=folds,
         )
     # others' libraries might round another way
     probe = process.broadcast(probe)

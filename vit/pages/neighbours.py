@@ -8,9 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.open import DatasetSplits, open_dataset
@@ -64,7 +61,8 @@ class TrainingPhotos:
         """
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
-        nearest = find_similar(self.bundle, self._embed(pixels), count)
+        _, features = self._predictor.predict_with_features(pixels)
+        nearest = find_similar(self.bundle, features, count)
         return [[self.draw(image) for image in images] for images in nearest]
 
     def find_of_classes(
@@ -79,11 +77,14 @@ class TrainingPhotos:
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
         nearest = []
-        for features, class_indices in zip(self._embed(pixels), classes, strict=True):
+        _, features = self._predictor.predict_with_features(pixels)
+        for features_of_image, class_indices in zip(features, classes, strict=True):
             neighbours = []
             for class_index in class_indices:
                 # none of a class of which the file has no features
-                (images,) = find_similar(self.bundle, features[None], 1, class_index=class_index)
+                (images,) = find_similar(
+                    self.bundle, features_of_image[None], 1, class_index=class_index
+                )
                 neighbours += [self.draw(image) for image in images]
             nearest.append(neighbours)
         return nearest
@@ -94,9 +95,9 @@ class TrainingPhotos:
             self._pictures[image.path] = self._read_picture(image.path)
         return Neighbour(image.path, image.class_name, image.similarity, self._pictures[image.path])
 
-    def _embed(self, pixels: Sequence[Pixels]) -> NDArray[np.float32]:
-        _, features = Predictor.from_bundle(self.bundle).predict_with_features(pixels)
-        return features
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor.from_bundle(self.bundle)
 
     def _read_picture(self, path: str) -> str | None:
         index = self._indices.get(path)

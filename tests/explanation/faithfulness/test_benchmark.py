@@ -136,6 +136,7 @@ def test_a_limited_time_measures_fewer_images_and_says_so(trained) -> None:
     assert "name fewer methods" in least.result.notes[-1]
 
 
+@pytest.mark.extended
 def test_curves_of_half_the_points_have_nearly_the_same_areas(trained) -> None:
     images, classes = trained.images[:32], trained.classes[:32]
     areas = []
