@@ -690,6 +690,18 @@ class TestResults:
         path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
         cli.fail(*maps)
 
+    @pytest.mark.parametrize(
+        ("key", "value"), [("method", 10**9), ("sanity_check", {}), ("sink_fraction", "much")]
+    )
+    def test_an_odd_map_is_not_continued(
+        self, cli: Launcher, maps: list[object], tmp_path: Path, key: str, value: object
+    ) -> None:
+        path = tmp_path / "maps" / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["images"][0]["maps"][0][key] = value
+        path.write_text(json.dumps(manifest))
+        assert key in cli.fail(*maps)
+
     @pytest.mark.parametrize("rank", ["9" * 5000, "x", "", "-1", "1e9"])
     def test_odd_ranks_are_refused(self, cli: Launcher, tmp_path: Path, rank: str) -> None:
         folders = [

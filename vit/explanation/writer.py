@@ -54,12 +54,18 @@ class _Class(BaseModel):
     probability: float | None
 
 
+class _SanityCheck(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    verdict: str
+
+
 class _Map(BaseModel):
     model_config = ConfigDict(extra="allow")
+    method: str
     map_key: str
     overlay: str | None
     caption: str
-    sanity_check: dict[str, Any] | None
+    sanity_check: _SanityCheck | None
     sink_fraction: float
 
 
