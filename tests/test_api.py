@@ -157,6 +157,7 @@ def nested(overrides: list[str]) -> dict[str, Any]:
     return load_config(None, overrides).model_dump(mode="json")
 
 
+@pytest.mark.extended
 def test_a_path_a_dictionary_and_a_config_train_the_same_model(
     tmp_path: Path, empty_yaml: Path
 ) -> None:
@@ -231,6 +232,7 @@ def test_an_evaluation_saves_what_the_command_writes(
     result.save(tmp_path / "saved", overwrite=True)
 
 
+@pytest.mark.extended
 def test_evaluations_are_compared_in_memory_and_from_disk(
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
@@ -330,6 +332,7 @@ def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -
     assert all(len(checks) == 1 for checks in found.sanity_checks["legrad"])
 
 
+@pytest.mark.extended
 def test_an_interrupted_export_is_continued(tiny_run: Path, photos: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options: dict[str, Any] = {"sanity_checks": False, "batch_size": 1}
@@ -416,6 +419,7 @@ def test_a_module_comes_back_in_the_mode_it_came_in(pictures: list[Image.Image])
 # ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_faithfulness_saves_what_the_command_writes(
     tiny_run: Path, tmp_path: Path, cli: Launcher
 ) -> None:

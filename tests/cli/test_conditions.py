@@ -184,6 +184,7 @@ def test_a_terminal_of_no_width_shows_something(
     assert "parameters" in cli.succeed("info", tiny_model_file).out
 
 
+@pytest.mark.extended
 def test_characters_that_an_encoding_lacks_are_replaced(cli: Launcher, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_evaluation(tmp_path, name, np.arange(40) % 3)

@@ -158,6 +158,7 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
         assert (after[path]["label"], after[path]["predicted"]) == (row["label"], row["predicted"])
 
 
+@pytest.mark.extended
 def test_class_names_in_another_order_are_matched_by_name(
     evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
@@ -284,6 +285,7 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
         assert one[name] == two[name], name
 
 
+@pytest.mark.extended
 def test_an_earlier_evaluation_is_replaced_only_when_told(
     evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:

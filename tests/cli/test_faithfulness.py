@@ -139,6 +139,7 @@ def test_best_needs_a_measurement_of_a_model_file(
         vit.explain(vit.load_bundle(tiny_run).model, methods="best")
 
 
+@pytest.mark.extended
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     tiny_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

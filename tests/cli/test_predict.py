@@ -80,6 +80,7 @@ def test_the_temperature_of_the_model_is_used(
     assert tops[0] > tops[1]
 
 
+@pytest.mark.extended
 def test_a_list_on_standard_input_goes_through_a_pipe(
     cli: Launcher, model_file: Path, folder: Path
 ) -> None:

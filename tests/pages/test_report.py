@@ -309,6 +309,8 @@ def test_the_learning_curve_has_a_chart_and_a_sentence(case: EvaluationResult) -
     # among the plain sentences and beside the chart
     assert page.count(sentence) == 2
     assert "1,600 images: 94.0% expected, 92.0% to 95.0% with 95 % confidence" in page
+    # with a circle, and an interval behind it
+    assert page.count("1,600 images: 94.0% expected") == 2
     assert NASTY not in page
     assert "+10.0" in page
 

@@ -318,6 +318,7 @@ def test_mistakes_of_the_command_are_one_line(
     assert "unknown method" in cli.fail("serve", tiny_run, "--method", "x")
 
 
+@pytest.mark.extended
 @pytest.mark.browser
 def test_the_page_takes_photos_by_keyboard_and_by_drop(
     cli: Launcher, tiny_run: Path, tmp_path: Path, photo: bytes, browser: Any

@@ -121,6 +121,7 @@ def test_train_resume_and_export(
         bundle.model.to("npu")
 
 
+@pytest.mark.extended
 def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Path) -> None:
     options = (
         "--tta",

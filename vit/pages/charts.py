@@ -14,9 +14,9 @@ from vit.evaluation.metrics import Bin, Floats
 Points = Sequence[tuple[float, float]]
 _MIN_ANSWERED = 10
 _MAX_POINTS = 200
-# of the learning curve: pixels, and points of the power law
+# of the learning curve: pixels, and points of the power law, so few that its end has a circle
 _INTERVAL_WIDTH = 4
-_NUM_FITTED = 40
+_NUM_FITTED = 25
 
 
 @dataclass(frozen=True)
