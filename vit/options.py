@@ -217,7 +217,7 @@ class FaithfulnessOptions(DataOptions):
         methods: all, or names separated by commas
         target: auto (the true class, of images that are predicted correctly), or as of vit explain
         count: images to measure on
-        minutes: so long, on fewer images and with larger groups where not all fits; default: all
+        minutes: so long, with fewer images and points of curves where not all fits; default: all
         batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
         seed: of the choice of images and of random maps
         device: auto, cpu, cuda or cuda:N

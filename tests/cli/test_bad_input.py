@@ -702,6 +702,16 @@ class TestResults:
         path.write_text(json.dumps(manifest))
         assert key in cli.fail(*maps)
 
+    @pytest.mark.parametrize("size", [[0.0, 16], [0, 16], [-8, 16], [16], "16"])
+    def test_an_odd_size_is_not_drawn(
+        self, cli: Launcher, maps: list[object], tmp_path: Path, size: object
+    ) -> None:
+        path = tmp_path / "maps" / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["images"][0]["size"] = size
+        path.write_text(json.dumps(manifest))
+        assert "size" in cli.fail(*maps)
+
     @pytest.mark.parametrize("rank", ["9" * 5000, "x", "", "-1", "1e9"])
     def test_odd_ranks_are_refused(self, cli: Launcher, tmp_path: Path, rank: str) -> None:
         folders = [

@@ -3,12 +3,13 @@
 import html
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from scipy.special import softmax
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -23,9 +24,9 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.features import compute_features
-from vit.evaluation.learning_curve import load_learning_curve
+from vit.evaluation.learning_curve import LearningCurve, load_learning_curve, measure_learning_curve
 from vit.evaluation.prediction import Predictor
-from vit.evaluation.probe import fit_probe
+from vit.evaluation.probe import LinearProbe, fit_probe
 from vit.factory import automatic
 from vit.model.model_file import read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
@@ -291,6 +292,48 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     assert "(200 of 387 training images;" in " ".join(outcome.text.split())
     part, whole = load_bundle(tmp_path / "part"), load_bundle(probe_alone)
     assert part.metadata["run_id"] != whole.metadata["run_id"]
+
+
+def test_images_of_one_group_are_in_one_fold(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "photos" / f"class{number % 2}" / f"site{number // 4}_{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    folds: list[np.ndarray] = []
+    groups: list[list[str]] = []
+
+    def fit(*args: Any, **options: Any) -> LinearProbe:
+        folds.append(options["folds"])
+        return fit_probe(*args, **options)
+
+    def measure(*args: Any, **options: Any) -> LearningCurve:
+        groups.append(list(options["groups"]))
+        return measure_learning_curve(*args, **options)
+
+    monkeypatch.setattr("vit.factory.probe.fit_probe", fit)
+    monkeypatch.setattr("vit.factory.probe.measure_learning_curve", measure)
+    vit.train(
+        "folder/finetune",
+        output=tmp_path / "run",
+        init=str(weights),
+        overrides=[
+            "data.name=folder",
+            f"data.root={tmp_path / 'photos'}",
+            r"data.group_by=(site\d+)",
+            "data.test_fraction=0",
+            "data.validation_fraction=0",
+            "data.image_size=8",
+            "model.freeze=backbone",
+            "train.device=cpu",
+        ],
+    )
+    assert len(set(groups[0])) == 6
+    folds_of_groups = set(zip(groups[0], folds[0].tolist(), strict=True))
+    assert len(folds_of_groups) == 6
+    assert len(set(folds[0].tolist())) == 5
 
 
 @pytest.mark.extended

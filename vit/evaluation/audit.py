@@ -235,11 +235,9 @@ def predict_out_of_fold(
             probabilities[columns] = classifier.predict_proba(inputs[is_in_fold])
         right = probabilities[np.arange(len(labels)), labels]
         loss = float(-np.log(np.maximum(right, 1e-12)).mean())
-        # weaker regularisation, which takes longest, overfits more from here on
-        if loss >= least_loss:
-            break
-        least_loss = loss
-        best = probabilities
+        if loss < least_loss:
+            least_loss = loss
+            best = probabilities
     return best
 
 

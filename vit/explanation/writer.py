@@ -9,11 +9,11 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
 from vit.explanation.records import ImageResult, MapResult, describe_prediction, name_sinks
@@ -48,6 +48,10 @@ _MAX_SAVING_FRACTION = 0.05
 _MAX_WAITING_BATCHES = 2
 
 
+# pixels; pictures are drawn again by what the file says
+_Side = Annotated[int, Field(gt=0, strict=True)]
+
+
 class _Class(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
@@ -74,7 +78,7 @@ class _Entry(BaseModel):
     path: str
     name: str
     title: str
-    size: tuple[int, int]
+    size: tuple[_Side, _Side]
     predicted: _Class
     maps: list[_Map]
 

@@ -114,6 +114,9 @@ def fit_to_data(
         folds = None
         if dataset.groups is not None:
             folds = assign_group_folds(dataset.labels, dataset.groups, num_folds=NUM_FOLDS)
+            # a class of one group can't be left out as a whole
+            if folds.max() < 1:
+                folds = None
         probe = fit_probe(
             features,
             dataset.labels,

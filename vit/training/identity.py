@@ -91,7 +91,11 @@ class RunIdentity:
 
         Raises:
             ValueError: naming what differs.
+            TypeError: the record is damaged.
         """
+        # which nothing reads before the state is restored
+        if not isinstance(recorded["conditions"], Mapping):
+            raise TypeError("damaged conditions")
         theirs = recorded["settings"]
         ours = self.settings
         # a setting that is in one of them alone was passed from Python

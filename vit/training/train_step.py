@@ -294,10 +294,14 @@ class TrainStep:
         """Continue where `state_dict` was taken, on this step's device.
 
         Raises:
-            RuntimeError: the state is of another model.
+            RuntimeError: the state is damaged or of another model.
         """
         self.module.load_state_dict(state["model"])
         self.averaged_model.load_state_dict(state["average"])
+        # torch takes anything, and fails at the next step
+        for values in state["optimizer"]["state"].values():
+            if not all(value is None or isinstance(value, Tensor) for value in values.values()):
+                raise RuntimeError("the optimizer's state holds more than tensors")
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
