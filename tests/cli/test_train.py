@@ -232,7 +232,7 @@ def test_importing_the_package_and_the_commands_loads_no_torch(cli: Launcher) ->
     cli.finish(cli.start(program=("-c", code)))
 
 
-def test_training_starts_without_torch_s_compiler_and_sharding(
+def test_commands_start_without_torch_s_compiler_and_other_slow_imports(
     photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     """Each takes seconds to import. The model has a convolutional stem and Muon, as `vit train
@@ -249,4 +249,7 @@ def test_training_starts_without_torch_s_compiler_and_sharding(
     run = f"sys.argv = {['vit', 'train', str(photos), *arguments]}; vit.cli.main.main()"
     check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
     code = f"import sys, vit.cli.main\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
+    # what the other commands start with
+    slow_libraries = slow | {"timm", "torchvision", "sklearn", "scipy.stats", "scipy.optimize"}
+    code += f"\nimport vit.api\nassert not sys.modules.keys() & {slow_libraries}"
     cli.finish(cli.start(program=("-c", code)))

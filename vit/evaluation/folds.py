@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import betaincinv, stdtrit
 
 from vit.evaluation.features import Features
 from vit.evaluation.metrics import Ints, compute_metrics, score_logits
@@ -186,12 +186,12 @@ def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tu
         effective = float(num_clusters)
     # few clusters know their variance badly
     if num_clusters < count:
-        ratio = stats.t.ppf(0.975, count - 1) / stats.t.ppf(0.975, num_clusters - 1)
+        ratio = stdtrit(count - 1, 0.975) / stdtrit(num_clusters - 1, 0.975)
         effective *= float(ratio) ** 2
     hits = accuracy * effective
     low, high = 0.0, 1.0
     if hits > 0:
-        low = float(stats.beta.ppf(0.025, hits, effective - hits + 1))
+        low = float(betaincinv(hits, effective - hits + 1, 0.025))
     if hits < effective:
-        high = float(stats.beta.ppf(0.975, hits + 1, effective - hits))
+        high = float(betaincinv(hits + 1, effective - hits, 0.975))
     return low, high

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
 from numpy.typing import NDArray
-from scipy.stats import binom, fisher_exact
+from scipy.special import bdtrc
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -627,7 +627,7 @@ class _Summarizer:
             fall=float((whole - without).mean()),
             random_fall=float((whole - without_random).mean()),
             log_odds=float(np.median(differences)),
-            p_value=float(binom.sf(num_worse - 1, len(rows), 0.5)),
+            p_value=float(bdtrc(num_worse - 1, len(rows), 0.5)),
         )
 
     def leave_out(self, indices: NDArray[np.int64], removed: PatchMask) -> Float[Tensor, "R C"]:
@@ -785,6 +785,9 @@ def _read_class(
 def _is_more_frequent(others: tuple[NDArray[np.int64], NDArray[np.int64]], number: int) -> bool:
     """Whether a cluster occurs more often in the images wrongly taken for the class (Fisher's exact
     test)."""
+    # scipy.stats takes half a second to import
+    from scipy.stats import fisher_exact
+
     table = []
     for rows in others:
         occurs = (rows == number).any(axis=1)

@@ -17,7 +17,6 @@ from vit.evaluation.audit import AUDIT_FILE, Audit, audit_images
 from vit.evaluation.features import compute_features
 from vit.evaluation.prediction import Predictor
 from vit.model.block_features import PRE_LOGITS
-from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import AuditOptions
 from vit.pages.audit import build_audit_page
@@ -96,6 +95,9 @@ def _load_backbone(options: AuditOptions) -> Bundle:
         source = f"timm:local-dir:{path}"
     bundle = load_model(source, device=choose_device(options.device))
     if not isinstance(bundle.model, VisionTransformer):
+        # timm, which takes seconds to import
+        from vit.model.timm_weights import load_timm
+
         device = next(bundle.model.parameters()).device
         with suppress(ValueError):
             bundle = replace(bundle, model=load_timm(bundle.model).to(device).eval())

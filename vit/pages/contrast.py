@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from scipy.stats import binom
+from scipy.special import bdtrc
 
 from vit.data.images import Geometry
 from vit.evaluation.evaluate import EvaluationResult
@@ -109,7 +109,7 @@ def find_confused_pairs(scores: Scores) -> list[ConfusedPair]:
     pairs = []
     for cell, count in zip(cells.tolist(), counts.tolist(), strict=True):
         label, predicted = divmod(cell, scores.num_classes)
-        chance = binom.sf(count - 1, int(num_errors[label]), 1 / max(num_others, 1))
+        chance = bdtrc(count - 1, int(num_errors[label]), 1 / max(num_others, 1))
         if num_others == 1 or (count > 1 and chance <= _CHANCE):
             pairs.append(ConfusedPair(label, predicted, count))
     return sorted(pairs, key=lambda pair: -pair.count)[:_MAX_PAIRS]
