@@ -148,6 +148,7 @@ class ModelConfig(_Section):
     init: str | None = None
     # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     preset: str | None = None
+    # with init and where it is set: the weights' patches are resampled to this size
     patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
@@ -312,8 +313,8 @@ def validate_config(sections: Mapping[str, Any]) -> Config:
 def plain_values(config: Config) -> dict[str, Any]:
     """The resolved configuration as plain values: loading them again gives an equal one."""
     values = config.model_dump(mode="json")
-    # what is not named is the preset's
-    if config.model.preset is not None:
+    # what is not named is the preset's, or that of the weights
+    if config.model.preset is not None or config.model.init is not None:
         values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
     return values
 

@@ -99,6 +99,16 @@ def test_ours_equals_timm_at_native_other_and_non_square_size(name, randomise):
         check_equality(theirs, ours, batch=2)
 
 
+def test_patches_of_another_size_are_resampled_as_by_timm(randomise):
+    theirs = build_timm("vit_small_patch16_224", depth=1, randomise=randomise)
+    ours = load_timm(theirs)
+    for size, patch in (((32, 32), (4, 4)), ((48, 64), (24, 8))):
+        theirs.set_input_size(size, patch)
+        ours.set_input_size(size, patch)
+        assert ours.architecture["patch_size"] == patch
+        check_equality(theirs, ours, batch=2)
+
+
 @pytest.mark.parametrize("name", ["vit_base_patch16_224", "deit3_small_patch16_224"])
 def test_only_rounding_separates_ours_from_timm(name, randomise):
     theirs = build_timm(name, depth=2, randomise=randomise)

@@ -26,7 +26,7 @@ def build_model(
         trained with; None without any.
 
     Raises:
-        ValueError: a model, preset or size that doesn't fit.
+        ValueError: a model, preset, image or patch size that doesn't fit.
     """
     if user_model is not None:
         _check_user_model(config, user_model, num_classes=num_classes)
@@ -50,8 +50,11 @@ def build_model(
             drop_path_rate=config.model.drop_path_rate,
         )
         preprocess = Preprocess.from_dict(values) if values else None
-        _check_image_sizes(config, model.patch_embed.patch_size)
-        model.set_input_size(config.data.size)
+        patch_size = model.patch_embed.patch_size
+        if "patch_size" in config.model.model_fields_set:
+            patch_size = as_pair(config.model.patch_size, name="model.patch_size")
+        _check_image_sizes(config, patch_size)
+        model.set_input_size(config.data.size, patch_size)
     set_up_training(config, model)
     return model, preprocess
 

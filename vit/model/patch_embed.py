@@ -73,9 +73,11 @@ class PatchEmbed(nn.Module):
         """(rows, columns) of patches."""
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
 
-    def set_input_size(self, img_size: Size) -> None:
-        """Take images of another size from now on. Raises ValueError for one that the patches don't
-        divide."""
+    def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
+        """Take images, and cut patches, of other sizes from now on. Raises ValueError as
+        `VisionTransformer.set_input_size`."""
+        if patch_size is not None:
+            self._resample_patches(as_pair(patch_size, name="patch_size"))
         sides = as_pair(img_size, name="img_size")
         for side, patch in zip(sides, self.patch_size, strict=True):
             if side % patch:
@@ -85,6 +87,27 @@ class PatchEmbed(nn.Module):
                     f"img_size {side} is not a multiple of patch_size {patch}; try {nearest}"
                 )
         self.img_size = sides
+
+    def _resample_patches(self, patch_size: tuple[int, int]) -> None:
+        """Make of the kernel the one that gives resized patches nearly the same embedding, by the
+        pseudo-inverse of the resizing (Beyer et al. 2023, FlexiViT, equation 4)."""
+        if patch_size == self.patch_size:
+            return
+        if not isinstance(self.stem, nn.Identity):
+            raise ValueError(
+                f"a convolutional stem makes patches of {self.patch_size}, "
+                f"which can't be resampled to {patch_size}; leave patch_size out"
+            )
+        # timm, which takes seconds to import
+        from timm.layers import resample_patch_embed
+
+        assert isinstance(self.proj, nn.Conv2d)
+        old = self.proj.weight
+        kernel = resample_patch_embed(old.detach(), list(patch_size))
+        self.proj.weight = nn.Parameter(kernel, requires_grad=old.requires_grad)
+        self.proj.kernel_size = patch_size
+        self.proj.stride = patch_size
+        self.patch_size = patch_size
 
     def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
         expected = images.shape[2:] if self.dynamic_img_size else self.img_size

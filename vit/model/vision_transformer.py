@@ -243,12 +243,21 @@ class VisionTransformer(nn.Module):
             attentions.append(weights)
         return self.norm(tokens), attentions
 
-    def set_input_size(self, img_size: Size) -> None:
-        """Take images of another size from now on. Learned positions are resampled into a new
-        Parameter: build the optimizer afterwards."""
+    def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
+        """Take images of another size from now on. Learned positions, and the kernel of patches of
+        another size, are resampled into a new Parameter: build the optimizer afterwards.
+
+        Args:
+            img_size: pixels, both sides or (height, width).
+            patch_size: as `img_size`; None for the one that it has.
+
+        Raises:
+            ValueError: the patches don't divide the image, or a convolutional stem makes them.
+        """
         old_grid = self.grid_size
-        self.patch_embed.set_input_size(img_size)
+        self.patch_embed.set_input_size(img_size, patch_size)
         self.architecture["img_size"] = self.patch_embed.img_size
+        self.architecture["patch_size"] = self.patch_embed.patch_size
         if self.grid_size == old_grid:
             return
         if isinstance(self.pos_embed, nn.Parameter):
