@@ -382,11 +382,11 @@ def iterate_predictions(
 
     path = Path(options.embeddings).expanduser()
     check_embeddings_file(path)
-    kept = []
+    yielded = []
     for prediction in predictions:
-        kept.append(prediction)
+        yielded.append(prediction)
         yield prediction
-    save_embeddings(path, kept)
+    save_embeddings(path, yielded)
 
 
 @_keeps_mode

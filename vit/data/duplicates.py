@@ -15,6 +15,8 @@ NEAR = 6
 _FLAT = 8
 # pixels: of smaller images, many of one class have equal hashes
 _MIN_SIDE = 16
+# at which the search in one set ends: of k copies there are k (k - 1) / 2 pairs
+_MAX_PAIRS = 10_000
 # pairs compared at once: 16 MiB a temporary, which stays in the cache
 _BLOCK = 1 << 21
 
@@ -98,15 +100,11 @@ def find_duplicates(
     return Duplicates(exact_pairs, near_pairs)
 
 
-def find_pairs(
-    hashes: np.ndarray, *, max_distance: int = NEAR, max_pairs: int = 10_000
-) -> list[tuple[int, int, bool]]:
-    """Pairs of images of one set that are the same or nearly, also mirrored.
+def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Pairs of images of one set that are the same or nearly, also mirrored; at most 10,000.
 
     Args:
         hashes: as in `find_duplicates`, uint64 [2, n].
-        max_distance: as in `find_duplicates`.
-        max_pairs: at which the search ends: of k copies there are k (k - 1) / 2.
 
     Returns:
         (first index, second index, whether the pixels are the same), in the order of the images.
@@ -120,13 +118,13 @@ def find_pairs(
         is_exact = digests[rest] == digests[index]
         straight = np.bitwise_count(dhashes[rest] ^ dhashes[index])
         flipped = np.bitwise_count(dhashes[rest] ^ mirrored[index])
-        is_near = np.minimum(straight, flipped) <= max_distance
+        is_near = np.minimum(straight, flipped) <= NEAR
         is_near &= is_distinctive[rest] & is_distinctive[index]
         for other in np.flatnonzero(is_exact | is_near).tolist():
             pairs.append((index, index + 1 + other, bool(is_exact[other])))
-        if len(pairs) >= max_pairs:
+        if len(pairs) >= _MAX_PAIRS:
             break
-    return pairs[:max_pairs]
+    return pairs[:_MAX_PAIRS]
 
 
 def _mirror(dhashes: np.ndarray) -> np.ndarray:

@@ -115,11 +115,11 @@ def join_duplicates(
         parents[roots[-1]] = roots[0]
     joined = np.array([find_root(group) for group in groups], dtype=object)
 
-    own = np.array(groups, dtype=object)
+    original = np.array(groups, dtype=object)
     for label in np.unique(labels):
         in_class = labels == label
-        if len(set(joined[in_class])) < min(num_splits, len(set(own[in_class]))):
-            joined[in_class] = own[in_class]
+        if len(set(joined[in_class])) < min(num_splits, len(set(original[in_class]))):
+            joined[in_class] = original[in_class]
             copies -= set(np.flatnonzero(in_class).tolist())
     return tuple(joined), len(copies)
 

@@ -3,7 +3,7 @@ apart. Nothing is trained but a linear classifier on the features of a model."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,10 +122,6 @@ class Audit:
             f" errors, {len(self.near_duplicates)} pairs of near-duplicates,"
             f" {len(self.outliers)} outliers)"
         )
-
-    def to_dict(self) -> dict[str, object]:
-        """What audit.json holds."""
-        return asdict(self)
 
 
 def audit_images(
@@ -248,8 +244,8 @@ def _draw_folds(labels: Ints, digests: NDArray[np.uint64]) -> Ints:
     folds = np.zeros(len(first), dtype=np.int64)
     for label in np.unique(unique_labels):
         # in the order of the hashes, which is as good as random
-        of_class = np.flatnonzero(unique_labels == label)
-        folds[of_class] = np.arange(len(of_class)) % NUM_FOLDS
+        members = np.flatnonzero(unique_labels == label)
+        folds[members] = np.arange(len(members)) % NUM_FOLDS
     return np.asarray(folds[inverse])
 
 
@@ -303,8 +299,7 @@ def _find_neighbours(features: NDArray[np.float32]) -> tuple[Ints, Floats]:
     distances = []
     for start in range(0, count, rows):
         cosines = units[start : start + rows] @ units.T
-        own = np.arange(len(cosines))
-        cosines[own, start + own] = -2  # not its own neighbour
+        np.fill_diagonal(cosines[:, start:], -2)  # no image is its own neighbour
         closest = np.argpartition(-cosines, k - 1, axis=1)[:, :k]
         order = np.argsort(-np.take_along_axis(cosines, closest, axis=1), axis=1, kind="stable")
         closest = np.take_along_axis(closest, order, axis=1)
@@ -337,8 +332,8 @@ def _describe_properties(
         for index in np.argsort(-np.abs(scale - np.median(scale)), kind="stable").tolist():
             if is_low[index] or is_high[index]:
                 side = "low" if is_low[index] else "high"
-                given = dataset.class_names[dataset.labels[index]]
-                odd.append(OddImage(paths[index], given, float(values[index]), side))
+                label = dataset.class_names[dataset.labels[index]]
+                odd.append(OddImage(paths[index], label, float(values[index]), side))
         described[name] = ImageProperty(_measure_between(scale, dataset.labels), odd)
     return described
 

@@ -1,6 +1,5 @@
 """Evaluations on the same images: what differs between them, and whether more than by chance."""
 
-import json
 import math
 import os
 from collections import defaultdict
@@ -28,7 +27,7 @@ from vit.evaluation.schema import (
     load_predictions,
 )
 from vit.runtime.arguments import check_kind, shorten
-from vit.runtime.files import prepare_output, write_text
+from vit.runtime.files import prepare_output, write_json
 
 COMPARISON_FILE = "comparison.json"
 
@@ -143,8 +142,7 @@ class Comparison:
             "notes": self.notes,
             "pairs": [asdict(pair) for pair in self.pairs],
         }
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        write_text(prepare_output(directory, overwrite=overwrite) / COMPARISON_FILE, text)
+        write_json(prepare_output(directory, overwrite=overwrite) / COMPARISON_FILE, content)
 
 
 def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:

@@ -2,7 +2,7 @@
 image of its group."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,6 @@ class CrossValidation:
             f" {self.macro_f1:.1%}; always the most frequent class: {self.majority:.1%}; chance:"
             f" {self.chance:.1%}"
         )
-
-    def to_dict(self) -> dict[str, object]:
-        """What cross_validation.json holds."""
-        return asdict(self)
 
 
 def cross_validate(
@@ -113,9 +109,7 @@ def cross_validate(
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
 
     scores = score_logits(logits, labels)
-    clusters = np.arange(len(labels))
-    if groups is not None:
-        _, clusters = np.unique(np.array(groups, dtype=str), return_inverse=True)
+    clusters = number_groups(groups, len(labels))
     predictions = [
         FoldPrediction(
             path=ids[index],
@@ -140,13 +134,20 @@ def cross_validate(
     )
 
 
+def number_groups(groups: Sequence[str] | None, count: int) -> Ints:
+    """A number for the group of each of `count` images; None: each is its own."""
+    if groups is None:
+        return np.arange(count)
+    return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]
+
+
 def assign_group_folds(labels: Ints, groups: Sequence[str], *, num_folds: int) -> Ints:
     """The fold of each image: whole groups, each class spread as evenly as can be; scikit-learn's
     `StratifiedGroupKFold`. There are fewer folds where a class has fewer groups."""
     # scikit-learn takes a second to import
     from sklearn.model_selection import StratifiedGroupKFold
 
-    _, clusters = np.unique(np.array(groups, dtype=str), return_inverse=True)
+    clusters = number_groups(groups, len(labels))
     groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
     num_folds = min(num_folds, *groups_a_class)
     folds = np.full(len(labels), -1, dtype=np.int64)

@@ -2,9 +2,10 @@
 training."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -212,13 +213,7 @@ def select_images(
     Raises:
         ValueError: fewer than `MIN_CORRECT_IMAGES` can be read.
     """
-    chosen: dict[int, Pixels] = {}
-    for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
-        if len(chosen) == count:
-            break
-        # an unreadable one
-        with suppress(ValueError, OSError):
-            chosen[index] = preprocess.to_uint8(dataset.image(index))
+    chosen = dict(islice(_read_shuffled(dataset, preprocess, seed), count))
     if len(chosen) < MIN_CORRECT_IMAGES:
         raise ValueError(
             f"{len(chosen)} of {len(dataset)} images can be read; {MIN_CORRECT_IMAGES} are needed"
@@ -251,19 +246,13 @@ def select_correct_images(
     )
     labels = class_indices[dataset.labels]
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
-    order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
+    images = _read_shuffled(dataset, bundle.preprocess, seed)
     correct: dict[int, Pixels] = {}
-    while order and len(correct) < count:
-        images = {}
-        for index in order[:batch_size]:
-            # an unreadable one
-            with suppress(ValueError, OSError):
-                images[index] = bundle.preprocess.to_uint8(dataset.image(index))
-        order = order[batch_size:]
-        predicted = predictor.predict_images(list(images.values())).argmax(axis=1)
-        for (index, image), class_index in zip(images.items(), predicted, strict=True):
+    while len(correct) < count and (batch := list(islice(images, batch_size))):
+        predicted = predictor.predict_images([pixels for _, pixels in batch]).argmax(axis=1)
+        for (index, pixels), class_index in zip(batch, predicted, strict=True):
             if class_index == labels[index]:
-                correct[index] = image
+                correct[index] = pixels
 
     chosen = list(correct)[:count]
     if len(chosen) < MIN_CORRECT_IMAGES:
@@ -271,6 +260,16 @@ def select_correct_images(
             f"the model predicts {len(chosen)} of {len(dataset)} images correctly;"
             f" {MIN_CORRECT_IMAGES} are needed"
         )
-    pixels = torch.from_numpy(np.stack([correct[index] for index in chosen]))
+    inputs = torch.from_numpy(np.stack([correct[index] for index in chosen]))
     ids = [dataset.ids[index] for index in chosen]
-    return bundle.preprocess.normalize(pixels), torch.from_numpy(labels[chosen]), ids
+    return bundle.preprocess.normalize(inputs), torch.from_numpy(labels[chosen]), ids
+
+
+def _read_shuffled(
+    dataset: ImageDataset, preprocess: Preprocess, seed: int
+) -> Iterator[tuple[int, Pixels]]:
+    """The index and the pixels of each image that can be read, in an order shuffled with `seed`."""
+    for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
+        # an unreadable one
+        with suppress(ValueError, OSError):
+            yield index, preprocess.to_uint8(dataset.image(index))

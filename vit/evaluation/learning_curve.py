@@ -6,7 +6,6 @@ law (Cortes et al. 1993, "Learning curves: asymptotic values and rate of converg
 al. 2012, "Predicting sample size required for classification performance").
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.evaluation.features import Features
-from vit.evaluation.folds import assign_group_folds, compute_clustered_interval
+from vit.evaluation.folds import (
+    assign_group_folds,
+    compute_clustered_interval,
+    number_groups,
+)
 from vit.evaluation.intervals import SIGNIFICANCE, compute_mcnemar
 from vit.evaluation.metrics import Floats, Ints
 from vit.evaluation.probe import NUM_FOLDS, LinearProbe, as_array, assign_folds, fit_path
 from vit.runtime.documents import check_schema, read_json
-from vit.runtime.files import write_text
+from vit.runtime.files import write_json
 
 LEARNING_CURVE_FILE = "learning_curve.json"
 
@@ -176,10 +179,9 @@ def measure_learning_curve(
         a forecast where the points don't determine one.
     """
     folds = assign_folds(labels)
-    clusters = np.arange(len(labels))
     if groups is not None:
         folds = assign_group_folds(labels, groups, num_folds=NUM_FOLDS)
-        _, clusters = np.unique(np.array(groups, dtype=str), return_inverse=True)
+    clusters = number_groups(groups, len(labels))
     num_folds = int(folds.max()) + 1
     curve = LearningCurve(
         num_images=len(labels),
@@ -304,8 +306,7 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
 
 def save_learning_curve(curve: LearningCurve, directory: Path) -> None:
     """Write learning_curve.json into a run's directory."""
-    content = json.dumps(curve.model_dump(mode="json"), indent=2, ensure_ascii=False)
-    write_text(directory / LEARNING_CURVE_FILE, content + "\n")
+    write_json(directory / LEARNING_CURVE_FILE, curve.model_dump(mode="json"))
 
 
 def load_learning_curve(directory: Path) -> LearningCurve | None:
@@ -409,17 +410,17 @@ def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> tuple[Floa
 
 
 def _find_gains(
-    labels: Ints, half: Bools, whole: Bools, clusters: Ints, *, class_names: Sequence[str]
+    labels: Ints, by_half: Bools, by_all: Bools, clusters: Ints, *, class_names: Sequence[str]
 ) -> list[ClassGain]:
     """The classes whose recall rose by more than chance would have it, largest rise first: by
     McNemar's exact test of the images, or the sign test of the groups, that changed; 5 % of the
     classes found may be chance (Benjamini and Hochberg 1995)."""
-    changes = whole.astype(np.int64) - half
+    changes = by_all.astype(np.int64) - by_half
     present = np.unique(labels)
     p_values = []
     for label in present:
-        of_class = labels == label
-        cluster_changes = np.bincount(clusters[of_class], changes[of_class])
+        in_class = labels == label
+        cluster_changes = np.bincount(clusters[in_class], changes[in_class])
         better = int((cluster_changes > 0).sum())
         worse = int((cluster_changes < 0).sum())
         p_values.append(compute_mcnemar(better, worse))
@@ -430,8 +431,8 @@ def _find_gains(
     gains = [
         ClassGain(
             name=class_names[label],
-            recall_half=float(half[labels == label].mean()),
-            recall_all=float(whole[labels == label].mean()),
+            recall_half=float(by_half[labels == label].mean()),
+            recall_all=float(by_all[labels == label].mean()),
         )
         for label, p_value in zip(present, adjusted, strict=True)
         if p_value < SIGNIFICANCE

@@ -64,18 +64,12 @@ class Scores:
 
     def subset(self, chosen: NDArray[np.bool_]) -> Scores:
         """Those of the images where `chosen` is true, [n]."""
-        return Scores(
-            labels=self.labels[chosen],
-            predicted=self.predicted[chosen],
-            confidence=self.confidence[chosen],
-            label_probability=self.label_probability[chosen],
-            loss=self.loss[chosen],
-            nll=self.nll[chosen],
-            brier=self.brier[chosen],
-            rank=self.rank[chosen],
-            num_classes=self.num_classes,
-            temperature=self.temperature,
-        )
+        columns = {
+            name: values[chosen]
+            for name, values in vars(self).items()
+            if isinstance(values, np.ndarray)
+        }
+        return Scores(num_classes=self.num_classes, temperature=self.temperature, **columns)
 
 
 @dataclass(frozen=True)

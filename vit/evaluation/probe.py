@@ -86,41 +86,30 @@ def fit_probe(
     # the matrices are small, and several threads wait for one another, the longer the more other
     # programs run
     with threadpool_limits(1):
-        return _fit_probe(features, labels, folds, num_classes=num_classes, balanced=balanced)
-
-
-def _fit_probe(
-    features: Features,
-    labels: NDArray[np.int64],
-    folds: NDArray[np.int64],
-    *,
-    num_classes: int,
-    balanced: bool,
-) -> LinearProbe:
-    if folds.max() < 1:
-        # nothing to choose by: the last block, as it was trained
+        # with nothing to choose by: the last block, as it was trained
         readout = list(features)[-1]
         strength = 1e-2
         top1 = None
-    else:
-        readout = _choose_readout(
-            features, labels, folds, num_classes=num_classes, balanced=balanced
+        if folds.max() >= 1:
+            readout = _choose_readout(
+                features, labels, folds, num_classes=num_classes, balanced=balanced
+            )
+            losses, accuracies = _cross_validate(
+                as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
+            )
+            best = int(losses.argmin())
+            strength = _STRENGTHS[best]
+            top1 = float(accuracies[best])
+
+        values = as_array(features, readout)
+        ((fitted_weight, fitted_bias, classes),) = fit_path(
+            values, labels, [strength], balanced=balanced
         )
-        losses, accuracies = _cross_validate(
-            as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
-        )
-        best = int(losses.argmin())
-        strength = _STRENGTHS[best]
-        top1 = float(accuracies[best])
-    return _fit_all(
-        features,
-        readout,
-        labels,
-        strength=strength,
-        num_classes=num_classes,
-        balanced=balanced,
-        top1=top1,
-    )
+    weight = np.zeros((num_classes, values.shape[1]))
+    weight[classes] = fitted_weight
+    bias = np.full(num_classes, fitted_bias.min() + _ABSENT_BIAS)
+    bias[classes] = fitted_bias
+    return LinearProbe(readout, strength, weight, bias, top1)
 
 
 def _choose_readout(
@@ -179,18 +168,16 @@ def _standardise(features: FloatArray) -> tuple[FloatArray, FloatArray, FloatArr
     return (features - mean) / std, mean, std
 
 
-def assign_folds(
-    labels: Int[np.ndarray, " n"], *, num_folds: int = NUM_FOLDS, seed: int = 0
-) -> NDArray[np.int64]:
-    """Stratified folds: each class's images in all of them, as evenly as can be, in an order shuffled
-    with `seed`. The only image of a class is never left out: −1. There are fewer folds where the
+def assign_folds(labels: Int[np.ndarray, " n"], *, num_folds: int = NUM_FOLDS) -> NDArray[np.int64]:
+    """Stratified folds: each class's images in all of them, as evenly as can be, in a random
+    order. The only image of a class is never left out: −1. There are fewer folds where the
     smallest other class has fewer images."""
     counts = np.bincount(labels)
     several = counts[counts > 1]
     if not len(several):
         return np.full(len(labels), -1)
     num_folds = max(min(num_folds, int(several.min())), 2)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     folds = np.full(len(labels), -1, dtype=np.int64)
     start = 0
     for label in np.flatnonzero(counts > 1):
@@ -255,27 +242,6 @@ def fit_path(
         weight = weight / std
         path.append((weight, bias - weight @ mean, model.classes_))
     return path
-
-
-def _fit_all(
-    features: Features,
-    readout: Readout,
-    labels: NDArray[np.int64],
-    *,
-    strength: float,
-    num_classes: int,
-    balanced: bool,
-    top1: float | None,
-) -> LinearProbe:
-    values = as_array(features, readout)
-    ((fitted_weight, fitted_bias, classes),) = fit_path(
-        values, labels, [strength], balanced=balanced
-    )
-    weight = np.zeros((num_classes, values.shape[1]))
-    weight[classes] = fitted_weight
-    bias = np.full(num_classes, fitted_bias.min() + _ABSENT_BIAS)
-    bias[classes] = fitted_bias
-    return LinearProbe(readout, strength, weight, bias, top1)
 
 
 def _choose_sample(labels: NDArray[np.int64], *, width: int, num_classes: int) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ goes or changes its meaning; a new key alone doesn't raise it. Fractions are 0 t
 import csv
 import html
 import io
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from vit.evaluation.images import TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Examples, Scores
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
-from vit.runtime.files import write_text
+from vit.runtime.files import write_json, write_text
 
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
@@ -205,8 +204,7 @@ class Evaluation(BaseModel):
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
     """Write `evaluation` as JSON, whole or not at all."""
-    content = evaluation.model_dump(mode="json")
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_json(path, evaluation.model_dump(mode="json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:

@@ -1,8 +1,7 @@
 """Images and a model to an audit, its file and its page."""
 
-import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +20,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.options import AuditOptions
 from vit.pages.audit import build_audit_page
 from vit.runtime.device import choose_device
-from vit.runtime.files import prepare_output, write_text
+from vit.runtime.files import prepare_output, write_json, write_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,8 +48,7 @@ class AuditResult:
         page = build_audit_page(self.audit, self.images, self.bundle)
         output = prepare_output(Path(directory), overwrite=overwrite)
         write_text(output / "audit.html", page)
-        content = json.dumps(self.audit.to_dict(), indent=2, ensure_ascii=False)
-        write_text(output / AUDIT_FILE, content + "\n")
+        write_json(output / AUDIT_FILE, asdict(self.audit))
 
 
 def run_audit(data: str | Path, options: AuditOptions) -> AuditResult:

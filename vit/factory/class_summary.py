@@ -75,13 +75,13 @@ def run_summary(
     max_images = _MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size))
     chosen = _choose(labels, len(items), max_images=int(max_images))
     items = [items[index] for index in chosen]
-    found_masks = None if masks is None else find_masks(Path(masks))
+    masks_by_name = None if masks is None else find_masks(Path(masks))
 
     pixels = []
     mask_pixels = []
     read_indices = []
     with ThreadPoolExecutor() as pool, show_progress("reading", len(items)) as advance:
-        futures = [pool.submit(_read, item, bundle.preprocess, found_masks) for item in items]
+        futures = [pool.submit(_read, item, bundle.preprocess, masks_by_name) for item in items]
         for index, future in enumerate(futures):
             try:
                 image, mask = future.result()
@@ -94,15 +94,15 @@ def run_summary(
             advance(1)
     if not pixels:
         raise ValueError("there are no images to summarise")
-    if found_masks is not None and np.isnan(mask_pixels).all():
+    if masks_by_name is not None and np.isnan(mask_pixels).all():
         raise ValueError(f"{masks} has no mask whose name is that of an image")
 
-    kept = [chosen[index] for index in read_indices]
+    readable = [chosen[index] for index in read_indices]
     images = SummaryImages(
         pixels=np.stack(pixels),
-        classes=None if labels is None else labels[kept],
+        classes=None if labels is None else labels[readable],
         paths=[printable(items[index].path) for index in read_indices],
-        masks=None if found_masks is None else np.stack(mask_pixels),
+        masks=None if masks_by_name is None else np.stack(mask_pixels),
     )
     device = next(bundle.model.parameters()).device
     size = batch_size or choose_explain_batch_size(bundle.preprocess.image_size, device)

@@ -1,6 +1,6 @@
 """A run's configuration and images to a cross-validation, and its file."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from vit.factory.data import TrainingData
 from vit.factory.model import build_model
 from vit.factory.probe import is_probe_alone
 from vit.runtime.device import choose_precision
-from vit.runtime.files import write_text
+from vit.runtime.files import write_json
 
 # all images are trained on, by the probe alone
 OVERRIDES = (
@@ -61,5 +61,4 @@ def run_folds(
 
 def save_folds(result: CrossValidation, directory: Path) -> None:
     """Write cross_validation.json into a run's directory."""
-    content = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
-    write_text(directory / CROSS_VALIDATION_FILE, content + "\n")
+    write_json(directory / CROSS_VALIDATION_FILE, asdict(result))

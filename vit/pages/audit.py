@@ -13,13 +13,11 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset
-from vit.data.images import Geometry
 from vit.evaluation.audit import Audit, LabelError
 from vit.evaluation.images import printable
 from vit.explanation.methods.registry import compute_maps
-from vit.explanation.render.overlay import blend, fit_scale, relative_to_uniform
 from vit.explanation.targets import build_target
-from vit.pages.page import encode_picture, render_page, resize_picture
+from vit.pages.page import encode_photo, encode_relative_map, render_page
 
 # more would make a page of tens of megabytes; audit.json has all
 MAX_SUSPECTS = 200
@@ -69,9 +67,7 @@ def _encode(images: ImageDataset, paths: Iterable[str], *, side: int) -> dict[st
     assert images.pixels is not None
     pictures = {}
     for path in dict.fromkeys(paths):
-        picture = Image.fromarray(images.pixels[position[path]])
-        shown = resize_picture(picture, min_side=side, max_side=side)
-        pictures[path] = encode_picture(shown)
+        pictures[path] = encode_photo(Image.fromarray(images.pixels[position[path]]), side=side)
     return pictures
 
 
@@ -90,18 +86,10 @@ def _draw_maps(
             seen = bundle.preprocess.crop(pixels[position[error.path]])
             # the first map shows whether the model's attention is read right
             values, text = _explain(bundle, seen, error, verify=not maps)
-            photo = Image.fromarray(seen)
-            shown = resize_picture(photo, min_side=_SIDE, max_side=_SIDE)
-            box = (0.0, 0.0, float(photo.width), float(photo.height))
-            relative = relative_to_uniform(values)
             is_signed = bool((values < 0).any())
-            overlay = blend(
-                shown,
-                relative,
-                Geometry(photo.size, box=box),
-                scale=fit_scale([relative], signed=is_signed),
-            )
-            maps[error.path] = (encode_picture(overlay), text)
+            photo = Image.fromarray(seen)
+            picture = encode_relative_map(photo, values, signed=is_signed, side=_SIDE)
+            maps[error.path] = (picture, text)
     return maps
 
 
@@ -116,11 +104,11 @@ def _explain(
         _, _, (rollout,) = compute_maps(bundle.model, images, methods=["rollout"], verify=verify)
         return rollout.values[0, 0].cpu().numpy(), "attention rollout"
 
-    given = names.index(error.given)
+    label = names.index(error.given)
     suggested = names.index(error.suggested)
 
     def difference(logits: Tensor) -> Tensor:
-        return logits[:, suggested] - logits[:, given]
+        return logits[:, suggested] - logits[:, label]
 
     target, choose_targets = build_target(difference, names)
     _, _, (contrast,) = compute_maps(

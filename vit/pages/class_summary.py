@@ -3,10 +3,9 @@
 import numpy as np
 from PIL import Image
 
-from vit.data.images import Geometry
-from vit.explanation.render.overlay import ColourScale, blend, fit_scale
+from vit.explanation.render.overlay import ColourScale, fit_scale
 from vit.explanation.summary import PatchCluster, Summary, cut_patch
-from vit.pages.page import encode_picture, name_model, render_page, resize_picture
+from vit.pages.page import encode_map, encode_picture, name_model, render_page
 
 # clusters of a class that are shown; flagged ones always are
 _MAX_CLUSTERS = 5
@@ -19,7 +18,9 @@ def build_summary_page(summary: Summary) -> str:
     """Build the page: HTML that needs no other file."""
     rows = []
     for row in summary.classes:
-        scale = fit_scale([np.array(row.mean_map, np.float32)], signed=False)
+        mean_map = np.array(row.mean_map, np.float32)
+        null_map = np.array(row.null_map, np.float32)
+        scale = fit_scale([mean_map], signed=False)
         # from nothing, so that an even map is pale
         scale = ColourScale(0.0, scale.high, signed=False, label="")
         mean_image = Image.fromarray(summary.pictures[f"mean of {row.name}"])
@@ -31,8 +32,8 @@ def build_summary_page(summary: Summary) -> str:
         rows.append(
             {
                 "summary": row,
-                "map": _draw_map(mean_image, row.mean_map, scale),
-                "null": _draw_map(mean_image, row.null_map, scale),
+                "map": encode_map(mean_image, mean_map, scale=scale, side=_MAP_SIDE),
+                "null": encode_map(mean_image, null_map, scale=scale, side=_MAP_SIDE),
                 "clusters": [(cluster, _draw_strip(cluster, summary)) for cluster in shown],
             }
         )
@@ -42,13 +43,6 @@ def build_summary_page(summary: Summary) -> str:
         "rows": rows,
     }
     return render_page("class_summary.html.jinja", context)
-
-
-def _draw_map(photo: Image.Image, values: list[list[float]], scale: ColourScale) -> str:
-    shown = resize_picture(photo, min_side=_MAP_SIDE, max_side=_MAP_SIDE)
-    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    overlay = blend(shown, np.array(values, np.float32), geometry, scale=scale)
-    return encode_picture(overlay)
 
 
 def _draw_strip(cluster: PatchCluster, summary: Summary) -> str:

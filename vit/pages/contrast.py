@@ -6,18 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import bdtrc
 
-from vit.data.images import Geometry
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import Ints, Scores
 from vit.evaluation.prediction import Pixels
 from vit.explanation.contrast import CONTRAST_METHODS, Contrast, contrast_errors
-from vit.explanation.render.overlay import blend, fit_scale, relative_to_uniform
 from vit.pages.neighbours import TrainingPhotos
-from vit.pages.page import encode_picture, resize_picture
+from vit.pages.page import encode_photo, encode_relative_map
 
 _MAX_PAIRS = 6
 _MAX_ERRORS = 3
@@ -75,14 +72,18 @@ def explain_confusions(
     for row, (pair, index) in enumerate(chosen):
         path = result.images.ids[index]
         contrast = contrasts[row]
+        photo = Image.fromarray(pixels[row])
         pair.errors.append(
             {
                 "path": path,
                 "probability": float(result.scores.confidence[index]),
                 "is_suspect": path in suspects,
-                "photo": _encode(pixels[row]),
+                "photo": encode_photo(photo, side=_SIDE),
                 "maps": [
-                    (method, _draw_map(pixels[row], contrast.maps[method]))
+                    (
+                        method,
+                        encode_relative_map(photo, contrast.maps[method], signed=True, side=_SIDE),
+                    )
                     for method in CONTRAST_METHODS
                 ],
                 "num_removed": len(contrast.removed),
@@ -122,19 +123,6 @@ def _choose_errors(scores: Scores, pair: ConfusedPair) -> Ints:
     return np.asarray(indices[np.argsort(-scores.confidence[indices], kind="stable")])
 
 
-def _encode(pixels: Pixels) -> str:
-    return encode_picture(resize_picture(Image.fromarray(pixels), min_side=_SIDE, max_side=_SIDE))
-
-
-def _draw_map(pixels: Pixels, values: NDArray[np.float32]) -> str:
-    photo = Image.fromarray(pixels)
-    shown = resize_picture(photo, min_side=_SIDE, max_side=_SIDE)
-    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    relative = relative_to_uniform(values)
-    scale = fit_scale([relative], signed=True)
-    return encode_picture(blend(shown, relative, geometry, scale=scale))
-
-
 def _draw_removed(pixels: Pixels, contrast: Contrast) -> str | None:
     """The photo without the patches that turn the answer."""
     if not contrast.removed:
@@ -147,4 +135,4 @@ def _draw_removed(pixels: Pixels, contrast: Contrast) -> str | None:
         top = patch // columns * height
         left = patch % columns * width
         without[top : top + height, left : left + width] = 255
-    return _encode(without)
+    return encode_photo(Image.fromarray(without), side=_SIDE)

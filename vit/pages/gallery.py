@@ -11,6 +11,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.evaluation.images import printable
 from vit.explanation.faithfulness.sanity_checks import VERDICTS, count_agreeing
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ImageResult, MapResult
@@ -124,7 +125,7 @@ class Gallery:
             verdicts[name] = max(verdict, verdicts.get(name, verdict), key=VERDICTS.index)
         tokens = image.tokens
         return {
-            "title": _printable(image.item.title),
+            "title": printable(image.item.title),
             "predicted": self._describe_class(image, image.predicted),
             "output": image.output,
             "verdicts": verdicts,
@@ -207,7 +208,9 @@ def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, 
         {"layer": details.layer, "head": details.head} | _describe_rows(details.rows)
         for details in tokens.attention
     ]
-    effects = None if tokens.head_effects is None else tokens.head_effects.tolist()
+    effects = None
+    if tokens.head_effects is not None:
+        effects = [[float(f"{x:.3g}") for x in row] for row in tokens.head_effects.tolist()]
     return {
         "names": tokens.prefix_names,
         "layers": tokens.num_layers,
@@ -216,9 +219,7 @@ def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, 
         "pooled": tokens.pooled and _describe_rows(tokens.pooled),
         "lens": tokens.lens and _describe_lens(tokens.lens, targets),
         "features": tokens.features and _describe_features(tokens.features),
-        "effects": None
-        if effects is None
-        else [[float(f"{x:.3g}") for x in row] for row in effects],
+        "effects": effects,
     }
 
 
@@ -261,10 +262,6 @@ def _encode_photo(image: Image.Image) -> str:
     if max(image.size) > _PHOTO_SIDE:
         image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
     return encode_picture(image)
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
 
 
 def _encode(values: np.ndarray) -> str:

@@ -15,7 +15,7 @@ from vit.data.sources.base import find_split_folders
 from vit.evaluation.conformal import Similar, check_similar, find_similar
 from vit.evaluation.images import printable
 from vit.evaluation.prediction import Pixels, Predictor
-from vit.pages.page import encode_picture, resize_picture
+from vit.pages.page import encode_photo
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TrainingPhotos:
         # it may be gone since it was listed
         with suppress(ValueError, OSError):
             photo = self._dataset.reader.thumbnail(index, side=self._side)
-            return encode_picture(resize_picture(photo, min_side=self._side, max_side=self._side))
+            return encode_photo(photo, side=self._side)
         return None
 
     @cached_property

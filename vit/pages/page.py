@@ -6,10 +6,14 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from numpy.typing import NDArray
 from PIL import Image
 
 from vit.bundle import MODEL_FILE
+from vit.data.images import Geometry
+from vit.explanation.render.overlay import ColourScale, blend, fit_scale, relative_to_uniform
 
 
 def render_page(template: str, context: Mapping[str, object]) -> str:
@@ -48,6 +52,29 @@ def resize_picture(
     scale = min(max(longer, min_side), max_side) / longer
     width, height = (max(round(side * scale), 1) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def encode_photo(photo: Image.Image, *, side: int) -> str:
+    """The photo as a data address, its longer side of so many pixels."""
+    return encode_picture(resize_picture(photo, min_side=side, max_side=side))
+
+
+def encode_map(
+    photo: Image.Image, values: NDArray[np.float32], *, scale: ColourScale, side: int
+) -> str:
+    """A map of all of a photo over it, as `encode_photo`."""
+    shown = resize_picture(photo, min_side=side, max_side=side)
+    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    return encode_picture(blend(shown, values, geometry, scale=scale))
+
+
+def encode_relative_map(
+    photo: Image.Image, values: NDArray[np.float32], *, signed: bool, side: int
+) -> str:
+    """As `encode_map`, in the unit of an even map."""
+    relative = relative_to_uniform(values)
+    scale = fit_scale([relative], signed=signed)
+    return encode_map(photo, relative, scale=scale, side=side)
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:

@@ -6,6 +6,7 @@ Only regular files are read. A result is written into a new or empty directory, 
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
@@ -175,6 +176,11 @@ def _flush(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically, as UTF-8."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write plain values to `path` atomically."""
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:

@@ -12,16 +12,13 @@ class Advance(Protocol):
 
 
 @contextmanager
-def show_progress(
-    title: str, total: int | None, *, shown: bool = True, timed: bool = True
-) -> Iterator[Advance]:
+def show_progress(title: str, total: int | None, *, shown: bool = True) -> Iterator[Advance]:
     """A progress bar; what is printed to standard error meanwhile appears above it.
 
     Args:
         title: what stands before the bar.
         total: the number of items; None: unknown.
         shown: False hides the bar; so does a standard error that is not a terminal.
-        timed: whether the time left is shown, which is right where items take equally long.
 
     Yields:
         A function that advances the bar.
@@ -31,13 +28,12 @@ def show_progress(
     from rich.console import Console
 
     console = Console(stderr=True)
-    columns: list[progress.ProgressColumn] = [
+    columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-    ]
-    if timed:
-        columns.append(progress.TimeRemainingColumn())
+        progress.TimeRemainingColumn(),
+    )
     # a log file gets no control characters
     is_hidden = not (shown and console.is_terminal)
     with progress.Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
