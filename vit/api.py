@@ -3,7 +3,7 @@
 Each function makes an options record (`vit.options`) of its arguments, as the commands do of theirs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -346,7 +346,7 @@ def predict(
         `error` instead of classes.
 
     Raises:
-        ValueError: a model that can't be opened, what is no image, or a model without prediction
+        ValueError: a model that can't be opened, what isn't an image, or a model without prediction
             sets by which photos could be sorted.
 
     Example:
@@ -495,7 +495,6 @@ def explain(
     if max_side < 0:
         raise ValueError(f"max_side {max_side} is negative; 0 means no limit")
     bundle = _load(model, device, random_weights=random_weights)
-    trained_on = bundle.config.get("data", {})
     # listed once: a folder of many images takes a while
     inputs = None
     num_images = count
@@ -511,21 +510,21 @@ def explain(
     options = pick(ExplainOptions, locals())
     # whatever is wrong with the options is said before an earlier result is replaced
     explainer = Explainer(bundle, options)
-    if output is None:
-        items = find_items(
-            inputs, trained_on=trained_on, count=count, passed_images=bundle.passed_images
-        )
-        return explainer.explain(items)
-
-    map_writer = MapWriter(output, bundle, options)
+    map_writer = None
     # of an interrupted export, what is written is left out
+    written: Mapping[str, str] = {}
+    if output is not None:
+        map_writer = MapWriter(output, bundle, options)
+        written = map_writer.names
     items = find_items(
         inputs,
-        trained_on=trained_on,
+        trained_on=bundle.config.get("data", {}),
         count=count,
-        written=map_writer.names,
+        written=written,
         passed_images=bundle.passed_images,
     )
+    if map_writer is None:
+        return explainer.explain(items)
     if not resume:
         prepare_output(map_writer.output, overwrite=overwrite)
     return write_explanations(explainer, items, map_writer)
@@ -691,7 +690,7 @@ def measure_faithfulness(
         "versions": collect_versions(),
     }
     result = FaithfulnessResult(measurement, conditions, ids)
-    # the best of some methods, or of an untrained model, is no choice for `vit explain`
+    # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
     if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result

@@ -105,7 +105,7 @@ class CheckpointStore:
             if number != step:
                 continue
             digits = path.stem.rpartition("-")[2]
-            # one that is no file, or is damaged all the same
+            # one that isn't a file, or is damaged all the same
             with suppress(OSError, ValueError):
                 if compute_sha256(path).startswith(digits):
                     state = read_tensors(path)

@@ -104,7 +104,6 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
             {"name": "digits", "classes": ["1", "1"]},
             "data.classes names fewer than two classes: '1'",
         ),
-        ({"name": "digits", "validation_fraction": 1.5}, "validation_fraction 1.5 must be"),
         ({"name": "folder"}, "data.name=folder needs data.root"),
         ({"name": "folder", "root": "/absent"}, "data.root /absent is not a folder"),
         ({"name": "cifar10", "root": "/absent"}, "data.root /absent is not a folder"),

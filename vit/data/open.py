@@ -60,6 +60,15 @@ FINDERS: Mapping[str, Callable[..., SourceSplits]] = {
 }
 _NAMED_BY_ROOT = ("folder", "huggingface", "webdataset")
 SPLITS = ("train", "validation", "test", "all")
+# of the data section of a configuration: which images are in which split
+_SPLIT_KEYS = (
+    "classes",
+    "validation_fraction",
+    "test_fraction",
+    "split_seed",
+    "group_by",
+    "group_duplicates",
+)
 # of the images, where a set has no test split of its own
 TEST_FRACTION = 0.2
 
@@ -162,7 +171,7 @@ class DatasetSplits:
         return sentences + self._kept_together
 
     def describe_files(self, num_unreadable: int = 0) -> str:
-        """How many files were found, and what they are; "" for a set that is no files.
+        """How many files were found, and what they are; "" for a set that isn't files.
 
         Args:
             num_unreadable: images that can't be read.
@@ -299,9 +308,6 @@ def open_dataset(
     check_choice(name, FINDERS, name="data.name")
     if root is None and name in (*_NAMED_BY_ROOT, "imagenet"):
         raise ValueError(f"data.name={name} needs data.root, where the images are")
-    if not 0 <= validation_fraction < 1:
-        text = f"validation_fraction {validation_fraction}"
-        raise ValueError(f"{text} must be at least 0 and below 1")
 
     if class_names is not None and classes is not None:
         # classes may be named in words, too
@@ -403,13 +409,8 @@ def open_for_model(
         return open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),
-            classes=trained_on.get("classes"),
-            validation_fraction=trained_on.get("validation_fraction", 0.1),
-            test_fraction=trained_on.get("test_fraction", TEST_FRACTION),
-            split_seed=trained_on.get("split_seed", 0),
             corrections=corrections,
-            group_by=trained_on.get("group_by"),
-            group_duplicates=trained_on.get("group_duplicates", False),
+            **{key: trained_on[key] for key in _SPLIT_KEYS if key in trained_on},
         )
 
     kind = find_kind(data)

@@ -6,12 +6,12 @@ from typing import Literal
 
 import numpy as np
 
+from vit.config import Triple
 from vit.data.dataset import ImageDataset
 
 # decoded for a sample: a few seconds
 _MAX_PIXELS = 2 * 10**8
 
-Triple = tuple[float, float, float]
 ClassBalance = Literal["none", "weights", "sampler"]
 
 # of the largest class to the smallest, up to which "auto" leaves them as they are. At 20:1 macro F1

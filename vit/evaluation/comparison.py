@@ -185,7 +185,16 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
     loaded = []
     for number, item in enumerate(evaluations, start=1):
         if isinstance(item, EvaluationResult):
-            loaded.append(_name_result(item, f"{item.evaluation.model} ({number})"))
+            class_names = item.bundle.class_names
+            loaded.append(
+                NamedEvaluation(
+                    name=f"{item.evaluation.model} ({number})",
+                    evaluation=item.evaluation,
+                    ids=list(item.images.ids),
+                    labels=[class_names[label] for label in item.scores.labels.tolist()],
+                    correct=item.scores.correct,
+                )
+            )
         else:
             loaded.append(_load(Path(item), os.path.relpath(Path(item).resolve(), common)))
     return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
@@ -257,17 +266,6 @@ def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
         if not math.isfinite(member.evaluation.loss)
     ]
     return notes
-
-
-def _name_result(result: EvaluationResult, name: str) -> NamedEvaluation:
-    class_names = result.bundle.class_names
-    return NamedEvaluation(
-        name=name,
-        evaluation=result.evaluation,
-        ids=list(result.images.ids),
-        labels=[class_names[label] for label in result.scores.labels.tolist()],
-        correct=result.scores.correct,
-    )
 
 
 def _load(directory: Path, name: str) -> NamedEvaluation:

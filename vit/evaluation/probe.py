@@ -123,7 +123,13 @@ def _choose_readout(
     """The readout of the least loss at its best strength; of a sample where there are many images,
     and among the few for which least squares, which take a fraction of the time, do best."""
     width = next(iter(features.values())).shape[1]
-    sample = _choose_sample(labels, width=width, num_classes=num_classes)
+    max_images = _MAX_VALUES // (width * num_classes)
+    # of each class as many
+    images_a_class = max(max_images // num_classes, _MIN_IMAGES_A_CLASS)
+    rng = np.random.default_rng(0)
+    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    sample = np.sort(np.concatenate([indices[:images_a_class] for indices in shuffled]))
+
     arrays = {readout: as_array(features, readout)[sample] for readout in features}
     errors = {
         readout: _compute_ridge_error(values, labels[sample]) for readout, values in arrays.items()
@@ -242,15 +248,6 @@ def fit_path(
         weight = weight / std
         path.append((weight, bias - weight @ mean, model.classes_))
     return path
-
-
-def _choose_sample(labels: NDArray[np.int64], *, width: int, num_classes: int) -> NDArray[np.int64]:
-    """Images of which the readout is chosen, of each class as many."""
-    max_images = _MAX_VALUES // (width * num_classes)
-    images_a_class = max(max_images // num_classes, _MIN_IMAGES_A_CLASS)
-    rng = np.random.default_rng(0)
-    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
-    return np.sort(np.concatenate([indices[:images_a_class] for indices in shuffled]))
 
 
 def as_array(features: Features, readout: Readout) -> FloatArray:

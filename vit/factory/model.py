@@ -83,7 +83,7 @@ def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTran
 
 
 def _check_image_sizes(config: Config, patch_size: tuple[int, int]) -> None:
-    """Raise ValueError where an image size of the run is no multiple of the patch."""
+    """Raise ValueError where an image size of the run isn't a multiple of the patch."""
     resolve_image_sizes(
         config.train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
     )

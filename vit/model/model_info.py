@@ -26,7 +26,7 @@ _PROCESSORS = {
 @contextmanager
 def keep_mode(model: object) -> Iterator[None]:
     """Every submodule of a module is afterwards in training or evaluation mode as it was before;
-    of what is no module, nothing is kept."""
+    of what isn't a module, nothing is kept."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:

@@ -145,8 +145,12 @@ class Gallery:
         # the box as fractions, since the photo is reduced
         width, height = image.geometry.original_size
         left, top, right, bottom = image.geometry.box
+        photo = image.read_image()
+        # small ones are not enlarged
+        if max(photo.size) > _PHOTO_SIDE:
+            photo = photo.resize(_shown_size(photo.size), Image.Resampling.LANCZOS)
         return {
-            "photo": _encode_photo(image.read_image()),
+            "photo": encode_picture(photo),
             "size": _shown_size(image.geometry.original_size),
             "box": [left / width, top / height, right / width, bottom / height],
             "input": self._bundle.preprocess.image_size[::-1],
@@ -255,13 +259,6 @@ def _describe_features(features: TokenFeatures) -> dict[str, Any]:
 def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
     scale = _PHOTO_SIDE / max(size)
     return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
-
-
-def _encode_photo(image: Image.Image) -> str:
-    """A JPEG as a data address; small images are not enlarged."""
-    if max(image.size) > _PHOTO_SIDE:
-        image = image.resize(_shown_size(image.size), Image.Resampling.LANCZOS)
-    return encode_picture(image)
 
 
 def _encode(values: np.ndarray) -> str:

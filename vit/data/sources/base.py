@@ -64,7 +64,7 @@ class ImageReader(Protocol):
 
     def sizes(self) -> np.ndarray | None:
         """Bytes of each image's file, int64 [n], -1 for one that is missing; None where the images
-        are no files."""
+        aren't files."""
         return None
 
     def cache_key(self) -> bytes:

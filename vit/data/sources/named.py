@@ -88,20 +88,19 @@ def find_imagenette(*, root: Root, classes: ClassChoice, cache_dir: Path) -> Sou
     # unpacked where it was downloaded to, or the folder itself
     for copy in (folder, *sorted(folder.glob("imagenette2*"))):
         if copy.is_dir() and {"train", "validation"} <= find_split_folders(copy).keys():
-            return find_class_folders("imagenette", copy, classes, aliases=_IMAGENETTE_CLASSES)
+            break
+    else:
+        # takes seconds to import
+        from torchvision.datasets import Imagenette
 
-    # takes seconds to import
-    from torchvision.datasets import Imagenette
-
-    open_or_download(
-        partial(Imagenette, folder, size="320px"),
-        "imagenette",
-        folder,
-        f"{_IMAGENETTE}.tgz (from {_IMAGENETTE_URL})",
-    )
-    return find_class_folders(
-        "imagenette", folder / _IMAGENETTE, classes, aliases=_IMAGENETTE_CLASSES
-    )
+        open_or_download(
+            partial(Imagenette, folder, size="320px"),
+            "imagenette",
+            folder,
+            f"{_IMAGENETTE}.tgz (from {_IMAGENETTE_URL})",
+        )
+        copy = folder / _IMAGENETTE
+    return find_class_folders("imagenette", copy, classes, aliases=_IMAGENETTE_CLASSES)
 
 
 def find_imagenet(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:

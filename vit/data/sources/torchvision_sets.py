@@ -101,21 +101,17 @@ def find_torchvision(
     splits = _SPLITS[set_name]
 
     def load(split: str) -> ImageDataset:
-        dataset = _open(dataset_class, folder, splits[split])
+        # the default of SEMEION is True
+        open_published = partial(dataset_class, folder, download=False, **splits[split])
+        # images are their paths where torchvision takes what opens them
+        if "loader" in inspect.signature(dataset_class).parameters:
+            open_published = partial(open_published, loader=os.fspath)
+        archive = f"the files of torchvision's {set_name}"
+        dataset = open_or_download(open_published, set_name, folder, archive)
         return _list_images(dataset, set_name, split, folder).keep_classes(classes)
 
     titles = {"train": "training", "validation": "validation", "test": "test"}
     return SourceSplits({split: f"the published {titles[split]} set" for split in splits}, load)
-
-
-def _open(dataset_class: Any, folder: Path, arguments: Mapping[str, Any]) -> Any:
-    """torchvision's data set of a split; its images are paths where it takes what opens them."""
-    # the default of SEMEION is True
-    open_published = partial(dataset_class, folder, download=False, **arguments)
-    if "loader" in inspect.signature(dataset_class).parameters:
-        open_published = partial(open_published, loader=os.fspath)
-    name = dataset_class.__name__
-    return open_or_download(open_published, name, folder, f"the files of torchvision's {name}")
 
 
 def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> ImageDataset:

@@ -1,6 +1,7 @@
 """Statistics of a faithfulness metric over images.
 
-Every metric is a number per image, so that maps are compared on the same images (paired bootstrap).
+Every metric is a number per image, so that maps are compared on the same images (paired bootstrap;
+Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13: the percentile interval).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vit.explanation.capture.forward import PatchMaps
-from vit.runtime.bootstrap import compute_percentiles, draw_weights
 
 PerImage = Float[np.ndarray, " n"]
 RESAMPLES = 2000
@@ -36,14 +36,19 @@ def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Esti
     resamples of the images."""
     table = np.stack([column.astype(np.float64) for column in values.values()], axis=1)
     generator = np.random.default_rng(seed)
-    # of the images in each resample; they sum to one
-    weights = np.stack([draw_weights(len(table), generator) for _ in range(RESAMPLES)]) / len(table)
-    low, high = compute_percentiles(weights @ table)
+    count = len(table)
+    # how often each image was drawn in each resample
+    counts = [
+        np.bincount(generator.integers(count, size=count), minlength=count)
+        for _ in range(RESAMPLES)
+    ]
+    means = np.stack(counts) / count @ table
+    low, high = np.quantile(means, [(1 - 0.95) / 2, (1 + 0.95) / 2], axis=0)
     rows = zip(table.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True)
     return {name: Estimate(*row) for name, row in zip(values, rows, strict=True)}
 
 
-def find_best(values: Mapping[str, PerImage], *, seed: int = 0) -> list[str]:
+def find_best(values: Mapping[str, PerImage]) -> list[str]:
     """The methods that may be the best, highest mean first.
 
     These are the ones whose paired difference to the highest mean has 0 in its 95 % interval. Not
@@ -51,14 +56,14 @@ def find_best(values: Mapping[str, PerImage], *, seed: int = 0) -> list[str]:
     """
     ordered = sorted(values, key=lambda name: -values[name].mean())
     differences = {name: values[name] - values[ordered[0]] for name in ordered}
-    estimates = estimate(differences, seed=seed)
+    estimates = estimate(differences)
     return [name for name in ordered if estimates[name].high >= 0]
 
 
-def find_lower(values: Mapping[str, PerImage], other: PerImage, *, seed: int = 0) -> list[str]:
+def find_lower(values: Mapping[str, PerImage], other: PerImage) -> list[str]:
     """The methods whose paired difference to `other` lies below 0 with its 95 % interval."""
     differences = {name: column - other for name, column in values.items()}
-    estimates = estimate(differences, seed=seed)
+    estimates = estimate(differences)
     return [name for name in values if estimates[name].high < 0]
 
 
