@@ -326,9 +326,13 @@ class Explainer:
         )
         tokens = []
         if token_bytes:
-            # Libra's gradients would say something else
+            # Libra's gradients would say something else than the model's own
+            has_own_gradients = any(
+                method.class_specific and (method.of_removal or not method.libra)
+                for method in find_methods(options.methods)
+            )
             effects = None
-            if options.sanity_checks or _takes_own_gradients(options.methods):
+            if options.sanity_checks or has_own_gradients:
                 effects = compute_head_effects(
                     forward, self._target.score(forward.logits, targets[:, 0])
                 )
@@ -423,14 +427,6 @@ class Explainer:
                     if self.options.target != "auto":
                         map_result.key += f".{clean_name(map_result.target_name)}"
                 result.maps.append(map_result)
-
-
-def _takes_own_gradients(names: Sequence[str]) -> bool:
-    """Whether the forward pass of these methods has a graph of the model's own gradients."""
-    return any(
-        method.class_specific and (method.of_removal or not method.libra)
-        for method in find_methods(names)
-    )
 
 
 def _check_target(options: ExplainOptions, methods: Sequence[Method]) -> None:

@@ -179,6 +179,14 @@ class ImageResult:
         probability = float(self.probabilities[index]) if len(self.probabilities) else None
         return {"index": index, "name": class_names[index], "probability": probability}
 
+    def describe_target(self, result: MapResult, class_names: Sequence[str]) -> ClassValues | None:
+        """What one of the maps is about, as `describe_class`; None where it is of any class."""
+        if result.target is not None:
+            return self.describe_class(result.target, class_names)
+        if result.target_name is not None:
+            return {"index": None, "name": result.target_name, "probability": None}
+        return None
+
     def describe_prediction(self, class_names: Sequence[str]) -> str:
         """What the model answered, in words."""
         return describe_prediction(self.describe_class(self.predicted, class_names))

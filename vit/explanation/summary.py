@@ -121,7 +121,7 @@ class Removal:
     p_value: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class PatchCluster:
     """Patches that the model sees alike.
 
@@ -323,18 +323,24 @@ class _Summarizer:
             )
         chosen = np.flatnonzero(is_present).tolist()
         total = int(np.minimum(counts[chosen], self.images_a_class).sum())
-        drafts = []
+        classes = []
         pictures: dict[str, UInt8[np.ndarray, "H W 3"]] = {}
         with show_progress("summarising", total) as advance:
             for index in chosen:
-                drafts.append(self._summarize(index, pictures, advance))
+                classes.append(self._summarize(index, pictures, advance))
 
         # how many are tested is known once all classes are
-        num_tests = sum(bool(row.suspicions) for draft in drafts for row in draft.clusters)
-        classes = []
-        for draft in drafts:
-            clusters = [_decide(cluster, num_tests) for cluster in draft.clusters]
-            classes.append(ClassSummary(**vars(draft) | {"clusters": clusters}))
+        clusters = [cluster for summary in classes for cluster in summary.clusters]
+        num_tests = sum(bool(cluster.suspicions) for cluster in clusters)
+        for cluster in clusters:
+            # one that may be a shortcut, where the model depends on it
+            removal = cluster.removal
+            cluster.is_flagged = (
+                bool(cluster.suspicions)
+                and removal is not None
+                and removal.p_value <= FALSE_ALARM_RATE / num_tests
+                and removal.log_odds >= _MIN_LOG_ODDS
+            )
         return Summary(
             classes=classes,
             left_out=[names[index] for index in np.flatnonzero(~is_present & (counts > 0))],
@@ -706,18 +712,6 @@ def cut_patch(
     width = pixels.shape[1] // columns
     row, column = divmod(patch, columns)
     return pixels[row * height : (row + 1) * height, column * width : (column + 1) * width]
-
-
-def _decide(cluster: PatchCluster, num_tests: int) -> PatchCluster:
-    """Flag a cluster that may be a shortcut where the model depends on it."""
-    removal = cluster.removal
-    is_flagged = (
-        bool(cluster.suspicions)
-        and removal is not None
-        and removal.p_value <= FALSE_ALARM_RATE / num_tests
-        and removal.log_odds >= _MIN_LOG_ODDS
-    )
-    return PatchCluster(**vars(cluster) | {"is_flagged": is_flagged})
 
 
 def _take_tokens(forward: Forward) -> PatchTokens:

@@ -267,17 +267,13 @@ class MapWriter:
         }
 
     def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
-        target = overlay = None
-        if result.target is not None:
-            target = image.describe_class(result.target, self.bundle.class_names)
-        elif result.target_name is not None:
-            target = {"index": None, "name": result.target_name, "probability": None}
+        overlay = None
         if self._picture_format:
             overlay = f"{result.key}.{self._picture_format}"
         return {
             "method": result.method.name,
             "class_specific": result.method.class_specific,
-            "target": target,
+            "target": image.describe_target(result, self.bundle.class_names),
             "caption": result.describe(),
             "score": result.score,
             "map_key": result.key,

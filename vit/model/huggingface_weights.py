@@ -10,7 +10,7 @@ import torch
 
 from vit.model.model_file import StateDict
 from vit.model.vision_transformer import Architecture
-from vit.model.weights import infer_architecture, read_weights
+from vit.model.weights import add_class_position, infer_architecture, read_weights
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.documents import read_json
 
@@ -82,10 +82,7 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
     if "head_dist.weight" not in weights and "dist_token" in weights:
         weights["reg_token"] = weights.pop("dist_token")
     elif "reg_token" in weights:
-        # positions are of the class token and the patches; ours are of all prefix tokens or of none
-        positions = weights["pos_embed"]
-        weights["cls_token"] = weights["cls_token"] + positions[:, :1]
-        weights["pos_embed"] = positions[:, 1:]
+        add_class_position(weights)
 
     # that the weights' positions are of
     size = config["image_size"]

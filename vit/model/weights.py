@@ -203,8 +203,13 @@ def _convert_dinov2(weights: StateDict) -> StateDict:
     del converted["mask_token"]
     if "register_tokens" in converted:
         converted["reg_token"] = converted.pop("register_tokens")
-        # positions are of the class token and the patches; ours are of all prefix tokens or of none
-        positions = converted["pos_embed"]
-        converted["cls_token"] = converted["cls_token"] + positions[:, :1]
-        converted["pos_embed"] = positions[:, 1:]
+        add_class_position(converted)
     return converted
+
+
+def add_class_position(weights: StateDict) -> None:
+    """Positions of DINOv2 with registers are of the class token and the patches, ours of all prefix
+    tokens or of none: the class token takes its own in."""
+    positions = weights["pos_embed"]
+    weights["cls_token"] = weights["cls_token"] + positions[:, :1]
+    weights["pos_embed"] = positions[:, 1:]

@@ -14,7 +14,7 @@ from vit.bundle import Bundle
 from vit.evaluation.images import printable
 from vit.explanation.faithfulness.sanity_checks import VERDICTS, count_agreeing
 from vit.explanation.methods.sinks import count_sinks
-from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.records import ClassValues, ImageResult, MapResult
 from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
 from vit.explanation.render.token_features import TokenFeatures
@@ -126,7 +126,9 @@ class Gallery:
         tokens = image.tokens
         return {
             "title": printable(image.item.title),
-            "predicted": self._describe_class(image, image.predicted),
+            "predicted": _use_percent(
+                image.describe_class(image.predicted, self._bundle.class_names)
+            ),
             "output": image.output,
             "verdicts": verdicts,
             "targets": sorted(
@@ -164,16 +166,12 @@ class Gallery:
         assert scale is not None
         values = result.shown_values
         low, high = float(values.min()), float(values.max())
-        target = None
-        if result.target is not None:
-            target = self._describe_class(image, result.target)
-        elif result.target_name is not None:
-            target = {"index": None, "name": result.target_name, "percent": None}
+        target = image.describe_target(result, self._bundle.class_names)
         return {
             "method": result.method.name,
             "title": result.method.title,
             "caption": result.describe(),
-            "target": target,
+            "target": target and _use_percent(target),
             "signed": result.method.signed,
             # the ends of the colours; values are stored in their own range, in multiples of an
             # even share, which maps of two classes are compared by
@@ -190,11 +188,12 @@ class Gallery:
             "sinks": result.describe_sinks(),
         }
 
-    def _describe_class(self, image: ImageResult, index: int | None) -> dict[str, Any]:
-        described = image.describe_class(index, self._bundle.class_names)
-        probability = described["probability"]
-        percent = None if probability is None else round(100 * probability, 1)
-        return {"index": index, "name": described["name"], "percent": percent}
+
+def _use_percent(described: ClassValues) -> dict[str, Any]:
+    """A class with its probability in per cent."""
+    probability = described["probability"]
+    percent = None if probability is None else round(100 * probability, 1)
+    return {"index": described["index"], "name": described["name"], "percent": percent}
 
 
 def _fit_pictures(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
