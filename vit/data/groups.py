@@ -35,7 +35,8 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     """
     origin = f"data.group_by {shorten(repr(group_by))}"
     if isinstance(group_by, int):
-        names = [_name_folder(image_id, group_by) for image_id in dataset.ids]
+        folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
+        names = [parts[-group_by] if 1 <= group_by <= len(parts) else None for parts in folders]
     else:
         names = _match(dataset.ids, group_by, origin)
     if not any(names):
@@ -50,11 +51,6 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
                 f" {shorten(class_name)!r}: they can't be split; take another one"
             )
     return tuple(groups)
-
-
-def _name_folder(image_id: str, level: int) -> str | None:
-    folders = PurePosixPath(image_id).parts[:-1]
-    return folders[-level] if 1 <= level <= len(folders) else None
 
 
 def _match(ids: Sequence[str], pattern: str, origin: str) -> list[str | None]:

@@ -144,8 +144,9 @@ class LearningCurve(BaseModel):
             share = f"about as many as now, {expected} ({interval}),"
         gains = ""
         if self.gains:
-            names = [gain.name for gain in self.gains[:_MAX_NAMES]]
-            gains = f"; {_join_words(names)} would gain most"
+            *names, last = [gain.name for gain in self.gains[:_MAX_NAMES]]
+            listed = f"{', '.join(names)} and {last}" if names else last
+            gains = f"; {listed} would gain most"
         return (
             f"With twice as many photos ({forecast.num_images:,}) {share} are expected to be"
             f" classified correctly, a forecast from the learning curve of a linear probe{gains}."
@@ -439,9 +440,3 @@ def _find_gains(
     ]
     gains = [gain for gain in gains if gain.difference > 0]
     return sorted(gains, key=lambda gain: -gain.difference)[:_MAX_GAINS]
-
-
-def _join_words(words: Sequence[str]) -> str:
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -328,7 +328,7 @@ class Explainer:
         if token_bytes:
             # Libra's gradients would say something else than the model's own
             has_own_gradients = any(
-                method.class_specific and (method.of_removal or not method.libra)
+                method.class_specific and (method.uses_removal or not method.libra)
                 for method in find_methods(options.methods)
             )
             effects = None

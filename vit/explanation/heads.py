@@ -43,13 +43,13 @@ class HeadEffects:
     targets: Int[Tensor, " n"]
     class_names: Sequence[str]
 
-    def of_class(self, index: int) -> Float[Tensor, "m L H"]:
+    def select_class(self, index: int) -> Float[Tensor, "m L H"]:
         """The effects of the images of one class."""
         return self.effects[self.targets == index]
 
     def importance(self, index: int) -> Float[Tensor, "L H"]:
         """The mean size of each head's effect over the images of a class."""
-        return self.of_class(index).abs().mean(dim=0)
+        return self.select_class(index).abs().mean(dim=0)
 
     def find_most_important(self, index: int, count: int = 5) -> list[tuple[int, int]]:
         """(layer, head), from 0, of the heads that a class depends on most, first to last."""
@@ -63,7 +63,7 @@ class HeadEffects:
         lines = ["| class | images | heads, with what its score loses without each |"]
         lines.append("| --- | --- | --- |")
         for index in sorted(set(self.targets.tolist())):
-            effects = self.of_class(index)
+            effects = self.select_class(index)
             heads = [
                 f"layer {layer} head {head} ({effects[:, layer, head].mean():+.2f})"
                 for layer, head in self.find_most_important(index)

@@ -620,7 +620,7 @@ class _Summarizer:
             held_out.indices[np.tile(rows, 3)], np.concatenate([nothing, removed, at_random])
         )
         probabilities, log_odds = _read_class(logits, class_index)
-        whole, without, without_random = probabilities.reshape(3, -1)
+        unchanged, without, without_random = probabilities.reshape(3, -1)
         odds = log_odds.reshape(3, -1)
         # how much more the odds fall than without random patches
         differences = odds[2] - odds[1]
@@ -630,8 +630,8 @@ class _Summarizer:
             num_images=len(rows),
             flips=int((answers[1] != class_index).sum()),
             random_flips=int((answers[2] != class_index).sum()),
-            fall=float((whole - without).mean()),
-            random_fall=float((whole - without_random).mean()),
+            fall=float((unchanged - without).mean()),
+            random_fall=float((unchanged - without_random).mean()),
             log_odds=float(np.median(differences)),
             p_value=float(bdtrc(num_worse - 1, len(rows), 0.5)),
         )

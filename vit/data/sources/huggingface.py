@@ -108,6 +108,8 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
     """
     origin = f"data.root {root}"
     tables = _load(str(root), cache_dir / "datasets")
+    # an extra, imported by `_load` already
+    from datasets import Image as ImageFeature
 
     features = next(iter(tables.values())).features
     image_column = _find_column(features, ("image", "img"), origin)
@@ -159,7 +161,15 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
             raise ValueError(f"{origin} {name}: {text}")
 
         ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
-        rows = _keep_images(tables[name], image_column, origin)
+        # the images alone, as the bytes or the paths of their files
+        try:
+            rows = tables[name].select_columns([image_column])
+            rows = rows.cast_column(image_column, ImageFeature(decode=False))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            kind = shorten(str(tables[name].features[image_column]))
+            raise ValueError(
+                f"{origin}: the column {image_column} holds {kind}, not images"
+            ) from error
         dataset = ImageDataset(
             name="huggingface",
             class_names=class_names,
@@ -249,15 +259,3 @@ def _read_labels(table: Any, column: str, origin: str) -> list[Any]:
     for row, value in enumerate(values):
         check_label(value, origin=f"{origin} row {row}")
     return values
-
-
-def _keep_images(table: Any, column: str, origin: str) -> Any:
-    """The images alone, as the bytes or the paths of their files."""
-    # an extra, imported by `_load` already
-    from datasets import Image as ImageFeature
-
-    try:
-        return table.select_columns([column]).cast_column(column, ImageFeature(decode=False))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        kind = shorten(str(table.features[column]))
-        raise ValueError(f"{origin}: the column {column} holds {kind}, not images") from error

@@ -183,7 +183,9 @@ def check_maps(
         is_specific = method_maps.method.class_specific
         # groups are left out whatever the method, so that methods share that
         is_circular = (
-            method_maps.method.of_removal and group_size.side == 1 and not _leaves_all_out(forward)
+            method_maps.method.uses_removal
+            and group_size.side == 1
+            and not _leaves_all_out(forward)
         )
         for column, values in enumerate(method_maps.values.unbind(dim=1)):
             key = (column if is_specific or predicted_first else -1, is_circular)

@@ -244,8 +244,8 @@ def leave_one_out(
         predict(others.expand(batch, -1))
         for others in _patches_outside(group_members(groups), num_patches, device)
     ]
-    whole = predict(torch.arange(num_patches, device=device).expand(batch, -1))
-    return whole[:, None] - torch.stack(probabilities, dim=1)
+    unchanged = predict(torch.arange(num_patches, device=device).expand(batch, -1))
+    return unchanged[:, None] - torch.stack(probabilities, dim=1)
 
 
 def group_members(groups: Bool[Tensor, "m P"]) -> tuple[tuple[int, ...], ...]:

@@ -51,7 +51,7 @@ class Method:
         class_specific: whether the maps depend on the class.
         signed: whether values below zero speak against the class.
         libra: whether it takes the gradients of a forward pass within `LibraGradients`.
-        of_removal: whether it is made of the removal gradient, in whole or in part: that is no
+        uses_removal: whether it is made of the removal gradient, in whole or in part: that is no
             evidence for it.
         parts: of a method without `compute`: it is their mean, each divided by its standard
             deviation over the patches.
@@ -64,7 +64,7 @@ class Method:
     class_specific: bool = True
     signed: bool = False
     libra: bool = False
-    of_removal: bool = False
+    uses_removal: bool = False
     has_sinks: bool = False
     parts: "tuple[Method, ...]" = ()
 
@@ -258,7 +258,7 @@ _LIBRA_PIXELS = Method(
     libra=True,
 )
 _REMOVAL_GRADIENT = Method(
-    "removal-gradient", "removal gradient", _removal_gradient, signed=True, of_removal=True
+    "removal-gradient", "removal gradient", _removal_gradient, signed=True, uses_removal=True
 )
 
 _ALL_METHODS = (
@@ -314,7 +314,7 @@ _ALL_METHODS = (
         "Libra FullGrad+, pixels and removal gradient",
         parts=(_FULLGRAD, _LIBRA_PIXELS, _REMOVAL_GRADIENT),
         signed=True,
-        of_removal=True,
+        uses_removal=True,
     ),
 )
 METHODS = {method.name: method for method in _ALL_METHODS}

@@ -105,9 +105,9 @@ def _find_coordinates(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "
     """The rows in the first directions of their singular value decomposition; zero in those that
     the rows don't have. Signs are fixed: the largest entry of each direction is positive."""
     eigenvalues, eigenvectors = torch.linalg.eigh(rows @ rows.T)  # ascending
-    kept = min(count, len(eigenvalues))
-    coordinates = eigenvectors[:, -kept:] * eigenvalues[-kept:].clamp_min(0).sqrt()
+    rank = min(count, len(eigenvalues))
+    coordinates = eigenvectors[:, -rank:] * eigenvalues[-rank:].clamp_min(0).sqrt()
     coordinates = coordinates.flip(1)
     largest = coordinates.abs().argmax(dim=0, keepdim=True)
     coordinates = coordinates * coordinates.gather(0, largest).sign()
-    return F.pad(coordinates, (0, count - kept))
+    return F.pad(coordinates, (0, count - rank))
