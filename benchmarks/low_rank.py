@@ -101,6 +101,10 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
     """Train adapters within `minutes`, and write the best merged model and metrics.jsonl into a run's
     directory."""
     started_at = time.perf_counter()
+
+    def count_seconds_left() -> float:
+        return 60 * minutes - (time.perf_counter() - started_at)
+
     overrides = [
         f"model.init={weights}",
         # the probe alone, for which no fine-tuning is planned
@@ -128,13 +132,16 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
     class_weights = None
     if data.class_balance == "weights":
         class_weights = torch.from_numpy(compute_class_weights(data.train.labels, num_classes))
-    # the timed steps train
-    trial = build_train_step(
-        config, copy.deepcopy(model), plan=plan, process=process, device=device
-    )
-    step_seconds = time_steps(trial, build_train_loader(data, device=device, process=process))
-    seconds_left = 60 * minutes - (time.perf_counter() - started_at)
-    total_steps = max(int(TRAINING_FRACTION * seconds_left / step_seconds), 0)
+    total_steps = 0
+    # there may be too few for the measurement, too
+    if count_seconds_left() > 0:
+        # the timed steps train
+        trial = build_train_step(
+            config, copy.deepcopy(model), plan=plan, process=process, device=device
+        )
+        trial_loader = build_train_loader(data, device=device, process=process)
+        step_seconds = time_steps(trial, trial_loader)
+        total_steps = max(int(TRAINING_FRACTION * count_seconds_left() / step_seconds), 0)
     plan = replace(plan, total_steps=total_steps)
     train_step = build_train_step(
         config, model, plan=plan, process=process, device=device, class_weights=class_weights

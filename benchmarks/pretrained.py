@@ -9,10 +9,13 @@ from train/ with the seed, as links in a folder of its own; 240 images of its cl
 the unseen ones, the same for every seed, and no run sees them.
 
 A cell is `vit train SET --minutes M` as users run it, from an empty cache (so that the pass through
-the weights counts in every column), then `vit evaluate` on the unseen images; the adapters are of
-low_rank.py. The most telling cells are the first: those of seed 0, then the other seeds of the probe
-and of fine-tuning after it. The result is written after every cell; --continue leaves out those that
-it has, so that the whole can be stopped anywhere.
+the weights counts in every column), whose model is then measured on the unseen images; the adapters
+are of low_rank.py. The most telling cells are the first: those of seed 0, then the other seeds of the
+probe and of fine-tuning after it. The result is written after every cell; --continue leaves out those
+that it has, so that the whole can be stopped anywhere.
+
+Before them, with 200 of the photos: the pass of `compute_features` from the files, in turn with forward
+passes alone over a tensor in memory, in the same precision.
 """
 
 import argparse
@@ -32,7 +35,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from conditions import describe_conditions, load_result, write_result
+
+from vit.bundle import load_bundle
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
+from vit.evaluation.features import compute_features
+from vit.evaluation.images import load_images
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.prediction import Predictor, choose_batch_size
+from vit.model.timm_weights import load_pretrained
+from vit.runtime.device import autocast, choose_precision
 
 NAME = "pretrained"
 # of Imagenette: tench, chain saw, French horn, parachute
@@ -80,6 +96,7 @@ TELLING_WAYS = ("probe alone", "probe, then fine-tuning")
 MAX_UNSEEN = 240
 # lines of the plan that say what was chosen
 PLAN_ROWS = ("length", "more photos", "probe", "run", "splits")
+FEATURE_ROUNDS = 3
 # in the plan's line of the probe
 PROBE_PATTERN = re.compile(
     r"(?:top-1 in cross-validation (?P<cross_validated_top1>[\d.]+)%)?"
@@ -114,7 +131,7 @@ def link_files(files: Sequence[Path], folder: Path) -> None:
 def run_cell(
     way: str, data: Path, options: argparse.Namespace, *, minutes: float, seed: int
 ) -> Cell:
-    """One run of `vit train`, or of low_rank.py, and one of `vit evaluate`."""
+    """One run of `vit train`, or of low_rank.py, and its accuracy on the unseen images."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         # lines of the plan are not wrapped
@@ -143,11 +160,7 @@ def run_cell(
         if process.returncode:
             raise SystemExit(f"{way} failed: {log}")
 
-        evaluation = directory / "evaluation"
-        command = [*vit, "evaluate", str(run), "--split", "test", "--pictures", "0"]
-        command += ["--output", str(evaluation)]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        measured = json.loads((evaluation / "evaluation.json").read_text())
+        measured = measure_unseen(run, data, cache_dir=directory / "cache")
         metrics = run / "metrics.jsonl"
         epochs = []
         if metrics.exists():
@@ -158,14 +171,81 @@ def run_cell(
         "load": round(load, 1),
         "seconds": round(seconds, 1),
         "processor_seconds": round(processor_seconds, 1),
-        "top1": measured["top1"],
-        "interval": measured["intervals"]["top1"],
-        "macro_f1": measured["macro_f1"],
-        "unseen_images": measured["num_images"],
+        **measured,
         "validation_top1": [epoch["val_top1"] for epoch in epochs],
         "epoch_seconds": [round(epoch["elapsed_seconds"], 1) for epoch in epochs],
         "probe": read_probe(plan),
         "plan": plan,
+    }
+
+
+def measure_unseen(run: Path, data: Path, *, cache_dir: Path) -> dict[str, Any]:
+    """What `vit evaluate` would say of the unseen images, without its pages and timings."""
+    bundle = load_bundle(run)
+    images = load_images(
+        open_dataset("folder", root=str(data), cache_dir=cache_dir),
+        "test",
+        preprocess=bundle.preprocess,
+        class_names=bundle.class_names,
+        progress=False,
+    )
+    logits = Predictor.from_bundle(bundle).predict(images.read, count=len(images))
+    scores = score_logits(logits, images.labels)
+    return {
+        "top1": float(scores.correct.mean()),
+        "interval": compute_intervals(scores)["top1"],
+        "macro_f1": compute_metrics(scores)["macro_f1"],
+        "unseen_images": len(images),
+    }
+
+
+def measure_feature_pass(weights: Path, photos: Path, *, count: int = 200) -> dict[str, Any]:
+    """Images a second of the feature pass from files and of the bare forward pass, medians of rounds
+    in turn; of the first photos in memory by their names."""
+    model, values = load_pretrained(str(weights), num_classes=len(FOUR_CLASSES))
+    preprocess = Preprocess.from_dict(values)
+    device = torch.device("cpu")
+    precision = choose_precision("auto", device)
+    batch_size = choose_batch_size(device)
+    predictor = Predictor(
+        model.eval(), preprocess, len(FOUR_CLASSES), batch_size, device, precision
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in FOUR_CLASSES:
+            files = sorted((photos / "train" / name).iterdir())[: count // len(FOUR_CLASSES)]
+            link_files(files, folder / "photos" / name)
+        dataset = open_dataset("folder", root=str(folder / "photos")).split("all")
+        # they come into the page cache, too
+        pixels = [preprocess.to_uint8(dataset.image(index)) for index in range(len(dataset))]
+        images = preprocess.normalize(torch.from_numpy(np.stack(pixels)))
+
+        @torch.inference_mode()
+        def run_bare() -> None:
+            with autocast(device, precision):
+                for batch in images.split(batch_size):
+                    model(batch)
+
+        def run_features() -> None:
+            with tempfile.TemporaryDirectory() as cache:
+                compute_features(predictor, dataset, cache_dir=Path(cache), progress=False)
+
+        ways = {"bare": run_bare, "features": run_features}
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        # the first round warms up
+        for number in range(1 + FEATURE_ROUNDS):
+            for name, run in ways.items():
+                start = time.perf_counter()
+                run()
+                if number:
+                    rates[name].append(len(dataset) / (time.perf_counter() - start))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "images": len(dataset),
+        "precision": precision,
+        "images_per_second": {name: round(rate, 1) for name, rate in medians.items()},
+        "ratio": round(medians["features"] / medians["bare"], 3),
+        "rounds": rates,
     }
 
 
@@ -250,11 +330,23 @@ def build_table(result: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"{result['weights']}; {machine['device']}, commit {machine['commit']};"
-        f" {min(num_unseen)} unseen images.",
+        f" {min(num_unseen)} unseen images. {_describe_feature_pass(result)}",
         "",
         *_build_probe_lines(cells),
     ]
     return "\n".join(lines)
+
+
+def _describe_feature_pass(result: Mapping[str, Any]) -> str:
+    measured = result.get("feature_pass")
+    if measured is None:
+        return ""
+    rates = measured["images_per_second"]
+    return (
+        f"The pass for features takes {rates['features']:.0f} images a second from files,"
+        f" {measured['ratio']:.0%} of forward passes alone ({rates['bare']:.0f};"
+        f" {measured['images']} images, {measured['precision']})."
+    )
 
 
 def _build_probe_lines(cells: Mapping[str, Cell]) -> list[str]:
@@ -328,7 +420,12 @@ def main() -> None:
         for key in ("weights", "minutes", "overrides"):
             if earlier[key] != result[key]:
                 raise SystemExit(f"{key} of the result to continue: {earlier[key]}")
-        result["cells"] = earlier["cells"]
+        result |= {
+            key: earlier[key] for key in ("cells", "summary", "feature_pass") if key in earlier
+        }
+    if "feature_pass" not in result and options.photos is not None:
+        result["feature_pass"] = measure_feature_pass(options.weights, options.photos)
+        print(_describe_feature_pass(result), flush=True)
 
     for set_name, way, seed in order_cells(options):
         key = f"{set_name} | {way} | {seed}"
