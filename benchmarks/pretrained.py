@@ -1,22 +1,30 @@
 """What pretrained weights bring with few photos, at equal minutes: a linear probe, fine-tuning after
-it, fine-tuning without it, and training from scratch.
+it, fine-tuning without it, low-rank adapters after it, and training from scratch.
 
     python benchmarks/pretrained.py --weights WEIGHTS --weights-name "ViT-S/14 of …" --photos IMAGENETTE \\
-        --small-images CIFAR10 --minutes 4 --seeds 3 --output benchmarks/results
+        --small-images CIFAR10 --seeds 3 --time-limit 75 --output benchmarks/results
 
 The photos are class folders below train/ and val/ (or test/). Each set of training images is drawn
-from train/ with the seed, as links in a folder of its own; 60 images of each class below val/ are the
-unseen ones, the same for every seed, and no run sees them.
+from train/ with the seed, as links in a folder of its own; 240 images of its classes below val/ are
+the unseen ones, the same for every seed, and no run sees them.
 
 A cell is `vit train SET --minutes M` as users run it, from an empty cache (so that the pass through
-the weights counts in every column), then `vit evaluate` on the unseen images. The result is written
-after every cell; --continue leaves out those that it has.
+the weights counts in every column), whose model is then measured on the unseen images; the adapters
+are of low_rank.py. The most telling cells are the first: those of seed 0, then the other seeds of the
+probe and of fine-tuning after it. The result is written after every cell; --continue leaves out those
+that it has, so that the whole can be stopped anywhere.
+
+Before them, with 200 of the photos: the pass of `compute_features` from the files, in turn with forward
+passes alone over a tensor in memory, in the same precision.
 """
 
 import argparse
 import json
+import math
 import os
 import random
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +35,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from conditions import describe_conditions, load_result, write_result
+
+from vit.bundle import load_bundle
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
+from vit.evaluation.features import compute_features
+from vit.evaluation.images import load_images
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.prediction import Predictor, choose_batch_size
+from vit.model.timm_weights import load_pretrained
+from vit.runtime.device import autocast, choose_precision
 
 NAME = "pretrained"
 # of Imagenette: tench, chain saw, French horn, parachute
@@ -42,39 +63,52 @@ class ImageSet:
 
     Args:
         counts: images of the first, the second, … class, over and over.
+        minutes: of every way.
         classes: None: all.
         is_small: of the small images, not of the photos.
     """
 
     counts: tuple[int, ...]
+    minutes: float = 2.0
     classes: tuple[str, ...] | None = None
     is_small: bool = False
 
 
 SETS = {
-    "4 x 200": ImageSet((200,), FOUR_CLASSES),
+    "4 x 200": ImageSet((200,), minutes=5.0, classes=FOUR_CLASSES),
     "10 x 30": ImageSet((30,)),
-    "10 x 5": ImageSet((5,)),
+    "10 x 5": ImageSet((5,), minutes=1.0),
     "20:1, 5 x 100 and 5 x 5": ImageSet((100, 5)),
     "CIFAR-10, 10 x 50": ImageSet((50,), is_small=True),
 }
 # what is compared: options and overrides beside the images and the minutes
-WAYS: Mapping[str, Sequence[str]] = {
+VIT_WAYS: Mapping[str, Sequence[str]] = {
     "probe alone": ("--init", "WEIGHTS", "model.freeze=backbone"),
     "probe, then fine-tuning": ("--init", "WEIGHTS"),
     "fine-tuning alone": ("--init", "WEIGHTS", "model.probe=false"),
     "scratch": (),
 }
-# of each class; to evaluate all would take longer than to train
-MAX_UNSEEN = 60
+LOW_RANK = "probe, then LoRA"
+WAYS = (*list(VIT_WAYS)[:3], LOW_RANK, "scratch")
+# of further seeds these are the first
+TELLING_WAYS = ("probe alone", "probe, then fine-tuning")
+# to evaluate all would take longer than to train
+MAX_UNSEEN = 240
 # lines of the plan that say what was chosen
-PLAN_ROWS = ("length", "probe", "run", "splits")
+PLAN_ROWS = ("length", "more photos", "probe", "run", "splits")
+FEATURE_ROUNDS = 3
+# in the plan's line of the probe
+PROBE_PATTERN = re.compile(
+    r"(?:top-1 in cross-validation (?P<cross_validated_top1>[\d.]+)%)?"
+    r" \(.*features (?P<feature_seconds>[\d.]+) s, regressions (?P<fit_seconds>[\d.]+) s"
+)
 
 
 def draw_images(image_set: ImageSet, source: Path, folder: Path, *, seed: int) -> None:
     """Link a set's training images, drawn with `seed`, and the unseen ones of its classes."""
     unseen = next(source / name for name in ("val", "test") if (source / name).is_dir())
     classes = image_set.classes or sorted(path.name for path in (source / "train").iterdir())
+    num_unseen = MAX_UNSEEN // len(classes)
     for number, name in enumerate(classes):
         files = sorted((source / "train" / name).iterdir())
         count = image_set.counts[number % len(image_set.counts)]
@@ -84,7 +118,7 @@ def draw_images(image_set: ImageSet, source: Path, folder: Path, *, seed: int) -
         link_files(drawn, folder / "train" / name)
         # evenly spaced: the names may be in an order of their contents
         files = sorted((unseen / name).iterdir())
-        files = files[:: max(1, len(files) // MAX_UNSEEN)][:MAX_UNSEEN]
+        files = files[:: max(1, len(files) // num_unseen)][:num_unseen]
         link_files(files, folder / "val" / name)
 
 
@@ -94,86 +128,192 @@ def link_files(files: Sequence[Path], folder: Path) -> None:
         (folder / file.name).symlink_to(file.resolve())
 
 
-def run_cell(way: str, data: Path, options: argparse.Namespace, *, seed: int) -> Cell:
-    """One run of `vit train` and one of `vit evaluate`."""
+def run_cell(
+    way: str, data: Path, options: argparse.Namespace, *, minutes: float, seed: int
+) -> Cell:
+    """One run of `vit train`, or of low_rank.py, and its accuracy on the unseen images."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        environment = os.environ | {"VIT_CACHE": str(directory / "cache"), "COLUMNS": "300"}
-        arguments = [argument.replace("WEIGHTS", str(options.weights)) for argument in WAYS[way]]
-        arguments += ["--minutes", f"{options.minutes:g}", f"train.seed={seed}", *options.overrides]
+        # lines of the plan are not wrapped
+        environment = os.environ | {"VIT_CACHE": str(directory / "cache"), "COLUMNS": "2000"}
         vit = [sys.executable, "-m", "vit"]
         run = directory / "run"
+        if way == LOW_RANK:
+            script = Path(__file__).with_name("low_rank.py")
+            command = [sys.executable, str(script), str(data), "--weights", str(options.weights)]
+            command += ["--seed", str(seed)]
+        else:
+            arguments = [text.replace("WEIGHTS", str(options.weights)) for text in VIT_WAYS[way]]
+            command = [*vit, "train", str(data), *arguments, f"train.seed={seed}"]
+            command += options.overrides
+        command += ["--minutes", f"{minutes:g}", "--output", str(run)]
 
+        load = os.getloadavg()[0]
+        processor_seconds = count_processor_seconds()
         start = time.perf_counter()
-        command = [*vit, "train", str(data), *arguments, "--output", str(run)]
         process = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
         seconds = time.perf_counter() - start
+        processor_seconds = count_processor_seconds() - processor_seconds
         log = process.stdout + process.stderr
         if process.returncode:
-            raise SystemExit(f"vit train failed: {log}")
+            raise SystemExit(f"{way} failed: {log}")
 
-        evaluation = directory / "evaluation"
-        command = [*vit, "evaluate", str(run), "--split", "test", "--pictures", "0"]
-        command += ["--output", str(evaluation)]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        measured = json.loads((evaluation / "evaluation.json").read_text())
+        measured = measure_unseen(run, data, cache_dir=directory / "cache")
         metrics = run / "metrics.jsonl"
         epochs = []
         if metrics.exists():
             epochs = [json.loads(line) for line in metrics.read_text().splitlines()]
+    plan = read_plan(log)
     return {
+        "minutes": minutes,
+        "load": round(load, 1),
         "seconds": round(seconds, 1),
-        "top1": measured["top1"],
-        "interval": measured["intervals"]["top1"],
-        "macro_f1": measured["macro_f1"],
+        "processor_seconds": round(processor_seconds, 1),
+        **measured,
         "validation_top1": [epoch["val_top1"] for epoch in epochs],
         "epoch_seconds": [round(epoch["elapsed_seconds"], 1) for epoch in epochs],
-        "plan": read_plan(log),
+        "probe": read_probe(plan),
+        "plan": plan,
     }
+
+
+def measure_unseen(run: Path, data: Path, *, cache_dir: Path) -> dict[str, Any]:
+    """What `vit evaluate` would say of the unseen images, without its pages and timings."""
+    bundle = load_bundle(run)
+    images = load_images(
+        open_dataset("folder", root=str(data), cache_dir=cache_dir),
+        "test",
+        preprocess=bundle.preprocess,
+        class_names=bundle.class_names,
+        progress=False,
+    )
+    logits = Predictor.from_bundle(bundle).predict(images.read, count=len(images))
+    scores = score_logits(logits, images.labels)
+    return {
+        "top1": float(scores.correct.mean()),
+        "interval": compute_intervals(scores)["top1"],
+        "macro_f1": compute_metrics(scores)["macro_f1"],
+        "unseen_images": len(images),
+    }
+
+
+def measure_feature_pass(weights: Path, photos: Path, *, count: int = 200) -> dict[str, Any]:
+    """Images a second of the feature pass from files and of the bare forward pass, medians of rounds
+    in turn; of the first photos in memory by their names."""
+    model, values = load_pretrained(str(weights), num_classes=len(FOUR_CLASSES))
+    preprocess = Preprocess.from_dict(values)
+    device = torch.device("cpu")
+    precision = choose_precision("auto", device)
+    batch_size = choose_batch_size(device)
+    predictor = Predictor(
+        model.eval(), preprocess, len(FOUR_CLASSES), batch_size, device, precision
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in FOUR_CLASSES:
+            files = sorted((photos / "train" / name).iterdir())[: count // len(FOUR_CLASSES)]
+            link_files(files, folder / "photos" / name)
+        dataset = open_dataset("folder", root=str(folder / "photos")).split("all")
+        # they come into the page cache, too
+        pixels = [preprocess.to_uint8(dataset.image(index)) for index in range(len(dataset))]
+        images = preprocess.normalize(torch.from_numpy(np.stack(pixels)))
+
+        @torch.inference_mode()
+        def run_bare() -> None:
+            with autocast(device, precision):
+                for batch in images.split(batch_size):
+                    model(batch)
+
+        def run_features() -> None:
+            with tempfile.TemporaryDirectory() as cache:
+                compute_features(predictor, dataset, cache_dir=Path(cache), progress=False)
+
+        ways = {"bare": run_bare, "features": run_features}
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        # the first round warms up
+        for number in range(1 + FEATURE_ROUNDS):
+            for name, run in ways.items():
+                start = time.perf_counter()
+                run()
+                if number:
+                    rates[name].append(len(dataset) / (time.perf_counter() - start))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "images": len(dataset),
+        "precision": precision,
+        "images_per_second": {name: round(rate, 1) for name, rate in medians.items()},
+        "ratio": round(medians["features"] / medians["bare"], 3),
+        "rounds": rates,
+    }
+
+
+def count_processor_seconds() -> float:
+    """Of all processes that this one started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def read_plan(log: str) -> dict[str, str]:
     """The rows of `PLAN_ROWS` in what `vit train` printed, and what it said of the probe."""
     rows = {}
     for line in log.splitlines():
-        name, _, text = line.strip().partition(" ")
-        if name in PLAN_ROWS and text.startswith(" "):
-            rows[name] = " ".join(text.split())
+        name, *text = re.split(r"\s{2,}", line.strip(), maxsplit=1)
+        if name in PLAN_ROWS and text:
+            rows[name] = " ".join(text[0].split())
         elif line.startswith("the probe's top-1"):
             rows["validation of the probe"] = line.strip()
     return rows
 
 
+def read_probe(plan: Mapping[str, str]) -> dict[str, float]:
+    """Accuracies of the probe, 0 to 1, and the seconds of the pass through the weights and of the
+    regressions."""
+    probe: dict[str, float] = {}
+    if found := PROBE_PATTERN.search(plan.get("probe", "")):
+        probe = {name: float(text) for name, text in found.groupdict().items() if text}
+    if "cross_validated_top1" in probe:
+        probe["cross_validated_top1"] /= 100
+    if found := re.search(r"images is ([\d.]+)%", plan.get("validation of the probe", "")):
+        probe["validation_top1"] = float(found[1]) / 100
+    return probe
+
+
 def summarise(cells: Mapping[str, Cell]) -> dict[str, dict[str, dict[str, Any]]]:
     """Set → way → mean and standard deviation of top-1, macro F1 and seconds over the seeds; and by
-    how much fine-tuning after the probe is better than the probe alone, seed by seed."""
+    how much each way is better than the probe alone, seed by seed."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for key in cells:
         set_name, way, _ = key.split(" | ")
-        seeds = [cell for name, cell in cells.items() if name.startswith(f"{set_name} | {way} |")]
-        values: dict[str, Any] = {"seeds": len(seeds)}
+        start = f"{set_name} | {way} |"
+        keys = [name for name in cells if name.startswith(start)]
+        values: dict[str, Any] = {"seeds": len(keys)}
         for name in ("top1", "macro_f1", "seconds"):
-            numbers = [cell[name] for cell in seeds]
+            numbers = [cells[key][name] for key in keys]
             spread = statistics.stdev(numbers) if len(numbers) > 1 else None
             values[name] = {"mean": statistics.mean(numbers), "standard_deviation": spread}
+        if way != "probe alone":
+            probes = {key: cells.get(key.replace(f"| {way} |", "| probe alone |")) for key in keys}
+            values["over_probe"] = [
+                cells[key]["top1"] - probe["top1"] for key, probe in probes.items() if probe
+            ]
         summary.setdefault(set_name, {})[way] = values
-    for set_name, ways in summary.items():
-        differences = []
-        for key, cell in cells.items():
-            other = cells.get(key.replace("| probe alone |", "| probe, then fine-tuning |"))
-            if key.startswith(f"{set_name} | probe alone |") and other is not None:
-                differences.append(other["top1"] - cell["top1"])
-        if differences:
-            ways["probe, then fine-tuning"]["over_probe"] = differences
     return summary
 
 
 def build_table(result: Mapping[str, Any]) -> str:
-    """Top-1 on the unseen images, a row a set."""
-    lines = [f"| training images | {' | '.join(WAYS)} |", f"|---|{'---|' * len(WAYS)}"]
+    """Top-1 on the unseen images, a row a set; then what the probe alone takes."""
+    lines = [
+        f"| training images | minutes | {' | '.join(WAYS)} |",
+        f"|---|---|{'---|' * len(WAYS)}",
+    ]
+    cells = result["cells"]
     for set_name, ways in result["summary"].items():
+        # those of all its cells
+        minutes = next(
+            cell["minutes"] for key, cell in cells.items() if key.startswith(f"{set_name} |")
+        )
         texts = []
         for way in WAYS:
             text = "–"
@@ -182,15 +322,58 @@ def build_table(result: Mapping[str, Any]) -> str:
                 spread = top1["standard_deviation"]
                 text = f"{100 * top1['mean']:.1f}"
                 text += "" if spread is None else f" ± {100 * spread:.1f}"
-                text += f" % ({ways[way]['seconds']['mean']:.0f} s)"
+                text += f" % ({ways[way]['seconds']['mean']:.0f} s, n={ways[way]['seeds']})"
             texts.append(text)
-        lines.append(f"| {set_name} | {' | '.join(texts)} |")
-    seeds = {values["seeds"] for ways in result["summary"].values() for values in ways.values()}
-    conditions = (
-        f"{result['weights']}, {result['minutes']:g} minutes, {result['machine']['device']}"
-    )
-    lines += ["", f"{conditions}, {max(seeds, default=0)} seeds."]
+        lines.append(f"| {set_name} | {minutes:g} | {' | '.join(texts)} |")
+    num_unseen = {cell["unseen_images"] for cell in cells.values()}
+    machine = result["machine"]
+    lines += [
+        "",
+        f"{result['weights']}; {machine['device']}, commit {machine['commit']};"
+        f" {min(num_unseen)} unseen images. {_describe_feature_pass(result)}",
+        "",
+        *_build_probe_lines(cells),
+    ]
     return "\n".join(lines)
+
+
+def _describe_feature_pass(result: Mapping[str, Any]) -> str:
+    measured = result.get("feature_pass")
+    if measured is None:
+        return ""
+    rates = measured["images_per_second"]
+    return (
+        f"The pass for features takes {rates['features']:.0f} images a second from files,"
+        f" {measured['ratio']:.0%} of forward passes alone ({rates['bare']:.0f};"
+        f" {measured['images']} images, {measured['precision']})."
+    )
+
+
+def _build_probe_lines(cells: Mapping[str, Cell]) -> list[str]:
+    lines = [
+        "| probe alone, seed | unseen images | cross-validated | validation"
+        " | pass through the weights, s | regressions, s | all from start to end, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, cell in cells.items():
+        set_name, way, seed = key.split(" | ")
+        if way != "probe alone":
+            continue
+        probe = cell["probe"]
+        accuracies = [
+            f"{100 * value:.1f} %" if value is not None else "–"
+            for value in (
+                cell["top1"],
+                probe.get("cross_validated_top1"),
+                probe.get("validation_top1"),
+            )
+        ]
+        seconds = [
+            f"{value:.0f}" if value is not None else "–"
+            for value in (probe.get("feature_seconds"), probe.get("fit_seconds"), cell["seconds"])
+        ]
+        lines.append(f"| {set_name}, {seed} | {' | '.join([*accuracies, *seconds])} |")
+    return lines
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -199,18 +382,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights-name", required=True, help="in the result")
     parser.add_argument("--photos", type=Path, help="Imagenette, as class folders")
     parser.add_argument("--small-images", type=Path, help="CIFAR-10, as class folders")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of every cell")
+    parser.add_argument("--minutes", type=float, help="of every cell; by default each set's own")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--continue", dest="continues", action="store_true")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="minutes of the whole")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     parser.add_argument("overrides", nargs="*", help="key.path=value, of every run")
     return parser.parse_intermixed_args()
 
 
+def order_cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Set, way and seed of every cell, the most telling first."""
+    cells = [
+        (set_name, way, seed)
+        for seed in range(options.seeds)
+        for set_name in options.sets
+        for way in options.ways
+    ]
+    return sorted(cells, key=lambda cell: (cell[2] > 0, cell[1] not in TELLING_WAYS))
+
+
 def main() -> None:
     options = parse_arguments()
+    started_at = time.perf_counter()
     machine = describe_conditions("cpu")
     result: dict[str, Any] = {
         "machine": machine,
@@ -224,35 +420,33 @@ def main() -> None:
         for key in ("weights", "minutes", "overrides"):
             if earlier[key] != result[key]:
                 raise SystemExit(f"{key} of the result to continue: {earlier[key]}")
-        result["cells"] = earlier["cells"]
+        result |= {
+            key: earlier[key] for key in ("cells", "summary", "feature_pass") if key in earlier
+        }
+    if "feature_pass" not in result and options.photos is not None:
+        result["feature_pass"] = measure_feature_pass(options.weights, options.photos)
+        print(_describe_feature_pass(result), flush=True)
 
-    # seed by seed, so that a result that is stopped early has every column
-    for seed in range(options.seeds):
-        for set_name in options.sets:
-            image_set = SETS[set_name]
-            source = options.small_images if image_set.is_small else options.photos
-            missing = [
-                way
-                for way in options.ways
-                if f"{set_name} | {way} | {seed}" not in result["cells"] and source is not None
-            ]
-            if not missing:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                data = Path(folder) / "photos"
-                draw_images(image_set, source, data, seed=seed)
-                for way in missing:
-                    cell = run_cell(way, data, options, seed=seed)
-                    conditions = describe_conditions("cpu")
-                    cell |= {"commit": conditions["commit"], "load": conditions["load"]}
-                    result["cells"][f"{set_name} | {way} | {seed}"] = cell
-                    result["summary"] = summarise(result["cells"])
-                    path = write_result(options.output, NAME, result)
-                    print(
-                        f"{set_name}, {way}, seed {seed}: {cell['top1']:.1%}"
-                        f" ({cell['seconds']:.0f} s) {path}",
-                        flush=True,
-                    )
+    for set_name, way, seed in order_cells(options):
+        key = f"{set_name} | {way} | {seed}"
+        image_set = SETS[set_name]
+        source = options.small_images if image_set.is_small else options.photos
+        if key in result["cells"] or source is None:
+            continue
+        minutes = options.minutes or image_set.minutes
+        minutes_left = options.time_limit - (time.perf_counter() - started_at) / 60
+        # the probe alone doesn't take its minutes
+        if minutes_left < (1 if way == "probe alone" else minutes):
+            print(f"left out, for want of time: {key}", flush=True)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "photos"
+            draw_images(image_set, source, data, seed=seed)
+            cell = run_cell(way, data, options, minutes=minutes, seed=seed)
+        result["cells"][key] = cell | {"commit": describe_conditions("cpu")["commit"]}
+        result["summary"] = summarise(result["cells"])
+        path = write_result(options.output, NAME, result)
+        print(f"{key}: {cell['top1']:.1%} ({cell['seconds']:.0f} s) {path}", flush=True)
     print(build_table(result))
 
 

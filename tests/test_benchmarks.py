@@ -3,15 +3,18 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attention_programs
 import faithfulness
+import low_rank
 import numpy as np
 import pretrained
 import pytest
 import study_tables
 import time_to_accuracy
+import torch
 from ablation import CHANGES, RECIPE, SHORT, summarise
 from PIL import Image
 from tables import (
@@ -24,7 +27,9 @@ from tables import (
     format_accuracy,
 )
 from time_to_accuracy import compare
+from torch import nn
 
+import vit
 from vit.config import flatten_config, load_config
 
 
@@ -284,18 +289,36 @@ def test_sets_of_photos_are_drawn_by_seed_and_leave_the_unseen_ones_alone(tmp_pa
 
 
 def test_pretrained_weights_are_summarised_by_set_and_way() -> None:
-    log = """data    photos: 720 training
-length  epochs=3 (4 minutes (--minutes) on this CPU)
-probe   block 10 of 12,   the class token
+    log = """data         photos: 720 training
+length       epochs=3 (4 minutes (--minutes) on this CPU)
+probe        block 10 of 12, the class token, C=0.01; top-1 in cross-validation 91.2% (720 training \
+images; features 12 s, regressions 3 s)
+more photos  from 720 to 1,440 photos: 93 %
 the probe's top-1 on the validation images is 90.00%
 """
-    assert pretrained.read_plan(log) == {
-        "length": "epochs=3 (4 minutes (--minutes) on this CPU)",
-        "probe": "block 10 of 12, the class token",
-        "validation of the probe": "the probe's top-1 on the validation images is 90.00%",
+    plan = pretrained.read_plan(log)
+    assert plan.keys() == {"length", "probe", "more photos", "validation of the probe"}
+    assert plan["length"] == "epochs=3 (4 minutes (--minutes) on this CPU)"
+    probe = pretrained.read_probe(plan)
+    assert probe == {
+        "cross_validated_top1": 0.912,
+        "feature_seconds": 12.0,
+        "fit_seconds": 3.0,
+        "validation_top1": 0.9,
     }
+    # of so few images that there are no folds
+    few = {"probe": "block 12 of 12 (4 of 9 training images; features 2 s, regressions 0 s)"}
+    assert pretrained.read_probe(few) == {"feature_seconds": 2.0, "fit_seconds": 0.0}
+
     cells = {
-        f"10 x 5 | {way} | {seed}": {"top1": top1, "macro_f1": top1, "seconds": 60.0}
+        f"10 x 5 | {way} | {seed}": {
+            "top1": top1,
+            "macro_f1": top1,
+            "seconds": 60.0,
+            "minutes": 2.0,
+            "unseen_images": 240,
+            "probe": probe,
+        }
         for way, values in {
             "probe alone": (0.6, 0.7),
             "probe, then fine-tuning": (0.65, 0.7),
@@ -307,12 +330,51 @@ the probe's top-1 on the validation images is 90.00%
     assert summary["probe, then fine-tuning"]["over_probe"] == pytest.approx([0.05, 0.0])
     result = {
         "summary": {"10 x 5": summary},
+        "cells": cells,
         "weights": "ViT",
-        "minutes": 4.0,
-        "machine": {"device": "cpu"},
+        "minutes": None,
+        "machine": {"device": "cpu", "commit": "a"},
     }
-    row = pretrained.build_table(result).splitlines()[2]
-    assert row == "| 10 x 5 | 65.0 ± 7.1 % (60 s) | 67.5 ± 3.5 % (60 s) | – | – |"
+    lines = pretrained.build_table(result).splitlines()
+    ways = "65.0 ± 7.1 % (60 s, n=2) | 67.5 ± 3.5 % (60 s, n=2) | – | – | –"
+    assert lines[2] == f"| 10 x 5 | 2 | {ways} |"
+    assert lines[-2:] == [
+        "| 10 x 5, 0 | 60.0 % | 91.2 % | 90.0 % | 12 | 3 | 60 |",
+        "| 10 x 5, 1 | 70.0 % | 91.2 % | 90.0 % | 12 | 3 | 60 |",
+    ]
+
+
+def test_the_most_telling_cells_of_pretrained_weights_are_first() -> None:
+    options = SimpleNamespace(seeds=2, sets=["10 x 30", "10 x 5"], ways=pretrained.WAYS)
+    cells = pretrained.order_cells(options)
+    assert len(set(cells)) == len(cells) == 20
+    assert [seed for *_, seed in cells] == 10 * [0] + 10 * [1]
+    assert {way for _, way, _ in cells[10:14]} == set(pretrained.TELLING_WAYS)
+
+
+def test_merged_adapters_compute_what_they_did_beside_the_weights() -> None:
+    torch.manual_seed(0)
+    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = vit.VisionTransformer(**shape, num_classes=3).eval()
+    images = torch.randn(2, 3, 8, 8)
+    before = model(images).detach()
+    low_rank.add_adapters(model, rank=4)
+    # they begin at zero
+    torch.testing.assert_close(model(images), before)
+    trained = {name for name, values in model.named_parameters() if values.requires_grad}
+    adapters = {name for name in trained if name.endswith((".down", ".up"))}
+    assert len(adapters) == 2 * 4 * 2
+    assert trained - adapters == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
+
+    for name, values in model.named_parameters():
+        if name.endswith(".up"):
+            nn.init.normal_(values, std=0.1)
+    adapted = model(images)
+    merged = low_rank.merge_adapters(model)
+    assert (adapted - before).abs().max() > 0.01
+    torch.testing.assert_close(merged(images), adapted)
+    plain = vit.VisionTransformer(**shape, num_classes=3)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -3,6 +3,7 @@ features, and the class probabilities of images outside any data set."""
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,10 +43,12 @@ from vit.runtime.device import (
 )
 from vit.runtime.files import prepare_output, write_atomically
 from vit.runtime.processes import current_process
-from vit.runtime.threads import BatchThreads
+from vit.runtime.threads import MAX_THREADS, BatchThreads
 
 Pixels = NDArray[np.uint8]
 LogitArray = NDArray[np.float32]
+# on a CPU
+_MIN_BATCH_SIZE = 16
 # index, name and probability, the most probable first
 TopClasses = list[tuple[int, str, float]]
 
@@ -161,8 +164,11 @@ class Predictor:
         world_size = process.world_size
         results_device = self.device if world_size > 1 else torch.device("cpu")
         results = torch.zeros(shape, device=results_device)
+        batch_size = self.batch_size
+        if self.device.type == "cpu":
+            batch_size = _balance(batch_size, count)
         # a batch of each process
-        images_a_round = world_size * self.batch_size
+        images_a_round = world_size * batch_size
 
         def run_part(start: int, stop: int) -> None:
             pixels = torch.from_numpy(np.array(read(start, stop)))
@@ -175,8 +181,8 @@ class Predictor:
             # one context around the loop: autocast keeps its bf16 copies of the weights that long
             with autocast(self.device, self.precision):
                 for first in rounds:
-                    start = first + process.rank * self.batch_size
-                    stop = min(start + self.batch_size, count)
+                    start = first + process.rank * batch_size
+                    stop = min(start + batch_size, count)
                     # this process has no batch in the last round
                     if start >= count:
                         continue
@@ -227,6 +233,17 @@ class Predictor:
 def choose_batch_size(device: torch.device) -> int:
     """Images a forward pass: on a CPU the 64 that its caches hold, else 256."""
     return 64 if device.type == "cpu" else 256
+
+
+def _balance(batch_size: int, count: int) -> int:
+    """The size of batches of `count` images, of which threads take as many: of 200 images in batches
+    of 64 one of two threads would take 128. It depends on nothing of the machine, as the last bits of
+    a result do on the size."""
+    if count <= batch_size:
+        return batch_size
+    num_rounds = math.ceil(count / (batch_size * MAX_THREADS))
+    # of small batches each takes longer than its images do
+    return max(math.ceil(count / (num_rounds * MAX_THREADS)), min(batch_size, _MIN_BATCH_SIZE))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 # Python runs one thread at a time between the operations; more cores share a part's operations
-_MAX_THREADS = 8
+MAX_THREADS = 8
 _local = threading.local()
 
 
@@ -31,7 +31,7 @@ class BatchThreads:
 
     def __init__(self, count: int | None = None) -> None:
         num_torch_threads = torch.get_num_threads()
-        self.count = count or min(num_torch_threads, _MAX_THREADS)
+        self.count = count or min(num_torch_threads, MAX_THREADS)
         self._torch_threads_each = max(num_torch_threads // self.count, 1)
         self._pool = ThreadPoolExecutor(
             self.count,
