@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vit.config import AugmentConfig
-from vit.data.augment import color_and_normalize, crop_and_flip, mix_batch, sample_flips, sample_params
+from vit.data.augment import (
+    color_and_normalize,
+    crop_and_flip,
+    mix_batch,
+    sample_flips,
+    sample_params,
+)
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.images import Preprocess
 from vit.data.random import SampleIds, StatelessRandom

@@ -50,9 +50,7 @@ def keep_tokens(
     mirrored = config.augment.flip != "none"
     predictor = build_predictor(data, model, device=device)
     image_bytes = count_token_bytes(model, predictor.precision, mirrored=mirrored)
-    chosen, reason = choose_pipeline(
-        len(data.train) * image_bytes, device=device, what="tokens"
-    )
+    chosen, reason = choose_pipeline(len(data.train) * image_bytes, device=device, what="tokens")
     # the free memory of several devices differs
     does_not_fit = current_process().any_rank(chosen != "resident")
     if pipeline == "auto" and does_not_fit:
