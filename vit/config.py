@@ -69,8 +69,9 @@ class DataConfig(_Section):
     group_by: Annotated[int, Field(ge=1)] | str | None = None
     # whether copies of an image, and images nearly the same, stay in one split
     group_duplicates: bool = False
-    # resident: decoded once, in memory; workers: decoded by processes as training goes
-    pipeline: Literal["auto", "resident", "workers"] = "auto"
+    # resident: decoded once, in memory; workers: decoded by processes as training goes; tokens:
+    # passed through the frozen blocks once (model.freeze: N), with no augmentation but flips
+    pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
     # processes; None: one a core
     workers: int | None = Field(None, ge=0)
     # whether a table may name images outside its folder
@@ -139,6 +140,11 @@ class AugmentConfig(_Section):
         """Whether labels are mixtures of two."""
         return self.mixup > 0 or self.cutmix > 0
 
+    @property
+    def flips_alone(self) -> bool:
+        """Whether nothing but a flip changes an image."""
+        return self == AugmentConfig(flip=self.flip, mix_until=self.mix_until)
+
 
 class ModelConfig(_Section):
     """The vision transformer. `init` has its own architecture; `preset` names one that the keys
@@ -196,6 +202,8 @@ class TrainConfig(_Section):
     epochs: int = Field(10, gt=0)
     # stops earlier than epochs, where given
     max_steps: int | None = Field(None, gt=0)
+    # of the training loop: a run that would take longer, at its speed so far, gets fewer steps
+    max_minutes: float | None = Field(None, gt=0)
     # images a step, over all processes
     batch_size: int = Field(128, gt=0)
     # micro-batches a step
@@ -263,7 +271,19 @@ class Config(_Section):
         steps = train.grad_accum_steps
         if steps != "auto":
             check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", steps)
+        if self.data.pipeline == "tokens" and not self.keeps_tokens:
+            raise ValueError(
+                "data.pipeline=tokens needs frozen blocks (model.freeze: a number), no augmentation"
+                " but augment.flip, and one image size (train.image_sizes: null)"
+            )
         return self
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the frozen blocks make the same tokens of an image in every epoch."""
+        freeze = self.model.freeze
+        has_frozen_blocks = isinstance(freeze, int) and freeze > 0
+        return has_frozen_blocks and self.augment.flips_alone and not self.train.image_sizes
 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageClassification
 import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
 from vit.bundle import load_bundle
+from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
@@ -237,9 +238,28 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Let `rate` images be trained on in a second where all blocks are trained."""
+
+    def measure(
+        config: object,
+        task: object,
+        model: VisionTransformer,
+        data: object,
+        tokens: torch.Tensor | None = None,
+    ) -> float:
+        is_trained = [next(block.parameters()).requires_grad for block in model.blocks]
+        share = sum(is_trained) / len(is_trained)
+        # backward at twice the cost of forward, which tokens of the frozen blocks spare
+        return rate / share if tokens is not None else 3 * rate / (1 + 2 * share)
+
+    monkeypatch.setattr(automatic, "_measure_rate", measure)
+    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 3 * rate)
+
+
 @pytest.mark.parametrize(
     ("rate", "num_frozen", "epochs"),
-    [(1e6, ["none"], [15]), (80.0, [1, 2], [4, 5, 6]), (10.0, ["backbone"], [1])],
+    [(1e6, ["none"], [15]), (6.0, [1, 2], range(5, 11)), (0.8, ["backbone"], [1])],
 )
 def test_the_minutes_decide_what_is_trained_after_the_probe(
     weights: Path,
@@ -248,20 +268,59 @@ def test_the_minutes_decide_what_is_trained_after_the_probe(
     num_frozen: list[object],
     epochs: list[int],
 ) -> None:
-    def measure(config: object, task: object, model: VisionTransformer, data: object) -> float:
-        # forward through all blocks, and twice that backward through those that are trained
-        is_trained = [next(block.parameters()).requires_grad for block in model.blocks]
-        return 3 * rate / (1 + 2 * sum(is_trained) / len(is_trained))
-
-    monkeypatch.setattr(automatic, "_measure_rate", measure)
+    simulate_rate(monkeypatch, rate)
     overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
-    choice = automatic.choose_config("digits", overrides, minutes=0.4)
-    assert choice.config.model.freeze in num_frozen
-    assert choice.config.train.epochs in epochs
+    choice = automatic.choose_config("digits", overrides, minutes=5)
+    config = choice.config
+    assert config.model.freeze in num_frozen
+    assert config.train.epochs in epochs
     assert choice.probe is not None
-    assert "0.4 minutes" in choice.reasons["length"]
+    assert "5 minutes" in choice.reasons["length"]
     # the patches are the weights' own
     assert "patch_size" not in choice.reasons["image size"]
+    # frozen blocks are passed once, by images that nothing but a flip changes
+    assert config.keeps_tokens == (config.model.freeze in (1, 2))
+    if config.model.freeze != "backbone":
+        # the rest is for the probe, and for what the model file holds of the images
+        assert config.train.max_minutes is not None
+        assert 3 < config.train.max_minutes < 5
+        # 43 validation images tell two models apart, beside the probe
+        assert -(-config.train.epochs // config.train.evaluate_every_epochs) == 2
+
+
+def test_what_is_given_for_the_fine_tuning_holds(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_rate(monkeypatch, 6.0)
+
+    def choose(*overrides: str) -> Config:
+        given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
+        return automatic.choose_config("digits", given, minutes=5).config
+
+    config = choose("model.freeze=none")
+    assert config.model.freeze == "none"
+    assert config.augment.color_jitter > 0
+    # the steps then pass the frozen blocks
+    config = choose("augment.color_jitter=0.3")
+    assert config.model.freeze in (1, 2)
+    assert not config.keeps_tokens
+    config = choose("train.epochs=3")
+    assert config.train.epochs == 3
+    assert config.train.max_minutes is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_frozen"),
+    # of 12 blocks and 800 images, of which 10 are trained on in a second as a whole
+    [(700, 0), (400, 6), (200, 9), (1, 9)],
+)
+def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
+    seconds: float, num_frozen: int
+) -> None:
+    chosen = automatic._choose_num_frozen(
+        12, image_seconds=0.1, seconds=seconds, num_images=800, num_validation=80
+    )
+    assert chosen == num_frozen
 
 
 def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(

@@ -130,7 +130,7 @@ def sample_params(
         erased_boxes.append(boxes.long() * is_chosen[:, None])
 
     return AugmentParams(
-        is_flipped=_sample_flips(rng, augment.flip),
+        is_flipped=sample_flips(rng, augment.flip),
         shifts=torch.stack(shifts),
         crop_boxes=crop_boxes,
         color_factors=color_factors,
@@ -320,7 +320,7 @@ def _adjust_sharpness(images: UInt8Images, factor: float) -> UInt8Images:
     return (blurred + factor * (images - blurred)).clamp(0, 255).to(torch.uint8)
 
 
-def _sample_flips(rng: StatelessRandom, flip: str) -> Bool[Tensor, " B"]:
+def sample_flips(rng: StatelessRandom, flip: str) -> Bool[Tensor, " B"]:
     """Alternating (Jordan 2024): at random in epoch 0, the other way round every epoch after it."""
     if flip == "random":
         return rng.bits("flip") < 0

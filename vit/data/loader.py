@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vit.config import AugmentConfig
-from vit.data.augment import color_and_normalize, crop_and_flip, mix_batch, sample_params
+from vit.data.augment import (
+    color_and_normalize,
+    crop_and_flip,
+    mix_batch,
+    sample_flips,
+    sample_params,
+)
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.images import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
@@ -39,7 +45,7 @@ MAX_MEMORY_FRACTION = 0.4
 # of an image, one after the other
 _MAX_REPLACEMENTS = 1000
 
-Pipeline = Literal["resident", "workers"]
+Pipeline = Literal["resident", "workers", "tokens"]
 # the samples and, where they aren't resident, the images' pixels [B, H, W, 3], on the host
 Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
 
@@ -47,8 +53,8 @@ Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None,
 class Batch(NamedTuple):
     """What a training step takes; all on the training device."""
 
-    # normalised
-    images: Float[Tensor, "B 3 H W"]
+    # normalised, or their tokens
+    images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
     # int64 [B], or float32 [B, C] when samples are mixed
     targets: Tensor
     labels: Int64[Tensor, " B"]
@@ -399,7 +405,33 @@ class TrainLoader:
         raise ValueError(f"too few images of {self.dataset.name} {self.dataset.split} can be read")
 
 
-def choose_pipeline(num_bytes: int, *, device: torch.device) -> tuple[Pipeline, str]:
+@dataclass(kw_only=True, eq=False)
+class TokenLoader(TrainLoader):
+    """Shuffled batches of tokens that a model's frozen blocks made of the images as they are, or of
+    their mirror images where a flip has it so."""
+
+    # of each image as it is and, where it may be flipped, of its mirror image
+    tokens: Float[Tensor, "n V N D"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tokens = self.tokens.to(self.device)
+
+    def _augment_batch(
+        self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
+    ) -> Batch:
+        index = rng.sample_ids % len(self._labels)
+        is_flipped = sample_flips(rng, self.augment.flip)
+        labels = self._labels[index]
+        index, view, labels = copy_to_device(
+            (index, is_flipped.long(), labels), torch.device(self.device)
+        )
+        return Batch(self.tokens[index, view].float(), labels, labels, index)
+
+
+def choose_pipeline(
+    num_bytes: int, *, device: torch.device, what: str = "pixels"
+) -> tuple[Pipeline, str]:
     """Whether so many bytes of decoded pixels stay in the device's memory, and why in words."""
     free = _free_host_memory() if device.type == "cpu" else count_free_bytes(device)
     pipeline: Pipeline = "resident"
@@ -408,7 +440,7 @@ def choose_pipeline(num_bytes: int, *, device: torch.device) -> tuple[Pipeline, 
         pipeline = "workers"
         verb = "do not fit"
     share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
-    return pipeline, f"{num_bytes / 2**20:,.0f} MiB of pixels {verb} in {share}"
+    return pipeline, f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
 
 
 def _free_host_memory() -> int:

@@ -140,6 +140,7 @@ class Predictor:
         read: Callable[[int, int], Pixels],
         *,
         shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
         on_progress: Callable[[int], object] = lambda done: None,
     ) -> Tensor:
         """Compute something of each image.
@@ -153,17 +154,18 @@ class Predictor:
             read: `read(start, stop)` gives these images, uint8 [B, H, W, 3], as the model sees
                 them. On a CPU several threads call it.
             shape: of all results: the number of images, then the shape of one's.
+            dtype: of the results.
             on_progress: receives how many images are done, over all processes; on a CPU from
                 several threads.
 
         Returns:
-            The results of all images on the CPU, float32.
+            The results of all images on the CPU.
         """
         count = shape[0]
         process = current_process()
         world_size = process.world_size
         results_device = self.device if world_size > 1 else torch.device("cpu")
-        results = torch.zeros(shape, device=results_device)
+        results = torch.zeros(shape, dtype=dtype, device=results_device)
         batch_size = self.batch_size
         if self.device.type == "cpu":
             batch_size = _balance(batch_size, count)

@@ -5,6 +5,7 @@ It starts from a packaged recipe, which is measured, and fits size, batch, lengt
 to the images. What the user sets with `key.path=value` holds, and what depends on it follows.
 """
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit.config import Config, flatten_config, load_config, read_sections
 from vit.data.open import DatasetSplits, find_kind
 from vit.data.statistics import measure_shorter_side
 from vit.factory.data import TrainingData, build_data, build_dataset, build_train_loader
-from vit.factory.model import build_model
+from vit.factory.model import build_model, set_up_training
 from vit.factory.probe import (
     FittedProbe,
     build_probed_model,
@@ -29,6 +30,7 @@ from vit.factory.probe import (
 )
 from vit.factory.recipe import find_recipe
 from vit.factory.run import build_plan, build_train_step
+from vit.factory.tokens import keep_tokens
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import autocast, choose_device, choose_precision, free_cached_memory
@@ -55,12 +57,12 @@ _PRETRAINED_HINT = (
 # After a probe, of what is left of the minutes: the rest is for augmentation and what a machine does
 # beside. Fewer epochs of fine-tuning than these move the weights and come to no rest.
 _FINE_TUNING_FRACTION = 0.85
-# of the time that an image is trained on in
-_VALIDATION_COST = 1 / 3
 _MIN_FINE_TUNING_EPOCHS = 2.0
-# of the probed model's blocks, that may stay frozen where that makes room for so many epochs
-_FROZEN_FRACTIONS = (0.0, 0.5, 0.75)
-_WANTED_EPOCHS = 4.0
+# of the probed model's blocks, that stay frozen where the time holds so many epochs of the others;
+# the last one in any case
+_FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 6.0, 0.75: 0.0}
+# of the validation images, for each model that they are to choose among
+_IMAGES_AN_EVALUATION = 20
 # of the minutes, for the pass of all images through the weights
 _FEATURE_FRACTION = 0.5
 # of all images, that are not worth leaving out a few of them for
@@ -182,6 +184,10 @@ def choose_config(
         if epochs >= candidate.min_epochs:
             break
     _set_length(sections, task, epochs)
+    if not task.user["train"].keys() & {"epochs", "max_steps"}:
+        minutes_left = task.minutes - (time.perf_counter() - started_at) / 60
+        minutes_left = max(minutes_left, _TRAINING_FRACTION * task.minutes)
+        sections["train"]["max_minutes"] = float(f"{minutes_left:.3g}")
 
     config = load_config(sections, overrides)
     length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
@@ -334,7 +340,8 @@ def _plan_fine_tuning(
     assert isinstance(model, VisionTransformer)
     data = build_data(config, splits, device=task.device, pretrained=pretrained)
     model.to(task.device)
-    max_images = int(_FEATURE_FRACTION * 60 * task.minutes * _measure_forward_rate(model, task))
+    forward_rate = _measure_forward_rate(model, task)
+    max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
     if max_images < _NEARLY_ALL * task.num_images:
         # a wrong measurement mustn't leave too few; another number of images is another run
         sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
@@ -343,45 +350,87 @@ def _plan_fine_tuning(
     if is_probe_alone(config):
         return probe, "the probe alone (given)"
 
-    def count_seconds_left() -> float:
-        return 60 * task.minutes - (time.perf_counter() - started_at)
-
+    # at the end all images pass through the model once more, for what its file holds of them
+    num_validation = len(data.validation or ())
+    num_described = min(task.num_images, config.train.max_training_features) + num_validation
+    deadline = started_at + 60 * task.minutes - num_described / forward_rate
     model = build_probed_model(config, model, probe.probe).to(task.device)
-    # of a model that is trained as a whole
-    num_images = task.num_images + _VALIDATION_COST * len(data.validation or ())
-    epochs = 0.0
+    seconds_left = deadline - time.perf_counter()
     num_frozen = 0
+    epochs = 0.0
     rate = 0.0
     # there may be too few for the measurement, too
-    if count_seconds_left() > 0:
+    if seconds_left > 0:
         rate = _measure_rate(config, task, model, data)
-        for fraction in _FROZEN_FRACTIONS:
-            num_frozen = int(fraction * len(model.blocks))
-            # forward through all, backward, at twice the cost, through the others
-            num_trained = len(model.blocks) - num_frozen
-            cost = (len(model.blocks) + 2 * num_trained) / (3 * len(model.blocks))
-            epochs = _FINE_TUNING_FRACTION * count_seconds_left() * rate / (cost * num_images)
-            if epochs >= _WANTED_EPOCHS:
-                break
-    # as it will run
-    if num_frozen and epochs >= _MIN_FINE_TUNING_EPOCHS:
-        model.freeze(num_frozen)
-        rate = _measure_rate(config, task, model, data)
-        epochs = _FINE_TUNING_FRACTION * count_seconds_left() * rate / num_images
-    seconds_left = max(count_seconds_left(), 0)
+        seconds_left = deadline - time.perf_counter()
+        num_frozen = _choose_num_frozen(
+            len(model.blocks),
+            image_seconds=1 / rate,
+            seconds=_FINE_TUNING_FRACTION * seconds_left,
+            num_images=task.num_images,
+            num_validation=num_validation,
+        )
+        if "freeze" in task.user["model"]:
+            num_frozen = config.model.freeze if isinstance(config.model.freeze, int) else 0
+        tokens = None
+        if num_frozen:
+            _train_upper_blocks(sections, num_frozen)
+            config = load_config(sections, overrides)
+            set_up_training(config, model)
+            data = replace(data, config=config)
+            data, tokens = keep_tokens(config, model, data, device=task.device)
+            # as it will run
+            rate = _measure_rate(config, task, model, data, tokens)
+            seconds_left = deadline - time.perf_counter()
+        epoch_seconds = task.num_images / rate + num_validation / forward_rate
+        epochs = _FINE_TUNING_FRACTION * seconds_left / epoch_seconds
 
     train = sections["train"]
     train["epochs"] = min(max(int(epochs), 1), train["epochs"])
+    # few validation images tell few models apart: the best of many would be so by chance
+    num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
+    train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
     length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
-    user_keys = task.user["train"].keys() & {"epochs", "max_steps"}
-    if epochs < _MIN_FINE_TUNING_EPOCHS and not user_keys:
+    if task.user["train"].keys() & {"epochs", "max_steps"}:
+        return probe, length
+    if epochs < _MIN_FINE_TUNING_EPOCHS:
         sections["model"]["freeze"] = "backbone"
         return probe, f"the probe alone; {length} hold {epochs:.1f} epochs of fine-tuning"
-    if num_frozen and not user_keys:
-        sections["model"]["freeze"] = num_frozen
+    train["max_minutes"] = float(f"{seconds_left / 60:.3g}")
+    if num_frozen:
         length += f", with {num_frozen} of {len(model.blocks)} blocks frozen"
     length += f", of which {seconds_left / 60:.1f} are left after the probe"
     return probe, f"{length}, {rate:,.0f} images/s"
+
+
+def _choose_num_frozen(
+    depth: int, *, image_seconds: float, seconds: float, num_images: int, num_validation: int
+) -> int:
+    """How many blocks stay frozen, that the time holds enough epochs of the others.
+
+    Args:
+        depth: blocks of the model.
+        image_seconds: in which it is trained on an image as a whole, of which a forward pass takes
+            a third.
+        seconds: to train in.
+        num_images, num_validation: to train on, and to validate on after each epoch.
+    """
+    num_frozen = 0
+    for fraction, min_epochs in _FROZEN_FRACTIONS.items():
+        num_frozen = int(fraction * depth)
+        share = num_frozen / depth
+        # of the images and their mirror images through the frozen blocks
+        token_seconds = 2 / 3 * share * num_images * image_seconds
+        epoch_seconds = ((1 - share) * num_images + num_validation / 3) * image_seconds
+        if (seconds - token_seconds) / epoch_seconds >= min_epochs:
+            break
+    return num_frozen
+
+
+def _train_upper_blocks(sections: Sections, num_frozen: int) -> None:
+    """Have the others trained on the frozen blocks' tokens of the images, which stay the same."""
+    sections["model"]["freeze"] = num_frozen
+    sections["augment"] = {"flip": sections["augment"]["flip"]}
 
 
 def _measure_forward_rate(model: VisionTransformer, task: _Task) -> float:
@@ -403,17 +452,18 @@ def _measure_rate(
     task: _Task,
     model: nn.Module | None = None,
     data: TrainingData | None = None,
+    tokens: Tensor | None = None,
 ) -> float:
     """Images that are trained on in a second, over the sizes and the dropped patches of the run.
-    The steps train `model`; None: the configuration's. With `data` they are on its batches, whose
-    augmentation counts."""
+    The steps train a copy of `model`; None: the configuration's. With `data` they are on its batches,
+    whose augmentation counts, or on these of `tokens`."""
     if model is None:
         model, _ = build_model(config, num_classes=task.num_classes)
-    model.to(task.device)
+    model = copy.deepcopy(model).to(task.device)
     plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
     process = Process()
     if data is not None:
-        loader = build_train_loader(data, device=task.device, process=process)
+        loader = build_train_loader(data, device=task.device, process=process, tokens=tokens)
         plan = replace(plan, batch_size=loader.batch_size)
     train_step = build_train_step(config, model, plan=plan, process=process, device=task.device)
     if data is None:

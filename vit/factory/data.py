@@ -3,18 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Self
 
 import torch
+from jaxtyping import Float
 from PIL import Image
+from torch import Tensor
 
 from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
-from vit.data.loader import Pipeline, TrainLoader, choose_pipeline
+from vit.data.loader import Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import DatasetSplits, open_dataset
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
@@ -33,11 +35,16 @@ class TrainingData:
     config: Config  # with the pipeline that was chosen
     splits: DatasetSplits
     train: ImageDataset
-    validation: ImageDataset | None  # both decoded for the pipeline "resident" alone
+    validation: ImageDataset | None  # neither is decoded for the pipeline "workers"
     preprocess: Preprocess
     pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
+
+    def with_pipeline(self, pipeline: Pipeline, reason: str) -> Self:
+        """The same images, kept in another way."""
+        config = _set_pipeline(self.config, pipeline)
+        return replace(self, config=config, pipeline_reason=reason)
 
     @cached_property
     def decoded_validation(self) -> ImageDataset:
@@ -134,7 +141,7 @@ def build_data(
         )
 
     # otherwise they are decoded as training goes, and validation images when they are needed
-    if pipeline == "resident":
+    if pipeline != "workers":
         train = _decode(config, splits, train, preprocess)
         if validation is not None:
             validation = _decode(config, splits, validation, preprocess)
@@ -150,9 +157,7 @@ def build_data(
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
-    config = config.model_copy(
-        update={"data": config.data.model_copy(update={"pipeline": pipeline})}
-    )
+    config = _set_pipeline(config, pipeline)
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config,
@@ -172,6 +177,7 @@ def build_train_loader(
     device: torch.device,
     process: Process,
     transform: Transform | None = None,
+    tokens: Float[Tensor, "n V N D"] | None = None,
 ) -> TrainLoader:
     """The loader of augmented training batches.
 
@@ -180,6 +186,7 @@ def build_train_loader(
         device: where the batches are to be.
         process: which part of every batch is loaded.
         transform: of one image, passed from Python; it is tried on one at once.
+        tokens: of the images, which take their place in the batches.
     """
     config = data.config
     train = data.train
@@ -193,7 +200,8 @@ def build_train_loader(
     # of a set smaller than the batch, all images that divide into pairs for every process
     multiple = 2 * process.world_size
     batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
-    return TrainLoader(
+    loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
+    return loader_type(
         train,
         batch_size=batch_size,
         seed=config.train.seed,
@@ -207,6 +215,11 @@ def build_train_loader(
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
     )
+
+
+def _set_pipeline(config: Config, pipeline: Pipeline) -> Config:
+    data = config.data.model_copy(update={"pipeline": pipeline})
+    return config.model_copy(update={"data": data})
 
 
 def _decode(

@@ -12,16 +12,15 @@ from vit.data.dataset import ImageDataset
 from vit.evaluation.features import Features, compute_features
 from vit.evaluation.folds import assign_group_folds
 from vit.evaluation.learning_curve import LearningCurve, measure_learning_curve
-from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.evaluation.probe import NUM_FOLDS, LinearProbe, fit_probe
 from vit.factory.data import TrainingData
 from vit.factory.model import set_up_training
+from vit.factory.validation import build_predictor
 from vit.model.block_features import cut_model
 from vit.model.model_file import MODEL_FILE, read_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
 from vit.runtime.console import build_console
-from vit.runtime.device import choose_precision
 from vit.runtime.processes import current_process
 
 _POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
@@ -97,14 +96,7 @@ def fit_to_data(
     # of images that are decoded as training goes, the unreadable ones are left out here
     dataset = data.decode(dataset)
     started_at = time.perf_counter()
-    predictor = Predictor(
-        model=model.eval(),
-        preprocess=data.preprocess,
-        num_classes=len(dataset.class_names),
-        batch_size=choose_batch_size(device),
-        device=device,
-        precision=choose_precision(config.train.precision, device),
-    )
+    predictor = build_predictor(data, model, device=device)
     features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
 
     computed_at = time.perf_counter()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vit.checkpoint import CheckpointStore
 from vit.config import Config
+from vit.data.loader import TrainLoader
 from vit.data.open import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.factory.data import TrainingData, build_data, build_dataset, build_train_loader
@@ -27,6 +28,7 @@ from vit.factory.probe import (
     load_probed_model,
     uses_probe,
 )
+from vit.factory.tokens import keep_tokens
 from vit.factory.user_objects import UserObjects
 from vit.factory.validation import HeldAside, ImageValidator
 from vit.model.presets import compute_flops
@@ -59,6 +61,8 @@ class Run:
     config: Config  # with the pipeline that was chosen
     data: TrainingData
     trainer: Trainer
+    # of the pictures that the training batches show, or the tokens in them stand for
+    image_loader: TrainLoader
     # None without validation images
     held_aside: HeldAside | None
     # that the model starts from, where it was fitted for this run now
@@ -103,8 +107,6 @@ def build_run(
     num_classes = len(splits.split("train").class_names)
     model, pretrained = build_model(config, num_classes=num_classes, user_model=objects.model)
     data = build_data(config, splits, device=device, pretrained=pretrained)
-    # a resumed run takes the same pipeline, whatever memory is free then
-    config = data.config
     # before the optimizer, whose state lies beside the weights
     model.to(device)
     if uses_probe(config) and isinstance(model, VisionTransformer):
@@ -113,9 +115,16 @@ def build_run(
             probe = probe or fit_to_data(config, model, data, device=device)
             probed_model = build_probed_model(config, model, probe.probe)
         model = probed_model.to(device)
-    train_loader = build_train_loader(
-        data, device=device, process=process, transform=objects.transform
+    data, tokens = keep_tokens(config, model, data, device=device, transform=objects.transform)
+    # a resumed run takes the same pipeline, whatever memory is free then
+    config = data.config
+    build_loader = partial(
+        build_train_loader, data, device=device, process=process, transform=objects.transform
     )
+    image_loader = build_loader()
+    train_loader = image_loader
+    if tokens is not None:
+        train_loader = build_loader(tokens=tokens)
 
     plan = build_plan(
         config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
@@ -138,10 +147,10 @@ def build_run(
     held_aside = None
     if data.validation is not None:
         held_aside = HeldAside(config.train.select_by)
-        validator = ImageValidator(data, device, train_step.precision, held_aside)
+        validator = ImageValidator(data, device, held_aside)
     writer = BackgroundWriter()
     if observers is None:
-        tensorboard = TensorBoardWithPictures(directory, train_loader, validator)
+        tensorboard = TensorBoardWithPictures(directory, image_loader, validator)
         metrics_file = MetricsFile(directory, writer)
         observers = [ProgressBar(), metrics_file, tensorboard, *objects.callbacks]
 
@@ -169,7 +178,7 @@ def build_run(
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(config, data, trainer, held_aside, probe)
+    return Run(config, data, trainer, image_loader, held_aside, probe)
 
 
 def build_plan(
@@ -205,6 +214,7 @@ def build_plan(
         mix_until=config.augment.mix_until,
         on_nonfinite=train.on_nonfinite,
         select_by=train.select_by,
+        max_seconds=None if train.max_minutes is None else 60 * train.max_minutes,
         early_stopping_patience=train.early_stopping_patience,
         timeout_seconds=train.timeout_seconds,
     )

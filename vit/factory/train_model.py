@@ -29,7 +29,7 @@ from vit.runtime.arguments import check_kind
 from vit.runtime.console import build_console
 from vit.runtime.files import write_text
 from vit.runtime.processes import join_processes
-from vit.training.execution import estimate_seconds
+from vit.training.execution import time_steps
 from vit.training.result import TrainingResult
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
 
@@ -119,12 +119,8 @@ def train_model(
 
         if shows_plan and options.dry_run:
             # its steps train, and all processes take part in them
-            seconds = estimate_seconds(
-                trainer.train_step,
-                trainer.plan,
-                image_size=run.data.preprocess.image_size,
-                process=process,
-            )
+            step_seconds = time_steps(trainer.train_step, trainer.train_batches)
+            seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
             if seconds < 120:
                 duration = f"{seconds:.0f} seconds"
             else:
@@ -133,7 +129,7 @@ def train_model(
         if shows_plan and process.is_main:
             print_plan(run, choices, resumed=resumed)
         if options.dry_run:
-            save_first_images(trainer.train_batches, output / "dry_run.png")
+            save_first_images(run.image_loader, output / "dry_run.png")
             return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()

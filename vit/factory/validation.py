@@ -11,7 +11,7 @@ from torch import nn
 from vit.evaluation.metrics import Floats, Scores, compute_metrics, score_logits
 from vit.evaluation.prediction import LogitArray, Predictor, choose_batch_size
 from vit.factory.data import TrainingData, choose_evenly
-from vit.runtime.device import Precision
+from vit.runtime.device import choose_precision
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
 from vit.training.trainer import Validator
 
@@ -94,6 +94,18 @@ def measure(scores: Scores) -> Validation:
     )
 
 
+def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.device) -> Predictor:
+    """A model of a run, under the conditions of the run."""
+    return Predictor(
+        model=model.eval(),
+        preprocess=data.preprocess,
+        num_classes=len(data.train.class_names),
+        batch_size=choose_batch_size(device),
+        device=device,
+        precision=choose_precision(data.config.train.precision, device),
+    )
+
+
 @dataclass(eq=False)
 class ImageValidator(Validator):
     """Measures a model on the validation images.
@@ -101,14 +113,12 @@ class ImageValidator(Validator):
     Args:
         data: with validation images.
         device: of the model.
-        precision: of the forward pass.
         held_aside: logits that outlast the epochs.
         last_scores: of the last evaluation.
     """
 
     data: TrainingData
     device: torch.device
-    precision: Precision
     held_aside: HeldAside
     last_scores: Scores | None = None
 
@@ -122,14 +132,7 @@ class ImageValidator(Validator):
         preprocess = self.data.preprocess
         images = dataset.pixels
         assert images is not None, "validation images are always decoded"
-        predictor = Predictor(
-            model,
-            preprocess,
-            len(dataset.class_names),
-            choose_batch_size(self.device),
-            self.device,
-            self.precision,
-        )
+        predictor = build_predictor(self.data, model, device=self.device)
         logits = predictor.predict(
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )

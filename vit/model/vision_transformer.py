@@ -60,6 +60,7 @@ class VisionTransformer(nn.Module):
         architecture: The arguments, with every None that has a default replaced.
         patch_drop_rate: Fraction of each image's patches that a training step leaves out.
         grad_checkpointing: Recompute each block's activations in the backward pass.
+        num_frozen_blocks: As of `freeze`.
 
     Example:
         >>> model = vit.VisionTransformer(img_size=32, patch_size=4, num_classes=10)
@@ -118,6 +119,7 @@ class VisionTransformer(nn.Module):
         self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.patch_drop_rate = 0.0
         self.grad_checkpointing = False
+        self.num_frozen_blocks = 0
 
         # pixels → tokens
         self.patch_embed = PatchEmbed(
@@ -168,28 +170,31 @@ class VisionTransformer(nn.Module):
             return None
         return 1 if self.head_dist is None else 2
 
-    def forward(self, images: Images) -> Logits:
-        """Logits, or features where num_classes is 0."""
+    def forward(self, images: Images | Tokens) -> Logits:
+        """Logits, or features where num_classes is 0; of images, or of their tokens as
+        `forward_frozen` gives them."""
         # In training the last block skips the tokens that the head doesn't read: the same logits
         # and gradients for less work. Hooks of a model in evaluation mode may want every token.
         num_out_tokens = self.num_out_tokens if self.training else None
         return self.forward_head(self.forward_features(images, num_out_tokens=num_out_tokens))
 
     def forward_features(
-        self, images: Images, *, num_out_tokens: int | None = None
+        self, images: Images | Tokens, *, num_out_tokens: int | None = None
     ) -> Float[Tensor, "B M D"]:
         """Tokens after the final norm: prefix tokens, then patches row by row.
 
         Args:
-            images: Normalised, [B, C, height, width].
+            images: Normalised, [B, C, height, width], or tokens of `forward_frozen`, [B, N, D].
             num_out_tokens: Only that many leading tokens; None: all.
         """
-        tokens = self._embed(images)
+        is_embedded = images.ndim == 3
+        tokens = images if is_embedded else self._embed(images)
         if self.training and self.patch_drop_rate:
             tokens = drop_patches(
                 tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
-        for layer, block in enumerate(self.blocks):
+        for layer in range(self.num_frozen_blocks if is_embedded else 0, len(self.blocks)):
+            block = self.blocks[layer]
             num_kept = num_out_tokens if layer == len(self.blocks) - 1 else None
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(block, tokens, num_out_tokens=num_kept, use_reentrant=False)
@@ -197,6 +202,13 @@ class VisionTransformer(nn.Module):
                 tokens = block(tokens, num_out_tokens=num_kept)
         normed: Tensor = self.norm(tokens)
         return normed
+
+    def forward_frozen(self, images: Images) -> Tokens:
+        """The tokens after the frozen blocks, which `forward` takes in place of the images."""
+        tokens = self._embed(images)
+        for layer in range(self.num_frozen_blocks):
+            tokens = self.blocks[layer](tokens)
+        return tokens
 
     def forward_head(self, tokens: Tokens) -> Logits:
         """Pool the tokens of `forward_features` and classify."""
@@ -291,6 +303,7 @@ class VisionTransformer(nn.Module):
                 )
             trained += ["norm.", "fc_norm."]
             trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
+            self.num_frozen_blocks = part
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith(tuple(trained)))
 

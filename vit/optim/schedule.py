@@ -8,11 +8,13 @@ ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 _COOLDOWN_FRACTION = 0.25  # of the run
 
 
-def schedule_factor(step: int, *, name: ScheduleName, warmup_steps: int, total_steps: int) -> float:
+def schedule_factor(
+    step: float, *, name: ScheduleName, warmup_steps: int, total_steps: int
+) -> float:
     """The factor of the learning rate in a step.
 
     Args:
-        step: counted from 0.
+        step: counted from 0; of a run that was shortened its place in the full one.
         name: how the factor falls. "constant-cooldown" stays at 1 until the last quarter, then
             falls linearly.
         warmup_steps: the factor rises linearly and reaches 1 in step `warmup_steps`.

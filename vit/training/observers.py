@@ -130,10 +130,10 @@ class ProgressBar(Observer):
         self._advance: Advance  # since `on_start`
         self._displayed_at = 0.0
         self._printed_at = -math.inf
-        self._total_steps = 0
+        # of the last epoch, that is not printed yet
+        self._line = ""
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        self._total_steps = total_steps
         self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
         self._advance(step)
 
@@ -148,10 +148,6 @@ class ProgressBar(Observer):
         self._advance(1, title)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        is_last = metrics["step"] >= self._total_steps
-        if not is_last and time.perf_counter() - self._printed_at < _LINE_SECONDS:
-            return
-        self._printed_at = time.perf_counter()
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
         # validation is at the size of the data
         if "train_image_height" in metrics:
@@ -162,10 +158,19 @@ class ProgressBar(Observer):
                 f"  macro F1 {metrics['val_macro_f1']:.2%}"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"
-        self.on_message(f"{line}  {metrics['elapsed_seconds']:.0f} s")
+        self._line = f"{line}  {metrics['elapsed_seconds']:.0f} s"
+        if time.perf_counter() - self._printed_at >= _LINE_SECONDS:
+            self._print_line()
 
     def on_message(self, text: str) -> None:
         print(text, file=sys.stderr)
 
     def on_end(self) -> None:
+        self._print_line()
         self._context.close()
+
+    def _print_line(self) -> None:
+        if self._line:
+            self.on_message(self._line)
+        self._line = ""
+        self._printed_at = time.perf_counter()

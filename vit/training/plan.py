@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt
@@ -33,6 +33,7 @@ class TrainingPlan:
         mix_until: fraction of the run after which mixup and cutmix stop.
         on_nonfinite: what becomes of the run after a step that is not finite.
         select_by: the measure of the best model, on the validation images.
+        max_seconds: of the loop, which gets fewer steps where these would take longer.
         early_stopping_patience: evaluations without a better model after which the run ends; None
             for no end before `total_steps`.
         timeout_seconds: without an answer from another process, after which it is given up.
@@ -50,8 +51,14 @@ class TrainingPlan:
     mix_until: float = 1.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     select_by: SelectBy = "top1"
+    max_seconds: float | None = None
     early_stopping_patience: int | None = None
     timeout_seconds: float = 600
+
+    def with_steps(self, total_steps: int) -> Self:
+        """The plan, of another length."""
+        epochs = math.ceil(self.epochs * total_steps / self.total_steps)
+        return dataclasses.replace(self, total_steps=total_steps, epochs=epochs)
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
         """The size (height, width) of epoch number `epoch`, counted from 0; None for the data's
@@ -109,6 +116,7 @@ class Progress:
     epoch: NonNegativeInt = 0
     step_in_epoch: NonNegativeInt = 0
     step: NonNegativeInt = 0  # over the whole run, as are all numbers of steps but the one above
+    total_steps: NonNegativeInt | None = None  # that were found to fit the time; None: the plan's
     best_step: NonNegativeInt = 0  # 0: there is no model yet
     best: Validation = NO_VALIDATION  # at `best_step`
     evaluations_since_best: NonNegativeInt = 0

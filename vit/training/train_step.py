@@ -64,7 +64,7 @@ class TrainStep:
 
     model: nn.Module
     optimizer: Optimizer
-    lr_factor: Callable[[int], float]
+    lr_factor: Callable[[float], float]
     _: KW_ONLY
     precision: Precision = "bfloat16"
     label_smoothing: float = 0.0

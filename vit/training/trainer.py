@@ -35,6 +35,10 @@ from vit.training.train_step import StepResult, TrainStep
 
 T = TypeVar("T")
 
+# how often in a run its speed is measured, and by what fraction its length must change to be changed
+_NUM_SPEED_CHECKS = 10
+_MIN_LENGTH_CHANGE = 0.05
+
 
 class Validator(Protocol):
     """Measures a model on the validation images (`vit.factory.validation`)."""
@@ -95,6 +99,11 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = Progress()
+        # `plan` and the step's schedule change where the time is too short for it
+        self._full_plan = self.plan
+        self._full_lr_factor = self.train_step.lr_factor
+        # when this process began to train, and after how many steps of the run
+        self._speed_start = (0.0, 0)
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
@@ -124,6 +133,7 @@ class Trainer:
                 )
                 if self.keeps_first_model and not self._has_model():
                     self._keep_first_model()
+                self._speed_start = (time.perf_counter(), self.progress.step)
                 while not self.progress.is_done(self.plan):
                     if not self._train_epoch():
                         break
@@ -179,6 +189,7 @@ class Trainer:
         progress.epoch_sums = progress.epoch_sums.to(self.train_step.device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
         for batch in self._batches(start_step=progress.step_in_epoch):
+            self._fit_length()
             seed_step(plan.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
@@ -192,7 +203,7 @@ class Trainer:
 
             if self._stop_if_requested():
                 return False
-            if progress.step >= plan.total_steps:
+            if progress.step >= self.plan.total_steps:
                 break
             # an epoch's last step is saved with its metrics: a kill between the two would log them
             # twice
@@ -200,6 +211,38 @@ class Trainer:
             if self._is_checkpoint_due() and not is_last:
                 self._save()
         return True
+
+    def _fit_length(self) -> None:
+        """Ten times a run, change its length to what its time holds at its speed so far, at most to
+        that of its full plan. A new length is saved at once: whoever resumes the run goes on with it.
+        """
+        full_plan = self._full_plan
+        step = self.progress.step
+        started_at, start_step = self._speed_start
+        is_due = step % max(full_plan.total_steps // _NUM_SPEED_CHECKS, 1) == 0
+        if full_plan.max_seconds is None or not is_due or step == start_step:
+            return
+        now = time.perf_counter()
+        step_seconds = (now - started_at) / (step - start_step)
+        seconds_left = full_plan.max_seconds - (now - self._started_at)
+        total_steps = step + max(int(seconds_left / step_seconds), 1)
+        total_steps = self.process.broadcast(min(total_steps, full_plan.total_steps))
+        change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
+        if change > _MIN_LENGTH_CHANGE:
+            self._set_length(total_steps)
+            self._message(
+                f"{total_steps} of {full_plan.total_steps} steps fit in the"
+                f" {full_plan.max_seconds / 60:.2g} minutes of train.max_minutes"
+            )
+            self._save()
+
+    def _set_length(self, total_steps: int) -> None:
+        """End after so many steps; the learning rate falls faster by as much as there are fewer."""
+        full_lr_factor = self._full_lr_factor
+        pace = self._full_plan.total_steps / total_steps
+        self.plan = self._full_plan.with_steps(total_steps)
+        self.train_step.lr_factor = lambda step: full_lr_factor(step * pace)
+        self.progress.total_steps = total_steps
 
     def _finish_epoch(self) -> None:
         """Evaluate, keep the best model, tell the observers, save."""
@@ -336,6 +379,8 @@ class Trainer:
             origin = f"the checkpoint of step {checkpoint['progress']['step']}"
             self.identity.check(checkpoint["identity"], origin=origin)
             self.progress = Progress(**checkpoint["progress"])
+            if self.progress.total_steps is not None:
+                self._set_length(self.progress.total_steps)
             self.train_step.load_state_dict(checkpoint["state"])
             if self.validator is not None:
                 self.validator.load_state_dict(checkpoint["validator"])

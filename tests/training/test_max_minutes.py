@@ -1,0 +1,113 @@
+"""A run whose machine is slower than its plan ends within its minutes, and is resumed like any
+other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.conftest import MakeRun, flatten, read_metrics, run_until
+from tests.training.test_resume import assert_equal_runs
+from vit.factory.run import Run
+from vit.training import trainer as trainer_module
+from vit.training.train_step import StepResult
+
+
+class Clock:
+    """Time that passes with the steps alone."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(trainer_module.time, "perf_counter", clock.perf_counter)
+    return clock
+
+
+def slow_down(run: Run, clock: Clock, *, seconds: list[float]) -> None:
+    """Let each step of a run take `seconds[step]`, the last of them for all that follow."""
+    train_step = run.trainer.train_step
+
+    class Slow(train_step.__class__):  # type: ignore[name-defined, misc]
+        def __call__(self, images: Tensor, targets: Tensor) -> StepResult:
+            clock.seconds += seconds[min(self.num_steps, len(seconds) - 1)]
+            result: StepResult = super().__call__(images, targets)
+            return result
+
+    train_step.__class__ = Slow
+
+
+# eight epochs of five steps, planned to take a second each
+LENGTH = ["train.epochs=8", f"train.max_minutes={40 / 60}", "schedule.name=linear"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_steps"),
+    [
+        # as planned, or faster: nothing changes
+        ([1.0], 40),
+        ([0.5], 40),
+        # half as fast from the first step on, and from the middle on
+        ([2.0], 20),
+        ([1.0] * 20 + [2.0], 31),
+        # the first step compiles, say: what was taken from the length is given back, to within 5 %
+        ([5.0] + [0.9] * 50, 38),
+        # one epoch takes longer than all were to
+        ([10.0], 5),
+    ],
+)
+def test_it_ends_within_its_minutes(
+    make_run: MakeRun, tmp_path: Path, clock: Clock, seconds: list[float], num_steps: int
+) -> None:
+    run = make_run(tmp_path, *LENGTH)
+    slow_down(run, clock, seconds=seconds)
+    run.trainer.train()
+    assert run.trainer.progress.step == num_steps
+    assert clock.seconds <= 1.15 * 40 or num_steps == 5
+    # validated and kept at its end, where the learning rate has fallen to nearly nothing
+    last = read_metrics(tmp_path)[-1]
+    assert last["step"] == num_steps
+    assert last["learning_rate"] < 0.1 * run.config.optimizer.lr
+
+
+@pytest.mark.parametrize("step", [3, 5, 6, 7, 13, 19])
+def test_resumed_run_has_the_length_that_was_decided(
+    make_run: MakeRun, tmp_path: Path, clock: Clock, step: int
+) -> None:
+    overrides = [*LENGTH, "train.checkpoint_every_steps=2"]
+    whole = make_run(tmp_path / "whole", *overrides)
+    slow_down(whole, clock, seconds=[2.0])
+    whole.trainer.train()
+    assert whole.trainer.progress.step == 20
+
+    broken = make_run(tmp_path / "broken", *overrides)
+    slow_down(broken, clock, seconds=[2.0])
+    run_until(broken, step)
+    resumed = make_run(tmp_path / "broken", *overrides)
+    slow_down(resumed, clock, seconds=[2.0])
+    resumed.trainer.resume()
+    resumed.trainer.train()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_finished_shortened_run_has_nothing_left_to_do(
+    make_run: MakeRun, tmp_path: Path, clock: Clock
+) -> None:
+    run = make_run(tmp_path, *LENGTH)
+    slow_down(run, clock, seconds=[2.0])
+    run.trainer.train()
+    before = read_metrics(tmp_path)
+    again = make_run(tmp_path, *LENGTH)
+    assert again.trainer.resume()
+    assert again.trainer.plan.total_steps == 20
+    again.trainer.train()
+    assert read_metrics(tmp_path) == before
