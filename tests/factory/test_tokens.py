@@ -199,7 +199,7 @@ def test_images_that_change_are_passed_at_every_step(
     assert type(run.trainer.train_batches) is not TokenLoader
     assert run.config.data.pipeline != "tokens"
     if "pipeline" not in override:
-        with pytest.raises(ValueError, match="data.pipeline=tokens needs frozen blocks"):
+        with pytest.raises(ValueError, match=r"data\.pipeline=tokens needs frozen blocks"):
             make_run(tmp_path / "refused", override, "data.pipeline=tokens")
 
 
