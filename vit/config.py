@@ -140,11 +140,6 @@ class AugmentConfig(_Section):
         """Whether labels are mixtures of two."""
         return self.mixup > 0 or self.cutmix > 0
 
-    @property
-    def flips_alone(self) -> bool:
-        """Whether nothing but a flip changes an image."""
-        return self == AugmentConfig(flip=self.flip, mix_until=self.mix_until)
-
 
 class ModelConfig(_Section):
     """The vision transformer. `init` has its own architecture; `preset` names one that the keys
@@ -283,7 +278,9 @@ class Config(_Section):
         """Whether the frozen blocks make the same tokens of an image in every epoch."""
         freeze = self.model.freeze
         has_frozen_blocks = isinstance(freeze, int) and freeze > 0
-        return has_frozen_blocks and self.augment.flips_alone and not self.train.image_sizes
+        augment = self.augment
+        flips_alone = augment == AugmentConfig(flip=augment.flip, mix_until=augment.mix_until)
+        return has_frozen_blocks and flips_alone and not self.train.image_sizes
 
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:

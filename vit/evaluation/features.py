@@ -96,7 +96,6 @@ def compute_tokens(
     *,
     mirrored: bool,
     cache_dir: Path | None = None,
-    progress: bool = True,
 ) -> Float[Tensor, "n V N D"]:
     """The tokens of images after the frozen blocks of a model, as
     `VisionTransformer.forward_frozen` gives them: computed once and kept in the cache.
@@ -105,7 +104,7 @@ def compute_tokens(
         predictor: our model, with the conditions under which it runs.
         dataset: the images, decoded.
         mirrored: whether there are two views, the image and its mirror image, not the image alone.
-        cache_dir, progress: as of `compute_features`.
+        cache_dir: as of `compute_features`.
 
     Returns:
         On the CPU, in the precision of the predictor.
@@ -131,7 +130,6 @@ def compute_tokens(
         shape=_token_shape(model, mirrored),
         dtype=getattr(torch, predictor.precision),
         cache_dir=cache_dir,
-        progress=progress,
     )
 
 
@@ -150,7 +148,7 @@ def _compute_once(
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     cache_dir: Path | None,
-    progress: bool,
+    progress: bool = True,
 ) -> Tensor:
     """What a function of the model gives of all images, from the cache where it was computed before.
 

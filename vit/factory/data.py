@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,11 +40,6 @@ class TrainingData:
     pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
-
-    def with_pipeline(self, pipeline: Pipeline, reason: str) -> Self:
-        """The same images, kept in another way."""
-        config = _set_pipeline(self.config, pipeline)
-        return replace(self, config=config, pipeline_reason=reason)
 
     @cached_property
     def decoded_validation(self) -> ImageDataset:
@@ -157,7 +152,7 @@ def build_data(
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
-    config = _set_pipeline(config, pipeline)
+    config = set_pipeline(config, pipeline)
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config,
@@ -217,7 +212,8 @@ def build_train_loader(
     )
 
 
-def _set_pipeline(config: Config, pipeline: Pipeline) -> Config:
+def set_pipeline(config: Config, pipeline: Pipeline) -> Config:
+    """The configuration with another pipeline."""
     data = config.data.model_copy(update={"pipeline": pipeline})
     return config.model_copy(update={"data": data})
 

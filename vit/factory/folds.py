@@ -9,11 +9,10 @@ from vit.config import Config
 from vit.evaluation.features import compute_features
 from vit.evaluation.folds import CROSS_VALIDATION_FILE, CrossValidation, cross_validate
 from vit.evaluation.images import printable
-from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.factory.data import TrainingData
 from vit.factory.model import build_model
 from vit.factory.probe import is_probe_alone
-from vit.runtime.device import choose_precision
+from vit.factory.validation import build_predictor
 from vit.runtime.files import write_json
 
 # all images are trained on, by the probe alone
@@ -40,14 +39,7 @@ def run_folds(
     """Cross-validate the probe of a run on its images, whose features are in the cache."""
     images = data.decode(data.train)
     model, _ = build_model(config, num_classes=len(images.class_names))
-    predictor = Predictor(
-        model=model.to(device).eval(),
-        preprocess=data.preprocess,
-        num_classes=len(images.class_names),
-        batch_size=choose_batch_size(device),
-        device=device,
-        precision=choose_precision(config.train.precision, device),
-    )
+    predictor = build_predictor(data, model.to(device), device=device)
     return cross_validate(
         compute_features(predictor, images, cache_dir=data.splits.cache_dir),
         images.labels,

@@ -1,6 +1,8 @@
 """The tokens of the training images after a model's frozen blocks, computed once: the steps then cost
 the other blocks alone."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from vit.config import Config
 from vit.data.loader import choose_pipeline
 from vit.data.transforms import Transform
 from vit.evaluation.features import compute_tokens, count_token_bytes
-from vit.factory.data import TrainingData
+from vit.factory.data import TrainingData, set_pipeline
 from vit.factory.validation import build_predictor
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.processes import current_process
@@ -58,4 +60,5 @@ def keep_tokens(
     tokens = compute_tokens(
         predictor, data.train, mirrored=mirrored, cache_dir=data.splits.cache_dir
     )
-    return data.with_pipeline("tokens", reason), tokens
+    config = set_pipeline(data.config, "tokens")
+    return replace(data, config=config, pipeline_reason=reason), tokens
