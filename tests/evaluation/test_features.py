@@ -13,7 +13,6 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation import features as features_module
 from vit.evaluation.features import compute_features
 from vit.evaluation.prediction import Predictor
 from vit.model.block_features import PRE_LOGITS
@@ -92,13 +91,13 @@ def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
     dataset: ImageDataset, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    compute = features_module._compute
+    compute = Predictor.compute
 
     def count_passes(*arguments: object, **options: object) -> torch.Tensor:
         passes.append(arguments)
         return compute(*arguments, **options)
 
-    monkeypatch.setattr(features_module, "_compute", count_passes)
+    monkeypatch.setattr(Predictor, "compute", count_passes)
     model = make_model()
     predictor = make_predictor(model)
     first = compute_features(predictor, dataset)
