@@ -10,9 +10,9 @@ from vit.evaluation.features import Features
 from vit.evaluation.folds import (
     CrossValidation,
     assign_group_folds,
-    compute_clustered_interval,
     cross_validate,
 )
+from vit.evaluation.intervals import compute_clustered_interval
 
 BURST = 4
 

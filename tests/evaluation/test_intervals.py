@@ -116,3 +116,29 @@ def test_fifty_thousand_predictions_take_seconds(make_predictions: MakePredictio
     start = time.perf_counter()
     compute_intervals(scores)
     assert time.perf_counter() - start < 2  # 0.1 s on a free core
+
+
+@pytest.mark.parametrize("correlation", [0.05, 0.5])
+def test_intervals_of_bursts_hold_the_truth_where_those_of_single_images_do_not(
+    correlation: float,
+) -> None:
+    """60 bursts of 5 images, whose accuracies vary (beta-binomial) around 0.7, of two classes."""
+    rng = np.random.default_rng(0)
+    spread = (1 - correlation) / correlation
+    groups = [f"burst{number}" for number in np.repeat(np.arange(60), 5)]
+    labels = np.repeat(rng.integers(2, size=60), 5)
+    held = {"naive": 0, "top1": 0, "macro_recall": 0}
+    for _ in range(200):
+        rates = np.repeat(rng.beta(0.7 * spread, 0.3 * spread, 60), 5)
+        predicted = np.where(rng.random(300) < rates, labels, 1 - labels)
+        logits = np.eye(2, dtype=np.float32)[predicted]
+        scores = score_logits(logits, labels)
+        intervals = compute_intervals(scores, groups)
+        for name in ("top1", "macro_recall"):
+            low, high = intervals[name]
+            held[name] += low <= 0.7 <= high
+        low, high = compute_intervals(scores)["top1"]
+        held["naive"] += low <= 0.7 <= high
+    assert min(held["top1"], held["macro_recall"]) / 200 >= 0.9
+    if correlation == 0.5:
+        assert held["naive"] / 200 < 0.85

@@ -20,6 +20,7 @@ from vit.config import load_config
 from vit.data.sources import folders
 from vit.factory.automatic import choose_config
 from vit.factory.recipe import Recipe, list_recipes
+from vit.factory.train_model import find_initial_weights
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,12 @@ def test_a_recipe_starts_from_another_runs_model(
     assert "is not timm:NAME" in cli.fail(
         "train", "digits", "--init", tmp_path / "nowhere", "-o", tmp_path / "x"
     )
+
+
+def test_the_packaged_model_is_one_to_start_from(tmp_path: Path) -> None:
+    path = find_initial_weights("imagenette", tmp_path)
+    assert Path(path).is_absolute()
+    assert load_bundle(path).class_names[3] == "chain saw"
 
 
 def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files of weights: what is read, what is refused, and what the refusal says."""
 
-from pathlib import Path
+import argparse
+import os
 
 import pytest
 import torch
@@ -117,9 +118,61 @@ class TestFiles:
             read_weights(path)
 
     def test_a_torch_file_that_would_run_code_is_refused(self, tmp_path):
-        torch.save({"state_dict": Path("x")}, tmp_path / "code.pth")
-        with pytest.raises(ValueError, match=r"code.pth holds no weights that can be read"):
+        class Malicious:
+            def __reduce__(self):
+                return os.system, (f"touch {tmp_path / 'executed'}",)
+
+        torch.save({"state_dict": build().state_dict(), "x": Malicious()}, tmp_path / "code.pth")
+        with pytest.raises(
+            ValueError, match=r"holds \w+\.system, which is not run; save model\.st"
+        ):
             read_weights(tmp_path / "code.pth")
+        assert not (tmp_path / "executed").exists()
+
+    def test_a_whole_model_is_refused_with_what_to_save_instead(self, tmp_path):
+        torch.save(build(), tmp_path / "model.pth")
+        with pytest.raises(ValueError, match=r"model\.pth holds no weights") as error:
+            read_weights(tmp_path / "model.pth")
+        message = str(error.value)
+        assert "VisionTransformer, which is not run; save model.state_dict() alone" in message
+        # torch's own says how to run it
+        assert "weights_only" not in message
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+    def test_what_git_clones_without_lfs_is_named(self, tmp_path, name):
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 88\n"
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(ValueError, match=r"it is Git LFS's pointer to the file"):
+            read_weights(tmp_path / name)
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda state: {f"module.{name}": value for name, value in state.items()},
+            lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
+            lambda state: {
+                "state_dict": {f"model.{name}": value for name, value in state.items()}
+                | {"criterion.weight": torch.ones(3)}
+            },
+            lambda state: {
+                "teacher": {f"backbone.{name}": value for name, value in state.items()},
+                "student": {},
+            },
+            lambda state: {"model": state, "args": argparse.Namespace(epochs=3), "epoch": 3},
+        ],
+        ids=["DataParallel", "torch.compile", "Lightning", "DINO", "script"],
+    )
+    def test_what_trainers_put_around_the_weights_goes(self, tmp_path, wrap):
+        state = build().state_dict()
+        torch.save(wrap(state), tmp_path / "weights.pth")
+        weights = read_weights(tmp_path / "weights.pth").weights
+        assert weights.keys() == state.keys()
+        assert all(torch.equal(weights[name], value) for name, value in state.items())
+
+    def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
+        weights = {"vit.embeddings.cls_token": torch.zeros(1)}
+        with pytest.raises(ValueError, match="of Hugging Face's give the folder"):
+            infer_architecture(weights, origin="it")
 
     def test_a_file_without_tensors_is_refused(self, tmp_path):
         torch.save({"epoch": 3}, tmp_path / "empty.pth")

@@ -162,6 +162,13 @@ def evaluate_bundle(
             "these images chose the best epoch of this model, which favours it: quote its accuracy"
             " on others"
         )
+    groups = images.dataset.groups
+    num_groups = len(set(groups or images.ids))
+    if num_groups < len(images):
+        notes.append(
+            f"{len(images):,} images of {num_groups:,} groups, such as copies: the intervals are as"
+            " wide as these make them, but those of single classes and of the calibration error"
+        )
     has_new_temperature = False
     if validation is not None:
         model_file = find_model_file(bundle)
@@ -204,7 +211,7 @@ def evaluate_bundle(
     dataset = images.dataset
     evaluation = Evaluation(
         **compute_metrics(scores),
-        intervals=compute_intervals(scores),
+        intervals=compute_intervals(scores, groups),
         per_class=compute_per_class(scores, bundle.class_names),
         reliability=compute_reliability(scores),
         calibration=measure_calibration(bundle, logits, images.labels),

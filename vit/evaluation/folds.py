@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import betaincinv, stdtrit
 
 from vit.evaluation.features import Features
+from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import Ints, compute_metrics, score_logits
 from vit.evaluation.probe import assign_folds, fit_probe
 
@@ -157,42 +156,3 @@ def assign_group_folds(labels: Ints, groups: Sequence[str], *, num_folds: int) -
     for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
         folds[out] = fold
     return folds
-
-
-def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tuple[float, float]:
-    """95 % interval of an accuracy whose images come in clusters, 0 to 1.
-
-    Clopper and Pearson's interval of as many independent images as have the accuracy's variance
-    between clusters (Korn and Graybill 1998, "Confidence intervals for proportions with small
-    expected number of positive counts estimated from survey data").
-
-    Args:
-        correct: [n].
-        clusters: [n], a number for each.
-    """
-    count = len(correct)
-    accuracy = float(correct.mean())
-    sizes = np.bincount(clusters)
-    sizes = sizes[sizes > 0]
-    num_clusters = len(sizes)
-    if num_clusters < 2:
-        return 0.0, 1.0
-    # of the ratio of the clusters' sums
-    residuals = np.bincount(clusters, correct - accuracy)
-    variance = num_clusters / (num_clusters - 1) * (residuals**2).sum() / count**2
-    if variance > 0:
-        effective = min(accuracy * (1 - accuracy) / variance, count)
-    else:
-        # all alike: as if the images of a cluster were one
-        effective = float(num_clusters)
-    # few clusters know their variance badly
-    if num_clusters < count:
-        ratio = stdtrit(count - 1, 0.975) / stdtrit(num_clusters - 1, 0.975)
-        effective *= float(ratio) ** 2
-    hits = accuracy * effective
-    low, high = 0.0, 1.0
-    if hits > 0:
-        low = float(betaincinv(hits, effective - hits + 1, 0.025))
-    if hits < effective:
-        high = float(betaincinv(hits + 1, effective - hits, 0.975))
-    return low, high

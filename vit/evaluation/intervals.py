@@ -5,8 +5,11 @@ Coverage, the fraction of test sets whose interval holds the true value, is meas
 benchmarks/intervals.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-from scipy.special import bdtr, gammaincinv, ndtri, stdtr, stdtrit
+from numpy.typing import NDArray
+from scipy.special import bdtr, betaincinv, gammaincinv, ndtri, stdtr, stdtrit
 
 from vit.evaluation.metrics import (
     NUM_BINS,
@@ -14,7 +17,6 @@ from vit.evaluation.metrics import (
     Ints,
     Scores,
     compute_metrics,
-    compute_proportion_interval,
     find_bins,
 )
 
@@ -26,7 +28,9 @@ _NORMAL = float(ndtri(1 - _TAIL))
 _ECE_STEPS = 24
 
 
-def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
+def compute_intervals(
+    scores: Scores, groups: Sequence[str] | None = None
+) -> dict[str, tuple[float, float]]:
     """95 % confidence intervals of every metric; each holds its metric.
 
     A bootstrap fails where errors are few: an image that is not among those drawn can't be drawn
@@ -37,17 +41,22 @@ def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
 
     Args:
         scores: of the test images.
+        groups: of the same images, such as a burst's, of which one tells about the others: all but
+            the calibration error's interval are wider by that. None: each image is its own.
 
     Returns:
         The lower and the upper end by the metric's name.
     """
     metrics = compute_metrics(scores)
     intervals = {"ece": _bound_ece(scores)}
+    clusters = np.arange(len(scores))
+    if groups is not None:
+        clusters = np.unique(np.array(groups), return_inverse=True)[1]
+    # what one more group could add, in units of one more image
+    group_size = len(scores) / len(np.unique(clusters))
 
-    hits = np.array([np.sum(scores.rank < rank) for rank in (1, 5)])
-    counts = np.full(2, len(scores))
-    ends = zip(*compute_proportion_interval(hits, counts), strict=True)
-    intervals.update(zip(("top1", "top5"), ends, strict=True))
+    for name, rank in (("top1", 1), ("top5", 5)):
+        intervals[name] = compute_clustered_interval(scores.rank < rank, clusters)
 
     # what an image adds that the model gets wrong, at most as likely as the model thinks
     error_probability = np.maximum(1 - scores.confidence, 1e-12)
@@ -59,8 +68,8 @@ def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
         typical = float(np.average(error_losses, weights=error_probability))
         intervals[name] = _bound_sum(
             metrics[name],
-            variance=float(losses.var()) / max(len(losses) - 1, 1),
-            step=max(float(losses.max()), typical) / len(losses),
+            variance=_compute_variance(losses - losses.mean(), clusters),
+            step=group_size * max(float(losses.max()), typical) / len(losses),
         )
 
     for name, columns in (
@@ -68,7 +77,7 @@ def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
         ("macro_precision", [scores.predicted]),
         ("macro_recall", [scores.labels]),
     ):
-        low, high = _bound_macro_error(scores, 1 - metrics[name], columns)
+        low, high = _bound_macro_error(scores, 1 - metrics[name], columns, clusters)
         intervals[name] = (1 - high, 1 - low)
 
     largest = {"loss": np.inf, "nll": np.inf, "brier": 2.0}
@@ -79,6 +88,51 @@ def compute_intervals(scores: Scores) -> dict[str, tuple[float, float]]:
         )
         for name, value in metrics.items()
     }
+
+
+def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tuple[float, float]:
+    """95 % interval of an accuracy whose images come in clusters, 0 to 1.
+
+    Clopper and Pearson's interval of as many independent images as have the accuracy's variance
+    between clusters (Korn and Graybill 1998, "Confidence intervals for proportions with small
+    expected number of positive counts estimated from survey data").
+
+    Args:
+        correct: [n].
+        clusters: [n], a number for each.
+    """
+    count = len(correct)
+    accuracy = float(correct.mean())
+    sizes = np.bincount(clusters)
+    sizes = sizes[sizes > 0]
+    num_clusters = len(sizes)
+    if num_clusters == 1 < count:
+        return 0.0, 1.0
+    variance = _compute_variance(correct.astype(np.float64) - accuracy, clusters)
+    # each image on its own; or all alike: as if the images of a cluster were one
+    effective = float(num_clusters)
+    if num_clusters < count and variance > 0:
+        effective = min(accuracy * (1 - accuracy) / variance, count)
+    # few clusters know their variance badly
+    if num_clusters < count:
+        ratio = stdtrit(count - 1, 1 - _TAIL) / stdtrit(num_clusters - 1, 1 - _TAIL)
+        effective *= float(ratio) ** 2
+    hits = accuracy * effective
+    low, high = 0.0, 1.0
+    if hits > 0:
+        low = float(betaincinv(hits, effective - hits + 1, _TAIL))
+    if hits < effective:
+        high = float(betaincinv(hits + 1, effective - hits, 1 - _TAIL))
+    return low, high
+
+
+def _compute_variance(deviations: Floats, clusters: Ints) -> float:
+    """Of a mean over images that come in clusters, from their deviations from it: that of the ratio of
+    the clusters' sums."""
+    num_clusters = len(np.unique(clusters))
+    sums = np.bincount(clusters, deviations)
+    factor = num_clusters / max(num_clusters - 1, 1)
+    return float(factor * (sums**2).sum() / len(deviations) ** 2)
 
 
 def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
@@ -97,7 +151,9 @@ def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, fl
     return low, float(gammaincinv(mean**2 / spread, 1 - _TAIL)) * spread / mean
 
 
-def _bound_macro_error(scores: Scores, error: float, columns: list[Ints]) -> tuple[float, float]:
+def _bound_macro_error(
+    scores: Scores, error: float, columns: list[Ints], clusters: Ints
+) -> tuple[float, float]:
     """The interval of what a macro average lacks of 1.
 
     A wrong image adds 1/n to the error of a class that n images have as label (of recall), as
@@ -108,6 +164,7 @@ def _bound_macro_error(scores: Scores, error: float, columns: list[Ints]) -> tup
         scores: of the images.
         error: 1 minus the macro average.
         columns: the classes by which the images are counted, [n] each.
+        clusters: a number of each image's group, [n].
     """
     num_classes = scores.num_classes
     occurs = np.bincount(scores.labels, minlength=num_classes) > 0
@@ -117,12 +174,15 @@ def _bound_macro_error(scores: Scores, error: float, columns: list[Ints]) -> tup
     weights = np.sum([1 / counts[column] for column in columns], axis=0) / occurs.sum()
 
     wrong = ~scores.correct
-    variance = float((weights**2 * (wrong - wrong.mean()) ** 2).sum())
+    deviations = np.bincount(clusters, weights * (wrong - wrong.mean()))
+    variance = float((deviations**2).sum())
     # a class that no image has as its label, or as its prediction, may as well have a value of 1
     for column in columns:
         num_unknown = np.sum(occurs & (np.bincount(column, minlength=num_classes) == 0))
         variance += float(num_unknown) / occurs.sum() ** 2
-    return _bound_sum(error, variance=variance, step=float((weights**2).sum() / weights.sum()))
+    group_size = len(clusters) / len(np.unique(clusters))
+    step = group_size * float((weights**2).sum() / weights.sum())
+    return _bound_sum(error, variance=variance, step=step)
 
 
 def _bound_ece(scores: Scores) -> tuple[float, float]:

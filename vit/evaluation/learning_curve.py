@@ -17,12 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.evaluation.features import Features
-from vit.evaluation.folds import (
-    assign_group_folds,
-    compute_clustered_interval,
-    number_groups,
-)
-from vit.evaluation.intervals import SIGNIFICANCE, compute_mcnemar
+from vit.evaluation.folds import assign_group_folds, number_groups
+from vit.evaluation.intervals import SIGNIFICANCE, compute_clustered_interval, compute_mcnemar
 from vit.evaluation.metrics import Floats, Ints
 from vit.evaluation.probe import NUM_FOLDS, LinearProbe, as_array, assign_folds, fit_path
 from vit.runtime.documents import check_schema, read_json

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vit.bundle import PRETRAINED_FOLDER, list_pretrained
 from vit.config import (
     Config,
     dump_config,
@@ -214,8 +215,8 @@ def resolve_config(
 
 
 def find_initial_weights(init: str | Path, output: Path) -> str:
-    """The value of `model.init` for what a user names: timm:NAME, a model file or a run directory,
-    as an absolute path.
+    """The value of `model.init` for what a user names: timm:NAME; a file, a folder, a run directory
+    or the model that comes with the package as an absolute path.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -227,8 +228,11 @@ def find_initial_weights(init: str | Path, output: Path) -> str:
     # a folder of timm's has a config.json and is opened as a whole
     if path.is_dir() and not (path / "config.json").is_file():
         path /= MODEL_FILE
+    if not path.exists() and str(init) in list_pretrained():
+        path = PRETRAINED_FOLDER / f"{init}.safetensors"
     if not path.exists():
-        raise FileNotFoundError(f"--init {init} is not timm:NAME, and there is no {path}")
+        names = " or ".join(["timm:NAME", *list_pretrained()])
+        raise FileNotFoundError(f"--init {init} is not {names}, and there is no {path}")
     if path.resolve().parent == output.resolve():
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
     return str(path.absolute())

@@ -25,7 +25,13 @@ from vit.config import DataConfig
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import MAX_SIDE
 from vit.runtime.documents import check_schema, parse_json
-from vit.runtime.files import compute_sha256, open_regular, read_tensors, write_atomically
+from vit.runtime.files import (
+    compute_sha256,
+    explain_damage,
+    open_regular,
+    read_tensors,
+    write_atomically,
+)
 
 MODEL_FILE = "model.safetensors"
 # global step and the first digits of the SHA-256
@@ -87,7 +93,8 @@ def read_model_file(path: Path) -> ModelFile:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is not a complete model file ({error}); copy or train it again"
+            f"{path} is not a complete model file ({explain_damage(path, error)}); "
+            "copy or train it again"
         ) from error
 
     check_finite(tensors, origin=str(path))

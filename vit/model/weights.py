@@ -2,6 +2,7 @@
 reason."""
 
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -48,16 +49,14 @@ def read_weights(path: Path) -> ModelFile:
         return content if content.metadata else ModelFile(_convert_names(content.weights))
     try:
         state = read_tensors(path)
-        # trainers put the weights under a key, DataParallel puts "module." before each name
-        for key in ("state_dict", "model"):
+        # trainers put the weights under a key
+        for key in ("state_dict", "model", "teacher"):
             if isinstance(state, dict) and isinstance(state.get(key), dict):
                 state = state[key]
         weights = {}
         if isinstance(state, dict):
             weights = {
-                str(name).removeprefix("module."): value
-                for name, value in state.items()
-                if isinstance(value, Tensor)
+                str(name): value for name, value in state.items() if isinstance(value, Tensor)
             }
         if not weights:
             raise ValueError("it has no tensors by name")
@@ -136,9 +135,12 @@ def infer_architecture(
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
         is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
+        hint = ""
+        if any("embeddings.cls_token" in name for name in weights):
+            hint = "; of Hugging Face's give the folder, with its config.json"
         raise ValueError(
             f"{origin} is not a plain vision transformer, as of timm or torchvision, "
-            f"with learned positions; it holds {', '.join(list(weights)[:3])} …"
+            f"with learned positions; it holds {', '.join(list(weights)[:3])} …{hint}"
         ) from None
 
     class_token = "cls_token" in weights
@@ -181,7 +183,18 @@ def infer_architecture(
 
 def _convert_names(weights: StateDict) -> StateDict:
     """The names of torchvision (`encoder.layers.encoder_layer_0.self_attention…`) and of DINOv2's
-    authors to ours; others pass unchanged."""
+    authors to ours; others pass unchanged. What DataParallel ("module."), torch.compile, Lightning
+    and others put before the names goes, and what they have beside the network with it."""
+    for name in weights:
+        match = re.fullmatch(r"(.+\.)(patch_embed\.proj|conv_proj)\.weight", name)
+        if match:
+            start = match[1]
+            weights = {
+                name.removeprefix(start): tensor
+                for name, tensor in weights.items()
+                if name.startswith(start)
+            }
+            break
     if "mask_token" in weights and "patch_embed.proj.weight" in weights:
         return _convert_dinov2(weights)
     if "conv_proj.weight" not in weights:

@@ -3,6 +3,7 @@
 Only regular files are read. A result is written into a new or empty directory, or one that vit made.
 """
 
+import argparse
 import errno
 import hashlib
 import io
@@ -100,7 +101,9 @@ def read_tensors(path: Path) -> Any:
 
     with open_regular(path) as file:
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            # of a training script's options, which timm's saves beside the weights
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(file, map_location="cpu", weights_only=True)
             # a crafted tensor may repeat a few bytes to any size
             for tensor in list_tensors(content):
                 if tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -108,8 +111,22 @@ def read_tensors(path: Path) -> Any:
                     raise ValueError(f"a tensor {shape} is larger than what is stored of it")
         except Exception as error:
             # torch answers broken bytes with nearly any
-            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+            raise ValueError(f"{path} can't be read: {explain_damage(path, error)}") from error
     return content
+
+
+def explain_damage(path: Path, error: BaseException) -> str:
+    """Why a file of tensors can't be read: the library's message, unless a stranger is misled by it."""
+    with open_regular(path) as file:
+        if file.read(23) == b"version https://git-lfs":
+            return "it is Git LFS's pointer to the file, which `git lfs pull` downloads"
+    # torch's own message tells how to run what the file pickles
+    pickled = re.search(r"GLOBAL (\S+)", str(error))
+    if pickled:
+        return f"it holds {pickled[1]}, which is not run; save model.state_dict() alone"
+    if "weights_only" in str(error):
+        return "it is not a file of torch"
+    return first_line(error)
 
 
 def write_atomically(
