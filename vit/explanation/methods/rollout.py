@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vit.explanation.capture.forward import Forward, split_prefix
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
+from vit.explanation.methods.sinks import note_drawn
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import MapOptions
@@ -143,7 +144,7 @@ def compute_rollout(forward: Forward, classes: Tensor, options: MapOptions) -> T
 
     def roll_up(images: slice) -> TokenWeights:
         return attention_rollout(
-            _LayerAttentions(layers, images),
+            _LayerAttentions(layers, images, forward.num_prefix_tokens),
             head_fusion=options.head_fusion,
             discard_ratio=options.discard_ratio,
             residual=options.residual,
@@ -161,12 +162,15 @@ class _LayerAttentions(Sequence[Tensor]):
 
     layers: Sequence[AttentionLayer]
     images: slice
+    num_prefix_tokens: int
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.layers[index].attention(self.images)
+        attention = self.layers[index].attention(self.images)
+        note_drawn(self.layers[index], attention, self.num_prefix_tokens)
+        return attention
 
 
 def _is_plain_mean(options: MapOptions) -> bool:
