@@ -88,13 +88,14 @@ def attention_rollout(
         rows = at_least_float32(pool_weights)[:, None]
     is_mean_of_one_row = pool_weights is not None and _is_plain_mean(options)
 
-    for layer in reversed(range(start_layer, len(attentions))):
-        attention = attentions[layer]
+    def mix(attention: Float[Tensor, "B H N N"]) -> Tensor:
         if is_mean_of_one_row:
-            mixed = _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
-        else:
-            mixed = rows @ mixing_matrix(attention, options, num_prefix_tokens)
-        rows = residual * rows + (1 - residual) * mixed
+            return _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
+        return rows @ mixing_matrix(attention, options, num_prefix_tokens)
+
+    for layer in reversed(range(start_layer, len(attentions))):
+        # a layer's attention is freed here: the next one takes its place in the processor's cache
+        rows = residual * rows + (1 - residual) * mix(attentions[layer])
     return rows if pool_weights is None else rows[:, 0]
 
 
