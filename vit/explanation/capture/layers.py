@@ -73,6 +73,8 @@ class AttentionLayer:
         self.options: Mapping[str, Any] = {}  # what the module was called with, besides the tokens
         # [B, N, D], what entered the attention module
         self.tokens: Tensor | None = None
+        # the most that a patch draws, in even shares, where a rollout has noted it
+        self.max_drawn: float | None = None
         # with gradients only, still in the autograd graph; the block's tokens also where they are
         # asked for:
         self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
@@ -218,7 +220,7 @@ class AttentionLayer:
             self.num_calls += 1
             self.tokens = tokens
             self.options = options
-            self.query = self.key = None
+            self.query = self.key = self.max_drawn = None
             self.batch, self.num_tokens = tokens.shape[:2]
 
         def on_projection(

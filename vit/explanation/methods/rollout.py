@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vit.explanation.capture.forward import Forward, split_prefix
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
+from vit.explanation.methods.sinks import note_drawn
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import MapOptions
@@ -87,13 +88,14 @@ def attention_rollout(
         rows = at_least_float32(pool_weights)[:, None]
     is_mean_of_one_row = pool_weights is not None and _is_plain_mean(options)
 
-    for layer in reversed(range(start_layer, len(attentions))):
-        attention = attentions[layer]
+    def mix(attention: Float[Tensor, "B H N N"]) -> Tensor:
         if is_mean_of_one_row:
-            mixed = _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
-        else:
-            mixed = rows @ mixing_matrix(attention, options, num_prefix_tokens)
-        rows = residual * rows + (1 - residual) * mixed
+            return _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
+        return rows @ mixing_matrix(attention, options, num_prefix_tokens)
+
+    for layer in reversed(range(start_layer, len(attentions))):
+        # a layer's attention is freed here: the next one takes its place in the processor's cache
+        rows = residual * rows + (1 - residual) * mix(attentions[layer])
     return rows if pool_weights is None else rows[:, 0]
 
 
@@ -143,7 +145,7 @@ def compute_rollout(forward: Forward, classes: Tensor, options: MapOptions) -> T
 
     def roll_up(images: slice) -> TokenWeights:
         return attention_rollout(
-            _LayerAttentions(layers, images),
+            _LayerAttentions(layers, images, forward.num_prefix_tokens),
             head_fusion=options.head_fusion,
             discard_ratio=options.discard_ratio,
             residual=options.residual,
@@ -161,12 +163,15 @@ class _LayerAttentions(Sequence[Tensor]):
 
     layers: Sequence[AttentionLayer]
     images: slice
+    num_prefix_tokens: int
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.layers[index].attention(self.images)
+        attention = self.layers[index].attention(self.images)
+        note_drawn(self.layers[index], attention, self.num_prefix_tokens)
+        return attention
 
 
 def _is_plain_mean(options: MapOptions) -> bool:

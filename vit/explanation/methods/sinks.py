@@ -11,6 +11,7 @@ as elsewhere. On a ViT-S/14 of self-supervised training all sinks are in the fir
 over layers misses them, and so does the norm of the tokens, which is that of any other patch.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from vit.explanation.capture.forward import Forward
-from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.capture.layers import Attention, AttentionLayer
 
 # A sink draws at least so many times an even share of a layer's attention, from nearly all queries
 # (their standard deviation is below the mean), and attention to it moves at most so much of what it
@@ -34,6 +35,8 @@ MAX_MOVED = 0.5
 # of the patches' queries: a sink draws from any choice of them, and all would take as long as the
 # rollout itself
 _MAX_QUERIES = 64
+# of what is noted of the whole attention, beside that of some queries alone
+_ROUNDING = 1e-3
 
 
 @torch.no_grad()
@@ -49,19 +52,36 @@ def find_sinks(forward: Forward, *, start_layer: int = 0) -> Bool[Tensor, "B lay
     Returns:
         True where a patch is a sink of the layer.
     """
-    layers = forward.record.layers[start_layer:]
     num_prefix = forward.num_prefix_tokens
-    sinks = [layer.in_chunks(partial(_find_in_layer, layer, num_prefix)) for layer in layers]
+    sinks = []
+    for layer in forward.record.layers[start_layer:]:
+        if layer.max_drawn is None or layer.max_drawn >= MIN_DRAWN * (1 - _ROUNDING):
+            sinks.append(layer.in_chunks(partial(_find_in_layer, layer, num_prefix)))
+        else:
+            sinks.append(torch.zeros(layer.batch, math.prod(forward.grid), dtype=torch.bool))
     return torch.unflatten(torch.stack(sinks, dim=1), -1, forward.grid)
+
+
+def note_drawn(layer: AttentionLayer, attention: Attention, num_prefix_tokens: int) -> None:
+    """Note the most that a patch draws of attention that is at hand: most models have no sinks,
+    which `find_sinks` then knows without computing it once more. An accelerator would have to be
+    waited for."""
+    if attention.is_cpu:
+        rows = _choose_queries(attention.shape[-1], num_prefix_tokens)
+        drawn = attention[:, :, rows].mean(dim=2).mean(dim=1)[:, num_prefix_tokens:]
+        layer.max_drawn = max(layer.max_drawn or 0.0, drawn.max().item() * attention.shape[-1])
+
+
+def _choose_queries(num_tokens: int, num_prefix_tokens: int) -> slice:
+    return slice(num_prefix_tokens, None, -(-num_tokens // _MAX_QUERIES))
 
 
 def _find_in_layer(
     layer: AttentionLayer, num_prefix_tokens: int, images: slice
 ) -> Bool[Tensor, "b P"]:
     query, key = layer.query_and_key(images)
-    step = -(-query.shape[2] // _MAX_QUERIES)
-    scores = layer.scores(query, key, slice(num_prefix_tokens, None, step))
-    attention = scores.softmax(dim=-1)  # [b, H, queries, N]
+    rows = _choose_queries(query.shape[2], num_prefix_tokens)
+    attention = layer.scores(query, key, rows).softmax(dim=-1)  # [b, H, queries, N]
 
     drawn_by_head = attention.mean(dim=2)
     drawn = drawn_by_head.mean(dim=1)
@@ -69,7 +89,6 @@ def _find_in_layer(
     is_strong = drawn >= MIN_DRAWN * even_share
     is_from_all = attention.mean(dim=1).std(dim=1) < MAX_VARIATION * drawn
     draws = (is_strong & is_from_all)[:, num_prefix_tokens:]
-    # most models have none, which a CPU knows at once; an accelerator would have to be waited for
     if draws.is_cpu and not draws.any():
         return draws
 

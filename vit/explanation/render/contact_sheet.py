@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import NamedTuple
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from vit.explanation.render.overlay import MARGIN, draw_lines, wrap
 
@@ -24,7 +26,8 @@ def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
     """Rows of pictures with their texts; two rows side by side where they have few pictures."""
     tiles = max(len(row.pictures) for row in rows)
     columns = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
-    drawn = [_draw_row(row, tiles) for row in rows]
+    with ThreadPoolExecutor() as pool:
+        drawn = list(pool.map(_draw_row, rows, repeat(tiles)))
     lines = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(row.height for row in line) for line in lines]
 
@@ -50,6 +53,9 @@ def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
     for number, (picture, block) in enumerate(zip(pictures, text, strict=True)):
         left = number * (_TILE + MARGIN)
         drawn.paste(picture, (left, 0))
+        # a white photo would have no edge
+        frame = (left, 0, left + picture.width - 1, picture.height - 1)
+        ImageDraw.Draw(drawn).rectangle(frame, outline="silver")
         drawn.paste(block, (left, picture_height + MARGIN // 2))
     return drawn
 

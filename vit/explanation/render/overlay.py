@@ -44,7 +44,7 @@ _FLAT_STRENGTH = 0.25
 _MIN_CELL = 6  # pixels of a patch whose edges are drawn
 _EDGE_OPACITY = 0.35
 _MIN_SIDE = 224  # smaller photos are enlarged, or their captions would be cut
-_FONT_SIZE = 14
+_FONT_SIZE = 12
 _LINE = 19
 _BAR_WIDTH = 96
 _BAR_HEIGHT = 12
@@ -400,5 +400,8 @@ def _shorten(text: str, width: int) -> str:
 
 
 @lru_cache
-def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(_FONT_SIZE)
+def _font() -> ImageFont.FreeTypeFont:
+    from matplotlib import get_data_path  # as `palette`
+
+    # Pillow's own font has neither × nor é
+    return ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", _FONT_SIZE)
