@@ -61,6 +61,9 @@ _MIN_FINE_TUNING_EPOCHS = 2.0
 # of the probed model's blocks, that stay frozen where the time holds so many epochs of the others;
 # the last one in any case
 _FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 6.0, 0.75: 0.0}
+# patches that steps on tokens drop, and what is left of a step's time
+_DROP_RATE = 0.5
+_DROPPED_COST = 0.65
 # of the validation images, for each model that they are to choose among
 _IMAGES_AN_EVALUATION = 20
 # of the minutes, for the pass of all images through the weights
@@ -361,11 +364,10 @@ def _plan_fine_tuning(
     rate = 0.0
     # there may be too few for the measurement, too
     if seconds_left > 0:
-        rate = _measure_rate(config, task, model, data)
-        seconds_left = deadline - time.perf_counter()
         num_frozen = _choose_num_frozen(
             len(model.blocks),
-            image_seconds=1 / rate,
+            # the backward pass costs twice the forward
+            image_seconds=3 / forward_rate,
             seconds=_FINE_TUNING_FRACTION * seconds_left,
             num_images=task.num_images,
             num_validation=num_validation,
@@ -379,9 +381,9 @@ def _plan_fine_tuning(
             set_up_training(config, model)
             data = replace(data, config=config)
             data, tokens = keep_tokens(config, model, data, device=task.device)
-            # as it will run
-            rate = _measure_rate(config, task, model, data, tokens)
-            seconds_left = deadline - time.perf_counter()
+        # as it will run
+        rate = _measure_rate(config, task, model, data, tokens)
+        seconds_left = deadline - time.perf_counter()
         epoch_seconds = task.num_images / rate + num_validation / forward_rate
         epochs = _FINE_TUNING_FRACTION * seconds_left / epoch_seconds
 
@@ -421,16 +423,21 @@ def _choose_num_frozen(
         share = num_frozen / depth
         # of the images and their mirror images through the frozen blocks
         token_seconds = 2 / 3 * share * num_images * image_seconds
-        epoch_seconds = ((1 - share) * num_images + num_validation / 3) * image_seconds
+        trained_share = 1 - share
+        if num_frozen:
+            trained_share *= _DROPPED_COST
+        epoch_seconds = (trained_share * num_images + num_validation / 3) * image_seconds
         if (seconds - token_seconds) / epoch_seconds >= min_epochs:
             break
     return num_frozen
 
 
 def _train_upper_blocks(sections: Sections, num_frozen: int) -> None:
-    """Have the others trained on the frozen blocks' tokens of the images, which stay the same."""
+    """Have the others trained on the frozen blocks' tokens of the images, which stay the same; that
+    some patches are dropped at random takes the place of crops, and a third of the time."""
     sections["model"]["freeze"] = num_frozen
     sections["augment"] = {"flip": sections["augment"]["flip"]}
+    sections["train"]["patch_drop_rates"] = [[1.0, _DROP_RATE]]
 
 
 def _measure_forward_rate(model: VisionTransformer, task: _Task) -> float:
@@ -469,7 +476,7 @@ def _measure_rate(
     if data is None:
         seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
     else:
-        seconds = plan.total_steps * time_steps(train_step, loader)
+        seconds = plan.count_full_steps(config.data.size) * time_steps(train_step, loader)
     # free memory decides how the images of the run are kept
     del train_step, model
     free_cached_memory(task.device)
