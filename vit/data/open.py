@@ -149,7 +149,7 @@ class DatasetSplits:
 
         if split not in self._listed:
             rest = self._listed["train"]
-            text = f"{self._held_out[split]:g} of {len(rest)} images"
+            text = f"none of {len(rest):,} images are held out for it; choose another split, or other images"
             if self._held_out[split]:
                 text = "every class has too few images for it: 1 is left for training"
                 text += f", as of {rest.class_names[0]!r}; add some, or give it a folder"

@@ -166,8 +166,8 @@ def evaluate_bundle(
     num_groups = len(set(groups or images.ids))
     if num_groups < len(images):
         notes.append(
-            f"{len(images):,} images of {num_groups:,} groups, such as copies: the intervals are as"
-            " wide as these make them, but those of single classes and of the calibration error"
+            f"these {len(images):,} images are of {num_groups:,} groups, such as copies: intervals"
+            " allow for that, but those of single classes and of the calibration error don't"
         )
     has_new_temperature = False
     if validation is not None:
