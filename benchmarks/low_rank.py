@@ -24,13 +24,15 @@ from torch import Tensor, nn
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.statistics import compute_class_weights
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.factory.automatic import choose_config
 from vit.factory.data import build_data, build_train_loader
 from vit.factory.model import build_model
 from vit.factory.model_writer import BundleWriter
 from vit.factory.probe import build_probed_model
 from vit.factory.run import build_plan, build_train_step
-from vit.factory.validation import HeldAside, ImageValidator
+from vit.factory.validation import measure
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device
@@ -120,9 +122,9 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
 
     device = choose_device("cpu")
     num_classes = len(choice.splits.split("train").class_names)
-    pretrained, preprocess = build_model(config, num_classes=num_classes)
+    pretrained, values = build_model(config, num_classes=num_classes)
     assert isinstance(pretrained, VisionTransformer)
-    data = build_data(config, choice.splits, device=device, pretrained=preprocess)
+    data = build_data(config, choice.splits, device=device, pretrained=values)
     model = build_probed_model(config, pretrained, choice.probe.probe)
     add_adapters(model)
 
@@ -148,11 +150,23 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
     )
     print(f"length  {total_steps} steps, {total_steps / len(loader):.1f} epochs", flush=True)
 
-    validator = ImageValidator(data, device, train_step.precision, HeldAside(plan.select_by))
+    images = data.decoded_validation
+    preprocess = data.preprocess
     metrics = []
 
     def validate() -> tuple[float, ...]:
-        measured = validator.validate(merge_adapters(model), warn=print)
+        predictor = Predictor(
+            merge_adapters(model),
+            preprocess,
+            num_classes,
+            choose_batch_size(device),
+            device,
+            train_step.precision,
+        )
+        logits = predictor.predict(
+            lambda start, stop: preprocess.crop(images.pixels[start:stop]), count=len(images)
+        )
+        measured = measure(score_logits(logits, images.labels))
         elapsed = time.perf_counter() - started_at
         metrics.append({"val_top1": measured.top1, "elapsed_seconds": elapsed})
         return measured.rank(plan.select_by)

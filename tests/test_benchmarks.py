@@ -30,6 +30,7 @@ from time_to_accuracy import compare
 from torch import nn
 
 import vit
+from tests.conftest import SaveModel
 from vit.config import flatten_config, load_config
 
 
@@ -375,6 +376,27 @@ def test_merged_adapters_compute_what_they_did_beside_the_weights() -> None:
     torch.testing.assert_close(merged(images), adapted)
     plain = vit.VisionTransformer(**shape, num_classes=3)
     assert merged.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_adapters_are_trained_and_merged_into_a_model_file(
+    tmp_path: Path, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "TRAINING_FRACTION", 0.02)
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "bright")):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.integers(60 * label, 200 + 50 * label, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    weights = save_model(tmp_path / "weights.safetensors", num_heads=2)
+    low_rank.train(tmp_path / "photos", weights, tmp_path / "run", minutes=1.0, seed=0)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    # the probe's and others
+    assert len(lines) > 1
+    bundle = vit.load_bundle(tmp_path / "run")
+    assert bundle.class_names == ("bright", "dark")
+    assert not any(name.endswith((".down", ".up")) for name in bundle.model.state_dict())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
