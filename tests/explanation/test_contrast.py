@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import vit
+from tests.explanation.kept_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.contrast import CONTRAST_METHODS, _list_counts, contrast_errors
 from vit.model.vision_transformer import VisionTransformer
 

@@ -13,10 +13,10 @@ import torch
 
 import vit
 from tests.conftest import BuildOnce, Launcher
+from tests.explanation.kept_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.masks import find_mask, find_masks, is_inside
-from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.summary import (
     SummaryImages,
     _Assignment,

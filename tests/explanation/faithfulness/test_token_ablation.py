@@ -8,8 +8,8 @@ import torch
 from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
+from tests.explanation.kept_tokens import keep_tokens
 from vit.explanation.capture.forward import capture_attention
-from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
     _blur,
@@ -51,13 +51,8 @@ def test_kept_patches_are_each_images_own(ours: Build) -> None:
     assert torch.equal(found, expected)
 
 
-def test_rotary_models_are_refused_and_painted_over_instead(build: Build) -> None:
+def test_patches_of_rotary_models_are_painted_over_instead(build: Build) -> None:
     model, images = build("timm-eva")
-    with (
-        pytest.raises(ValueError, match="rotary positions"),
-        keep_tokens(model, torch.arange(3).expand(2, -1)),
-    ):
-        pass
     classes = torch.tensor([0, 1])
     auto = build_predictor(model, images, classes, grid=(4, 4))
     mean = build_predictor(model, images, classes, grid=(4, 4), fill="mean")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tests.explanation.kept_tokens import keep_tokens
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
-from vit.explanation.capture.tokens import keep_tokens
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer

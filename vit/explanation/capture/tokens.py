@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.layers import find_attention_layers, has_attention
@@ -82,26 +80,6 @@ def can_drop_tokens(model: nn.Module) -> bool:
         return False
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return not any(map(_POSITIONS.search, names))
-
-
-@contextmanager
-def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[None]:
-    """Only these `patches` (indices from 0, row by row) and the prefix tokens enter the encoder.
-    Raises ValueError where `can_drop_tokens` says no."""
-    if not can_drop_tokens(model):
-        raise ValueError(
-            f"{type(model).__name__} has rotary positions or a relative position bias, so its "
-            "tokens cannot be left out; use fill='mean'"
-        )
-    # of one whole image; with prompts there are more than the model's parameters say
-    num_prefix = count_prefix_tokens(model)
-
-    def select(tokens: Tensor) -> Tensor:
-        index = (patches + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
-        return torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1)
-
-    with change_tokens(model, select):
-        yield
 
 
 @contextmanager
