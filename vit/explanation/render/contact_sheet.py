@@ -41,7 +41,11 @@ def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
 
 
 def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
-    pictures = [_reduce(picture) for picture in row.pictures]
+    pictures = []
+    for picture in row.pictures:
+        scaling = _TILE / max(picture.size)
+        width, height = (max(math.floor(side * scaling), 1) for side in picture.size)
+        pictures.append(picture.resize((width, height), Image.Resampling.LANCZOS))
     texts = []
     for lines in row.texts:
         texts.append([part for line in lines for part in wrap(line, _TILE)])
@@ -58,9 +62,3 @@ def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
         ImageDraw.Draw(drawn).rectangle(frame, outline="silver")
         drawn.paste(block, (left, picture_height + MARGIN // 2))
     return drawn
-
-
-def _reduce(picture: Image.Image) -> Image.Image:
-    scaling = _TILE / max(picture.size)
-    width, height = (max(math.floor(side * scaling), 1) for side in picture.size)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)
