@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 import vit
-<<<<<<< .merge_file_MXafgL
 from tests.explanation.keep_tokens import keep_tokens
-=======
-from tests.explanation.kept_tokens import keep_tokens
->>>>>>> .merge_file_uzLVi6
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.explanation.contrast import CONTRAST_METHODS, _list_counts, contrast_errors

@@ -13,11 +13,7 @@ import torch
 
 import vit
 from tests.conftest import BuildOnce, Launcher
-<<<<<<< .merge_file_LpW9nB
 from tests.explanation.keep_tokens import keep_tokens
-=======
-from tests.explanation.kept_tokens import keep_tokens
->>>>>>> .merge_file_cP6ha8
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.masks import find_mask, find_masks, is_inside

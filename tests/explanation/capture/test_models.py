@@ -10,11 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-<<<<<<< .merge_file_hRPYws
 from tests.explanation.keep_tokens import keep_tokens
-=======
-from tests.explanation.kept_tokens import keep_tokens
->>>>>>> .merge_file_t3mKqU
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
 from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
 from vit.explanation.capture.tokens import can_drop_tokens

@@ -8,11 +8,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
-<<<<<<< .merge_file_b03CFY
 from tests.explanation.keep_tokens import keep_tokens
-=======
-from tests.explanation.kept_tokens import keep_tokens
->>>>>>> .merge_file_PXsCht
 from vit.explanation.capture.forward import capture_attention
 from vit.explanation.faithfulness.token_ablation import (
     FRACTIONS,
@@ -55,11 +51,7 @@ def test_kept_patches_are_each_images_own(ours: Build) -> None:
     assert torch.equal(found, expected)
 
 
-<<<<<<< .merge_file_b03CFY
 def test_images_of_rotary_models_are_painted_over_instead(build: Build) -> None:
-=======
-def test_patches_of_rotary_models_are_painted_over_instead(build: Build) -> None:
->>>>>>> .merge_file_PXsCht
     model, images = build("timm-eva")
     classes = torch.tensor([0, 1])
     auto = build_predictor(model, images, classes, grid=(4, 4))

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-<<<<<<< .merge_file_FY1dsq
 from tests.explanation.keep_tokens import keep_tokens
-=======
-from tests.explanation.kept_tokens import keep_tokens
->>>>>>> .merge_file_ry358G
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.removal import compute_removal_gradient
