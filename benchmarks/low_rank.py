@@ -178,11 +178,15 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
     for step, batch in enumerate(list_batches(loader, total_steps), start=1):
         model.train()
         train_step(batch.images, batch.targets)
-        if step % evaluate_every_steps == 0 or step == total_steps:
+        # steps may have become slower
+        is_last = step == total_steps or count_seconds_left() < 0
+        if step % evaluate_every_steps == 0 or is_last:
             rank = validate()
             if rank > best_rank:
                 best_rank = rank
                 best = merge_adapters(model)
+        if is_last:
+            break
     loader.close()
 
     directory.mkdir(parents=True)
