@@ -16,6 +16,7 @@ from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.explainer import explain_images
 from vit.explanation.methods import sinks
 from vit.explanation.methods.registry import METHODS, compute_maps
+from vit.explanation.methods.rollout import compute_rollout
 from vit.explanation.methods.sinks import count_sinks, find_sinks
 from vit.explanation.records import MapResult
 from vit.options import MapOptions
@@ -92,6 +93,21 @@ def test_a_patch_that_all_attend_to_is_found_in_its_layer() -> None:
     # from the second layer on it is in the first of those looked at
     later = find_sinks(make_forward(make_even(), sink, make_even()), start_layer=1)
     assert later.nonzero().tolist() == [[0, 0, 3, 1]]
+
+
+def test_sinks_are_the_same_where_a_rollout_noted_what_patches_draw() -> None:
+    """Layers in which none draws enough are not looked at again."""
+    sink = draw(make_even(), NUM_PREFIX + SINK, 0.2, from_queries=slice(None))
+    forward = make_forward(make_even(), sink, make_even())
+    found = find_sinks(forward)
+
+    compute_rollout(forward, forward.logits, MapOptions())
+
+    drawn = [layer.max_drawn for layer in forward.record.layers]
+    assert drawn == pytest.approx([1.0, 0.2 * NUM_TOKENS + 0.8, 1.0], rel=1e-4)
+    forward.record.layers[0].query_and_key = forward.record.layers[2].query_and_key = None  # type: ignore[assignment, method-assign]
+    assert torch.equal(find_sinks(forward), found)
+    assert found.any()
 
 
 def test_a_patch_that_some_look_at_is_none() -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 import vit
 from vit.data.images import Geometry, Preprocess
 from vit.explanation.render.overlay import (
+    MARGIN,
     ColourScale,
     blend,
     draw_heat,
@@ -18,6 +19,7 @@ from vit.explanation.render.overlay import (
     palette,
     place_map,
     relative_to_uniform,
+    wrap,
 )
 
 SCALE = ColourScale(0.0, 1.0, signed=False, label="")
@@ -202,16 +204,14 @@ def find_columns(size: tuple[int, int], caption: str) -> np.ndarray:
 
 def test_captions_of_portrait_photos_keep_their_percentage() -> None:
     """What did not fit was cut off, and the percentage stands at the end."""
-    short = find_columns((150, 300), "97.1 %")
-    long = find_columns(
-        (150, 300), "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %"
-    )
-    assert len(long) > len(short)
-    last = long[-len(short) :]
-    last = last[:, np.flatnonzero(last.any(axis=0)).max() - 40 :]
-    ink = np.flatnonzero(short.any(axis=0))
-    expected = short[:, ink.max() - 40 : ink.max() + 1]
-    assert np.array_equal(last[:, :41], expected)
+    caption = "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %"
+    lines = wrap(caption, 2 * 150 + MARGIN)
+    assert len(lines) > 1
+    assert lines[-1].endswith(" 97.1 %")
+    drawn = find_columns((150, 300), caption)
+    last = find_columns((150, 300), lines[-1])
+    assert last.any()
+    assert np.array_equal(drawn[-len(last) :], last)
 
 
 def test_text_is_broken_between_words_and_never_before_a_percent_sign() -> None:
