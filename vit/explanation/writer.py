@@ -3,8 +3,6 @@ Overlays are drawn and written by threads, beside the model's work. Equal input 
 equal bytes: no times, no random numbers, sorted order."""
 
 import json
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -41,9 +39,6 @@ SHEET_FILE = "index.png"
 PICTURE_FORMATS = ("png", "jpeg", "webp")
 OUTPUT_FORMATS = (*PICTURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
-# of the PNG format: the filter of a row, and the kind of pixels
-_PNG_UP = 2
-_PNG_RGB = 2
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 # each time all images so far are written, so that of many it may take at most a fraction of the
 # time
@@ -372,28 +367,21 @@ def draw_map(
 
 
 def _save_picture(picture: Image.Image, path: Path, kind: str) -> None:
-    if kind == "png":
-        path.write_bytes(_encode_png(picture))
-    else:
+    if kind != "png":
         picture.save(path, kind, quality=_QUALITY[kind])
+        return
+    import cv2  # takes a tenth of a second
 
-
-def _encode_png(picture: Image.Image) -> bytes:
-    """A PNG file of an RGB picture: each row as its differences from the one above. Pillow tries
-    five kinds of differences for each row, which takes 1.5 to 5 times as long for a file of the
-    same size."""
-    pixels = np.asarray(picture).reshape(picture.height, -1)
-    rows = np.empty((picture.height, 1 + pixels.shape[1]), dtype=np.uint8)
-    rows[:, 0] = _PNG_UP
-    rows[0, 1:] = pixels[0]
-    np.subtract(pixels[1:], pixels[:-1], out=rows[1:, 1:])
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", *picture.size, 8, _PNG_RGB, 0, 0, 0),
-        b"IDAT": zlib.compress(rows.data, level=1),
-        b"IEND": b"",
-    }
-    file = b"\x89PNG\r\n\x1a\n"
-    for name, content in chunks.items():
-        checksum = struct.pack(">I", zlib.crc32(name + content))
-        file += struct.pack(">I", len(content)) + name + content + checksum
-    return file
+    # by run lengths of the differences to the row above: photos hardly compress any further.
+    # Pillow, which tries five kinds of differences for each row, takes 1.7 times as long for a file
+    # of 0.9 times the size, and five times as long for a contact sheet
+    options = [
+        cv2.IMWRITE_PNG_COMPRESSION,
+        1,
+        cv2.IMWRITE_PNG_STRATEGY,
+        cv2.IMWRITE_PNG_STRATEGY_RLE,
+        cv2.IMWRITE_PNG_FILTER,
+        cv2.IMWRITE_PNG_FILTER_UP,
+    ]
+    _, encoded = cv2.imencode(".png", np.asarray(picture)[:, :, ::-1], options)
+    path.write_bytes(encoded.tobytes())

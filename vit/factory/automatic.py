@@ -42,7 +42,10 @@ Sections = dict[str, dict[str, Any]]
 
 DEFAULT_MINUTES = {"cpu": 5.0, "cuda": 20.0}
 # of the minutes: the rest is for starting, decoding, augmentation and evaluation
-_TRAINING_FRACTION = 0.75
+_TRAINING_FRACTION = 0.8
+# at less than this an image loses what tells its class: Fashion-MNIST at 20 px until 60 % of eight
+# epochs had 92.1 % on test images, at its 28 px in ten 92.7 %
+_MIN_REDUCED_SIDE = 24
 # images whose sizes are read
 _SAMPLE = 64
 # Fewer photos than these are overfitted by a model of 6 blocks at 128 px: of 4 × 200 of
@@ -288,6 +291,9 @@ def _adapt_recipe(candidate: _Candidate, task: _Task) -> Sections:
         sections["model"] = {}
     else:
         _fit_patches(data, model, candidate.side, task.user)
+    smallest = min((fraction for _, fraction in train.get("image_sizes") or ()), default=1)
+    if smallest * min(as_pair(data["image_size"], name="data.image_size")) < _MIN_REDUCED_SIDE:
+        train["image_sizes"] = None
     return sections
 
 
