@@ -170,8 +170,11 @@ def test_the_probe_is_a_model_like_any_other(
     )
     cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
     assert (tmp_path / "export" / "config.json").is_file()
+    model_file = (probe_alone / "model.safetensors").read_bytes()
     resumed = cli.succeed("train", "-o", probe_alone, "--resume")
     assert "resuming after step 0 of 0" in resumed.text
+    # the features of the training images, which the probe had, are those that the file's model gives
+    assert (probe_alone / "model.safetensors").read_bytes() == model_file
 
 
 def test_fine_tuning_goes_on_from_it_and_never_ends_below(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -14,12 +15,15 @@ from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
 from vit.data.dataset import ImageDataset
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.evaluation.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
+from vit.evaluation.features import compute_features
 from vit.evaluation.images import printable
 from vit.evaluation.prediction import Pixels, Predictor
 from vit.factory.data import TrainingData, choose_evenly
 from vit.factory.run import Run
+from vit.factory.validation import build_predictor
 from vit.model.logits import compute_logits_and_features, count_features, has_features
 from vit.model.model_file import Likeness
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process
 
@@ -53,7 +57,10 @@ def complete_model_file(
     # a run that has ended must not fail for want of them
     try:
         likeness, training_images, problem = compute_likeness(
-            run.data, bundle, max_training_features=run.config.train.max_training_features
+            run.data,
+            bundle,
+            max_training_features=run.config.train.max_training_features,
+            probed_features=_find_probed_features(run, bundle),
         )
     except (OSError, ValueError, RuntimeError) as error:
         likeness, training_images, problem = None, [], first_line(error)
@@ -72,6 +79,20 @@ def complete_model_file(
     process.wait()
 
 
+def _find_probed_features(run: Run, bundle: Bundle) -> Float[np.ndarray, "n D"] | None:
+    """Where a run's model is its probe, the features of all training images that this was fitted on;
+    of a resumed run computed again, to the same bits."""
+    model = bundle.model
+    is_probe = run.trainer.progress.best_step == 0 and run.config.model.probe is True
+    if not (is_probe and isinstance(model, VisionTransformer)) or run.data.train.pixels is None:
+        return None
+    if run.probe is not None:
+        return run.probe.features
+    predictor = build_predictor(run.data, model, device=run.trainer.train_step.device)
+    features = compute_features(predictor, run.data.train, cache_dir=run.data.splits.cache_dir)
+    return features[len(model.blocks), model.global_pool].numpy()
+
+
 def _fit_temperature(run: Run) -> dict[str, Any] | None:
     """On validation images, each at an epoch that it did not choose."""
     if run.held_aside is None:
@@ -85,7 +106,11 @@ def _fit_temperature(run: Run) -> dict[str, Any] | None:
 
 
 def compute_likeness(
-    data: TrainingData, bundle: Bundle, *, max_training_features: int
+    data: TrainingData,
+    bundle: Bundle,
+    *,
+    max_training_features: int,
+    probed_features: Float[np.ndarray, "n D"] | None = None,
 ) -> tuple[Likeness | None, list[tuple[str, int]], str]:
     """Features by which images unlike the training's are found, and the training images that are
     most like one.
@@ -95,6 +120,8 @@ def compute_likeness(
         bundle: the model.
         max_training_features: images, of each class the share that it has in training: 2,000 take
             0.8 MB in the model file at 192 channels, 3 MB at 768. 0: none.
+        probed_features: of all training images, where the model is a probe that was fitted on
+            them; None: they are computed.
 
     Returns:
         The features, with the name and the class of each training image; or None with the reason.
@@ -111,8 +138,12 @@ def compute_likeness(
     # a class has the share that it has in training
     by_class = np.argsort(data.train.labels, kind="stable")
     chosen = by_class[choose_evenly(len(by_class), max_training_features)]
-    training = data.train.subset(np.sort(chosen))
-    training_features, readable = _compute_features(bundle, training)
+    chosen.sort()
+    training = data.train.subset(chosen)
+    if probed_features is None:
+        training_features, readable = _compute_features(bundle, training)
+    else:
+        training_features, readable = probed_features[chosen], np.arange(len(chosen))
     validation = data.decoded_validation
     held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
     features, _ = _compute_features(bundle, validation.subset(held_aside))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
@@ -35,6 +36,7 @@ class FittedProbe:
         depth: Blocks of the model that it was fitted on.
         num_images: It was fitted on.
         num_training_images: Among which those were chosen.
+        features: Of the images that it was fitted on, float32 [n, D], which its head reads.
         feature_seconds: Of the forward pass, or of reading its results from the cache.
         fit_seconds: Of the regressions.
         curve: How its accuracy grows with the images; None in other processes than the main one.
@@ -44,6 +46,7 @@ class FittedProbe:
     depth: int
     num_images: int
     num_training_images: int
+    features: Float[np.ndarray, "n D"]
     feature_seconds: float
     fit_seconds: float
     curve: LearningCurve | None = None
@@ -128,6 +131,7 @@ def fit_to_data(
         depth=len(model.blocks),
         num_images=len(dataset),
         num_training_images=len(data.train),
+        features=features[probe.readout].numpy(),
         feature_seconds=computed_at - started_at,
         fit_seconds=fit_seconds,
         curve=curve,
