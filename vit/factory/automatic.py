@@ -35,7 +35,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import autocast, choose_device, choose_precision, free_cached_memory
 from vit.runtime.processes import Process, current_process
-from vit.training.execution import estimate_seconds, time_steps
+from vit.training.execution import time_blank_steps, time_steps
 
 # section → key → value, not yet validated
 Sections = dict[str, dict[str, Any]]
@@ -482,10 +482,15 @@ def _measure_rate(
         loader = build_train_loader(data, device=task.device, process=process, tokens=tokens)
         plan = replace(plan, batch_size=loader.batch_size)
     train_step = build_train_step(config, model, plan=plan, process=process, device=task.device)
+    image_size = config.data.size
     if data is None:
-        seconds = estimate_seconds(train_step, plan, image_size=config.data.size, process=process)
+        step_seconds = time_blank_steps(
+            train_step, batch_size=plan.batch_size, image_size=image_size
+        )
     else:
-        seconds = plan.count_full_steps(config.data.size) * time_steps(train_step, loader)
+        step_seconds = time_steps(train_step, loader)
+    # large images and all patches cost more than the small ones that a run may begin with
+    seconds = step_seconds * plan.count_full_steps(image_size)
     # free memory decides how the images of the run are kept
     del train_step, model
     free_cached_memory(task.device)

@@ -15,9 +15,7 @@ from torch import nn
 from vit.data.loader import Batch, TrainLoader
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, count_free_bytes, free_cached_memory
-from vit.runtime.processes import Process
 from vit.runtime.threads import BatchThreads
-from vit.training.plan import TrainingPlan
 from vit.training.train_step import TrainStep
 
 # of a micro-batch's largest activation, for each thread: a core's own cache and its part of the
@@ -165,24 +163,13 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     return pays and any(shutil.which(compiler) for compiler in compilers)
 
 
-def estimate_seconds(
-    train_step: TrainStep, plan: TrainingPlan, *, image_size: tuple[int, int], process: Process
+def time_blank_steps(
+    train_step: TrainStep, *, batch_size: int, image_size: tuple[int, int]
 ) -> float:
-    """Seconds that the steps of a run take, from a few of them on blank images. They train:
-    `train_step` is of no use afterwards.
-
-    Args:
-        train_step: of the run; called in all processes.
-        plan: of the run.
-        image_size: (height, width) of its data.
-        process: this process's place in the run.
-    """
-    batch_size = plan.batch_size // process.world_size
+    """Seconds of a step, from a few of them on blank images. They train."""
     images = torch.zeros(batch_size, 3, *image_size, device=train_step.device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=train_step.device)
-    step_seconds = _time_steps(train_step, repeat(Batch(images, labels, labels, labels)))
-    # large images and all patches cost more than the small ones that a run may begin with
-    return step_seconds * plan.count_full_steps(image_size)
+    return _time_steps(train_step, repeat(Batch(images, labels, labels, labels)))
 
 
 def time_steps(train_step: TrainStep, loader: TrainLoader) -> float:
