@@ -313,17 +313,18 @@ def test_what_is_given_for_the_fine_tuning_holds(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "num_frozen"),
+    ("seconds", "num_frozen", "fewest_epochs"),
     # of 12 blocks and 800 images, of which 10 are trained on in a second as a whole
-    [(700, 0), (400, 6), (150, 9), (1, 9)],
+    [(700, 0, 8), (400, 6, 12), (150, 9, 2), (1, 9, 0)],
 )
 def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
-    seconds: float, num_frozen: int
+    seconds: float, num_frozen: int, fewest_epochs: int
 ) -> None:
-    chosen = automatic._choose_num_frozen(
+    chosen, epochs = automatic._choose_num_frozen(
         12, image_seconds=0.1, seconds=seconds, num_images=800, num_validation=80
     )
     assert chosen == num_frozen
+    assert (epochs >= fewest_epochs) if fewest_epochs else epochs == 0
 
 
 def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(

@@ -367,20 +367,19 @@ def _plan_fine_tuning(
     num_described = min(task.num_images, config.train.max_training_features) + num_validation
     deadline = started_at + 60 * task.minutes - num_described / forward_rate
     model = build_probed_model(config, model, probe.probe).to(task.device)
-    seconds_left = deadline - time.perf_counter()
-    num_frozen = 0
-    epochs = 0.0
+    seconds_left = max(deadline - time.perf_counter(), 0.0)
+    num_frozen, epochs = _choose_num_frozen(
+        len(model.blocks),
+        # the backward pass costs twice the forward
+        image_seconds=3 / forward_rate,
+        seconds=_FINE_TUNING_FRACTION * seconds_left,
+        num_images=task.num_images,
+        num_validation=num_validation,
+    )
+    is_length_given = bool(task.user["train"].keys() & {"epochs", "max_steps"})
     rate = 0.0
-    # there may be too few for the measurement, too
-    if seconds_left > 0:
-        num_frozen = _choose_num_frozen(
-            len(model.blocks),
-            # the backward pass costs twice the forward
-            image_seconds=3 / forward_rate,
-            seconds=_FINE_TUNING_FRACTION * seconds_left,
-            num_images=task.num_images,
-            num_validation=num_validation,
-        )
+    # tokens and the measurement would take what is left of too little time
+    if epochs >= _MIN_FINE_TUNING_EPOCHS or is_length_given:
         if "freeze" in task.user["model"]:
             num_frozen = config.model.freeze if isinstance(config.model.freeze, int) else 0
         tokens = None
@@ -392,7 +391,7 @@ def _plan_fine_tuning(
             data, tokens = keep_tokens(config, model, data, device=task.device)
         # as it will run
         rate = _measure_rate(config, task, model, data, tokens)
-        seconds_left = deadline - time.perf_counter()
+        seconds_left = max(deadline - time.perf_counter(), 0.0)
         epoch_seconds = task.num_images / rate + num_validation / forward_rate
         epochs = _FINE_TUNING_FRACTION * seconds_left / epoch_seconds
 
@@ -402,7 +401,7 @@ def _plan_fine_tuning(
     num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
     train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
     length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
-    if task.user["train"].keys() & {"epochs", "max_steps"}:
+    if is_length_given:
         return probe, length
     if epochs < _MIN_FINE_TUNING_EPOCHS:
         sections["model"]["freeze"] = "backbone"
@@ -416,8 +415,9 @@ def _plan_fine_tuning(
 
 def _choose_num_frozen(
     depth: int, *, image_seconds: float, seconds: float, num_images: int, num_validation: int
-) -> int:
-    """How many blocks stay frozen, that the time holds enough epochs of the others.
+) -> tuple[int, float]:
+    """How many blocks stay frozen, that the time holds enough epochs of the others; and how many
+    epochs it holds.
 
     Args:
         depth: blocks of the model.
@@ -427,6 +427,7 @@ def _choose_num_frozen(
         num_images, num_validation: to train on, and to validate on after each epoch.
     """
     num_frozen = 0
+    epochs = 0.0
     for fraction, min_epochs in _FROZEN_FRACTIONS.items():
         num_frozen = int(fraction * depth)
         share = num_frozen / depth
@@ -436,9 +437,10 @@ def _choose_num_frozen(
         if num_frozen:
             trained_share *= _DROPPED_COST
         epoch_seconds = (trained_share * num_images + num_validation / 3) * image_seconds
-        if (seconds - token_seconds) / epoch_seconds >= min_epochs:
+        epochs = max(seconds - token_seconds, 0.0) / epoch_seconds
+        if epochs >= min_epochs:
             break
-    return num_frozen
+    return num_frozen, epochs
 
 
 def _train_upper_blocks(sections: Sections, num_frozen: int) -> None:
