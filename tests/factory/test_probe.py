@@ -23,6 +23,7 @@ from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
+from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 from vit.evaluation.features import compute_features
 from vit.evaluation.learning_curve import LearningCurve, load_learning_curve, measure_learning_curve
@@ -31,6 +32,7 @@ from vit.evaluation.probe import LinearProbe, fit_probe
 from vit.factory import automatic
 from vit.model.model_file import read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
+from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
 
 SHORT = [
@@ -258,6 +260,22 @@ def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
 
     monkeypatch.setattr(automatic, "_measure_rate", measure)
     monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 3 * rate)
+
+
+def test_the_timed_steps_are_those_of_training(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[bool] = []
+
+    def time_steps(train_step: TrainStep, loader: TrainLoader) -> float:
+        timed.append(train_step.module.training)
+        loader.close()
+        return 0.01
+
+    monkeypatch.setattr(automatic, "time_steps", time_steps)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
+    automatic.choose_config("digits", overrides, minutes=1)
+    assert timed == [True]
 
 
 @pytest.mark.parametrize(

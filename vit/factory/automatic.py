@@ -34,6 +34,7 @@ from vit.factory.tokens import keep_tokens
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import autocast, choose_device, choose_precision, free_cached_memory
+from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process, current_process
 from vit.training.execution import time_blank_steps, time_steps
 
@@ -137,6 +138,8 @@ def choose_config(
         ValueError: images that can't be opened, or overrides that don't fit.
     """
     started_at = time.perf_counter()
+    # steps are timed as they will run
+    keep_freed_memory()
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
@@ -477,7 +480,8 @@ def _measure_rate(
     whose augmentation counts, or on these of `tokens`."""
     if model is None:
         model, _ = build_model(config, num_classes=task.num_classes)
-    model = copy.deepcopy(model).to(task.device)
+    # features and tokens were computed in evaluation mode
+    model = copy.deepcopy(model).to(task.device).train()
     plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
     process = Process()
     if data is not None:

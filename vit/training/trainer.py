@@ -6,6 +6,7 @@ uninterrupted one ends. That holds on the same kind of device, in the same preci
 same torch; on a GPU with `train.deterministic`, without which its kernels add up in any order.
 """
 
+import math
 import time
 import traceback
 import warnings
@@ -172,7 +173,12 @@ class Trainer:
                 f"the probe's top-1 on the validation images is {validation.top1:.2%}, macro F1"
                 f" {validation.macro_f1:.2%}; kept until a better model is found  {seconds:.0f} s"
             )
-        self.progress.record_best(validation, select_by=self.plan.select_by)
+        best = validation
+        if best is not None and self.plan.select_by != "loss":
+            # of equally accurate models the trained one is kept: few images tell no difference, and
+            # a loss that label smoothing has raised tells none either
+            best = best._replace(loss=math.inf)
+        self.progress.record_best(best, select_by=self.plan.select_by)
         self.model_writer.write(model)
         self._save()
 
