@@ -55,7 +55,8 @@ _SAMPLE = 64
 # images of two such sets, where 40 epochs without gave 82.4 and 81.1 %.
 _ENOUGH_PHOTOS = 3000
 _PRETRAINED_HINT = (
-    "so few photos are mostly classified better from pretrained weights; "
+    "so few photos are mostly classified better from pretrained weights "
+    "(a ViT-S, 10 classes of 30 photos: 86 % right, from scratch 57 %); "
     "--init timm:vit_small_patch16_224 starts from some (a download of 88 MB, Apache-2.0, once)"
 )
 # After a probe, of what is left of the minutes: the rest is for augmentation and what a machine does
