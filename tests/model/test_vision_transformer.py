@@ -203,6 +203,15 @@ class TestPositions:
         assert torch.equal(resampled[:, :2], prefix)
         torch.testing.assert_close(resampled[:, 2:], torch.full((1, 20, 4), 0.7))
 
+    def test_patches_of_a_convolutional_stem_stay_as_they_are(self):
+        model = tiny(stem="conv")
+        model.set_input_size(16, 4)
+        with pytest.raises(
+            ValueError, match=r"can't be resampled to \(2, 2\); set patch_size to \[4"
+        ):
+            model.set_input_size(16, 2)
+        assert model.architecture["patch_size"] == (4, 4)
+
     def test_same_size_keeps_the_parameter_and_another_keeps_its_freezing(self):
         model = tiny()
         positions = model.pos_embed

@@ -95,8 +95,8 @@ class PatchEmbed(nn.Module):
             return
         if not isinstance(self.stem, nn.Identity):
             raise ValueError(
-                f"a convolutional stem makes patches of {self.patch_size}, "
-                f"which can't be resampled to {patch_size}; leave patch_size out"
+                f"a convolutional stem makes patches of {self.patch_size}, which can't be resampled "
+                f"to {patch_size}; set patch_size to {list(self.patch_size)}"
             )
         # timm, which takes seconds to import
         from timm.layers import resample_patch_embed
