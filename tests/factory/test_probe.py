@@ -330,6 +330,26 @@ def test_what_is_given_for_the_fine_tuning_holds(
     assert config.train.max_minutes is None
 
 
+def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_rate(monkeypatch, 1e6)
+
+    def choose(*overrides: str) -> automatic.Choice:
+        given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
+        return automatic.choose_config("digits", given, minutes=5)
+
+    # of 430 images
+    choice = choose("data.validation_fraction=0.04")
+    assert choice.config.model.freeze == "backbone"
+    assert "validation images can't tell" in choice.reasons["length"]
+    for enough in ("data.validation_fraction=0.05", "data.validation_fraction=0"):
+        assert choose(enough).config.model.freeze == "none"
+    # who gives a length wants it
+    choice = choose("data.validation_fraction=0.04", "train.epochs=3")
+    assert choice.config.model.freeze == "none"
+
+
 @pytest.mark.parametrize(
     ("seconds", "num_frozen", "fewest_epochs"),
     # of 12 blocks and 800 images, of which 10 are trained on in a second as a whole

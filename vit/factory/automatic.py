@@ -72,7 +72,8 @@ _FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 12.0, 0.75: 0.0}
 # patches that steps on tokens drop, and what is left of a step's time
 _DROP_RATE = 0.5
 _DROPPED_COST = 0.65
-# of the validation images, for each model that they are to choose among
+# Of the validation images, for each model that they are to choose among. Of 10 × 5 photos ten are for
+# validation: fine-tuning was right on one more of these, and on 2 in 100 fewer of 240 unseen ones.
 _IMAGES_AN_EVALUATION = 20
 # of the minutes, for the pass of all images through the weights
 _FEATURE_FRACTION = 0.5
@@ -369,6 +370,12 @@ def _plan_fine_tuning(
     # at the end all images pass through the model once more, for what its file holds of them
     num_validation = len(data.validation or ())
     num_described = min(task.num_images, config.train.max_training_features) + num_validation
+    is_length_given = bool(task.user["train"].keys() & {"epochs", "max_steps"})
+    if 0 < num_validation < _IMAGES_AN_EVALUATION and not is_length_given:
+        sections["model"]["freeze"] = "backbone"
+        text = f"{num_validation} validation images can't tell whether fine-tuning it would help"
+        return probe, f"the probe alone; {text}"
+
     deadline = started_at + 60 * task.minutes - num_described / forward_rate
     model = build_probed_model(config, model, probe.probe).to(task.device)
     seconds_left = max(deadline - time.perf_counter(), 0.0)
@@ -380,7 +387,6 @@ def _plan_fine_tuning(
         num_images=task.num_images,
         num_validation=num_validation,
     )
-    is_length_given = bool(task.user["train"].keys() & {"epochs", "max_steps"})
     rate = 0.0
     # tokens and the measurement would take what is left of too little time
     if epochs >= _MIN_FINE_TUNING_EPOCHS or is_length_given:
