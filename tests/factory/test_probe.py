@@ -305,8 +305,8 @@ def test_the_minutes_decide_what_is_trained_after_the_probe(
         # the rest is for the probe, and for what the model file holds of the images
         assert config.train.max_minutes is not None
         assert 3 < config.train.max_minutes < 5
-        # 43 validation images tell two models apart, beside the probe
-        assert -(-config.train.epochs // config.train.evaluate_every_epochs) == 2
+        # 43 validation images choose between the probe and the last model alone
+        assert config.train.evaluate_every_epochs == config.train.epochs
 
 
 def test_what_is_given_for_the_fine_tuning_holds(
@@ -359,7 +359,7 @@ def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
     seconds: float, num_frozen: int, fewest_epochs: int
 ) -> None:
     chosen, epochs = automatic._choose_num_frozen(
-        12, image_seconds=0.1, seconds=seconds, num_images=800, num_validation=80
+        12, image_seconds=0.1, seconds=seconds, num_images=800
     )
     assert chosen == num_frozen
     assert (epochs >= fewest_epochs) if fewest_epochs else epochs == 0

@@ -212,6 +212,14 @@ class TestPositions:
             model.set_input_size(16, 2)
         assert model.architecture["patch_size"] == (4, 4)
 
+    def test_a_size_that_is_refused_leaves_the_model_as_it_was(self):
+        model = tiny()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match="img_size 16 is not a multiple of patch_size 5"):
+            model.set_input_size(16, 5)
+        assert model.patch_embed.patch_size == (4, 4)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
     def test_same_size_keeps_the_parameter_and_another_keeps_its_freezing(self):
         model = tiny()
         positions = model.pos_embed

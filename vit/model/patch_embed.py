@@ -76,16 +76,18 @@ class PatchEmbed(nn.Module):
     def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
         """Take images, and cut patches, of other sizes from now on. Raises ValueError as
         `VisionTransformer.set_input_size`."""
-        if patch_size is not None:
-            self._resample_patches(as_pair(patch_size, name="patch_size"))
         sides = as_pair(img_size, name="img_size")
-        for side, patch in zip(sides, self.patch_size, strict=True):
+        patches = self.patch_size
+        if patch_size is not None:
+            patches = as_pair(patch_size, name="patch_size")
+        for side, patch in zip(sides, patches, strict=True):
             if side % patch:
                 lower = side // patch * patch
                 nearest = f"{lower} or {lower + patch}" if lower else str(patch)
                 raise ValueError(
                     f"img_size {side} is not a multiple of patch_size {patch}; try {nearest}"
                 )
+        self._resample_patches(patches)
         self.img_size = sides
 
     def _resample_patches(self, patch_size: tuple[int, int]) -> None:
