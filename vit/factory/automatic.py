@@ -377,7 +377,7 @@ def _plan_fine_tuning(
     if 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_length_given:
         sections["model"]["freeze"] = "backbone"
         text = f"{num_validation} validation images can't tell whether fine-tuning it would help"
-        return probe, f"the probe alone; {text}"
+        return probe, f"the probe alone; {text} (--folds 5 fits it on all images)"
 
     deadline = started_at + 60 * task.minutes - num_described / forward_rate
     model = build_probed_model(config, model, probe.probe).to(task.device)
