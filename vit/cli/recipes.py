@@ -11,4 +11,7 @@ def recipes() -> None:
 
     rows = [(name, *recipe) for name, recipe in list_recipes().items()]
     headings = ("name", "task", "test top-1", "time")
-    build_console().print(build_table(rows, headings, num_text_columns=4))
+    table = build_table(rows, headings, num_text_columns=4)
+    # a name is copied into the next command
+    table.columns[0].no_wrap = True
+    build_console().print(table)

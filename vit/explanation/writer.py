@@ -17,12 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
 from vit.explanation.records import ImageResult, MapResult, describe_prediction, name_sinks
-from vit.explanation.render.contact_sheet import (
-    MAX_SHEET_IMAGES,
-    SheetRow,
-    draw_contact_sheet,
-    scale_to_tile,
-)
+from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
 from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
 from vit.explanation.targets import describe_target
 from vit.options import ExplainOptions
@@ -132,8 +127,6 @@ class MapWriter:
         self._picture_format = pictures[0] if pictures else None
         self._pool = ThreadPoolExecutor()
         self._writing: list[list[Future[None]]] = []  # the overlays of each batch
-        # photo and map of the first overlays, by their names: else the contact sheet decodes them
-        self._tiles: dict[str, list[Image.Image]] = {}
         self._last_saved = monotonic()
         self._save_after = _SAVE_EVERY_SECONDS
         # without a manifest nothing was finished
@@ -162,12 +155,7 @@ class MapWriter:
         """Take a batch. Its overlays are written soon, the rest once a minute, of very many
         images less often, and at the end."""
         if self._picture_format:
-            num_first = MAX_SHEET_IMAGES - len(self.entries)
-            overlays = [
-                (image, result, number < num_first)
-                for number, image in enumerate(images)
-                for result in image.maps
-            ]
+            overlays = [(image, result) for image in images for result in image.maps]
             self._writing.append(
                 [self._pool.submit(self._write_overlay, *overlay) for overlay in overlays]
             )
@@ -306,29 +294,23 @@ class MapWriter:
     def _read_row(self, entry: dict[str, Any]) -> SheetRow:
         """An image and its maps, cut out of the overlays: after `resume` those of an earlier call
         are among them."""
+        original_width, original_height = entry["size"]
+        width, height = panel_size((original_width, original_height), self.options.max_side)
         pictures: list[Image.Image] = []
         texts = [[entry["title"], describe_prediction(entry["predicted"])]]
         for result in entry["maps"]:
-            tiles = self._tiles.get(result["overlay"])
-            if tiles is None:
-                with Image.open(self.output / result["overlay"]) as overlay:
-                    tiles = self._cut_tiles(overlay, entry["size"])
-            # the photo is the same beside all maps
-            pictures += tiles[1:] if pictures else tiles
+            with Image.open(self.output / result["overlay"]) as overlay:
+                # the photo on the left, the map on the right
+                left = 2 * MARGIN + width
+                if not pictures:
+                    pictures.append(overlay.crop((MARGIN, MARGIN, MARGIN + width, MARGIN + height)))
+                pictures.append(overlay.crop((left, MARGIN, left + width, MARGIN + height)))
             check = result["sanity_check"]
             verdict = [check["verdict"]] if check else []
             texts.append([result["caption"], *verdict, *name_sinks(result["sink_fraction"])])
         return SheetRow(pictures, texts)
 
-    def _cut_tiles(self, overlay: Image.Image, size: Sequence[int]) -> list[Image.Image]:
-        """The photo, of this size, and the map beside it, out of an overlay."""
-        original_width, original_height = size
-        width, height = panel_size((original_width, original_height), self.options.max_side)
-        lefts = (MARGIN, 2 * MARGIN + width)
-        boxes = [(left, MARGIN, left + width, MARGIN + height) for left in lefts]
-        return [scale_to_tile(overlay.crop(box)) for box in boxes]
-
-    def _write_overlay(self, image: ImageResult, result: MapResult, is_first: bool) -> None:
+    def _write_overlay(self, image: ImageResult, result: MapResult) -> None:
         kind = self._picture_format
         assert kind is not None
         picture = draw_map(
@@ -338,13 +320,9 @@ class MapWriter:
             smooth=self.options.interpolation == "smooth",
             max_side=self.options.max_side,
         )
-        name = f"{result.key}.{kind}"
-        # of other formats the file holds other pixels, which a resumed export would show
-        if is_first and kind == "png":
-            self._tiles[name] = self._cut_tiles(picture, image.geometry.original_size)
         # the manifest, written after them, makes all their names sure
         write_atomically(
-            self.output / name,
+            self.output / f"{result.key}.{kind}",
             lambda path: _save_picture(picture, path, kind),
             flush_name=False,
         )

@@ -1,5 +1,6 @@
 """One picture to look at first: rows of a photo and its maps, with words below each."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -39,15 +40,12 @@ def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
     return sheet
 
 
-def scale_to_tile(picture: Image.Image) -> Image.Image:
-    """A picture in the size that it has on a contact sheet; one that has it stays as it is."""
-    longest = max(picture.size)
-    width, height = (max(side * _TILE // longest, 1) for side in picture.size)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)
-
-
 def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
-    pictures = [scale_to_tile(picture) for picture in row.pictures]
+    pictures = []
+    for picture in row.pictures:
+        scaling = _TILE / max(picture.size)
+        width, height = (max(math.floor(side * scaling), 1) for side in picture.size)
+        pictures.append(picture.resize((width, height), Image.Resampling.LANCZOS))
     texts = []
     for lines in row.texts:
         texts.append([part for line in lines for part in wrap(line, _TILE)])
