@@ -345,9 +345,12 @@ def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     assert "validation images can't tell" in choice.reasons["length"]
     for enough in ("data.validation_fraction=0.05", "data.validation_fraction=0"):
         assert choose(enough).config.model.freeze == "none"
-    # who gives a length wants it
+    # who says how long, or which blocks, wants it
     choice = choose("data.validation_fraction=0.04", "train.epochs=3")
     assert choice.config.model.freeze == "none"
+    choice = choose("data.validation_fraction=0.04", "model.freeze=1")
+    assert choice.config.model.freeze == 1
+    assert choice.config.train.max_minutes is not None
 
 
 @pytest.mark.parametrize(

@@ -370,15 +370,16 @@ def _plan_fine_tuning(
     if is_probe_alone(config):
         return probe, "the probe alone (given)"
 
-    # at the end all images pass through the model once more, for what its file holds of them
-    num_validation = len(data.validation or ())
-    num_described = min(task.num_images, config.train.max_training_features) + num_validation
     is_length_given = bool(task.user["train"].keys() & {"epochs", "max_steps"})
-    if 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_length_given:
+    is_asked_for = is_length_given or "freeze" in task.user["model"]
+    num_validation = len(data.validation or ())
+    if 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_asked_for:
         sections["model"]["freeze"] = "backbone"
         text = f"{num_validation} validation images can't tell whether fine-tuning it would help"
         return probe, f"the probe alone; {text} (--folds 5 fits it on all images)"
 
+    # at the end all images pass through the model once more, for what its file holds of them
+    num_described = min(task.num_images, config.train.max_training_features) + num_validation
     deadline = started_at + 60 * task.minutes - num_described / forward_rate
     model = build_probed_model(config, model, probe.probe).to(task.device)
     # few validation images tell few models apart: the best of many would be so by chance
