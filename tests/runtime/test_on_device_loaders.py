@@ -9,34 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.augments import AUGMENTS, PREPROCESS
 from tests.runtime.conftest import Count, Counter, Meter
-from vit.config import AugmentConfig
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import Batch, TrainLoader
 from vit.data.open import open_dataset
-
-PREPROCESS = Preprocess((16, 20), crop_pct=0.8)
-AUGMENTS = {
-    "none": AugmentConfig(),
-    "crop and flip": AugmentConfig(crop_padding=2, flip="random"),
-    "cutout": AugmentConfig(flip="alternating", cutout=4),
-    "resized crop": AugmentConfig(resized_crop_scale=(0.3, 1.0), flip="random"),
-    "jitter and erasing": AugmentConfig(color_jitter=0.3, re_prob=0.4),
-    "RandAugment": AugmentConfig(rand_augment=(2, 9.0)),
-    "mixup": AugmentConfig(mixup=0.8),
-    "cutmix": AugmentConfig(cutmix=1.0),
-    "all": AugmentConfig(
-        crop_padding=2,
-        flip="random",
-        cutout=4,
-        color_jitter=0.2,
-        re_prob=0.3,
-        mixup=0.8,
-        cutmix=1.0,
-    ),
-}
 
 
 @pytest.fixture(scope="module")
