@@ -26,6 +26,7 @@ the parts of a call.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
@@ -98,6 +99,9 @@ def _script(name: str, *arguments: str) -> list[str]:
 
 def _build_tests(options: argparse.Namespace, images: Path) -> Part:
     pytest_options = ["-q", "-p", "no:cacheprovider", "--durations=10"]
+    if importlib.util.find_spec("xdist"):
+        # pytest-benchmark warns beside it, and warnings are errors
+        pytest_options += ["-n", "6", "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", *pytest_options, "tests/cuda"]
     return Part("tests", call=1, limit=150, command=command)
 

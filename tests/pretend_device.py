@@ -57,6 +57,13 @@ _WAITS |= {
     "linalg_inv_ex",
     "_linalg_solve_ex",
 }
+# backward passes that CUDA refuses where a run is deterministic, the default
+_NOT_DETERMINISTIC = {
+    "upsample_bicubic2d_backward",
+    "_upsample_bicubic2d_aa_backward",
+    "_upsample_bilinear2d_aa_backward",
+    "grid_sampler_2d_backward",
+}
 
 
 class _Memory:
@@ -260,6 +267,8 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     by_mask = kind == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
     if uses_device and (kind in _WAITS or by_mask):
         _count(f"wait ({kind})")
+    if uses_device and kind in _NOT_DETERMINISTIC:
+        raise RuntimeError(f"{name} has no deterministic implementation on CUDA")
     if uses_device and (strays := _find_host_scalars(kind, args, kwargs)):
         raise RuntimeError(f"{name}: {len(strays)} host scalars where CUDA takes none")
     for tensor in tensors:

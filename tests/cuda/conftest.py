@@ -25,6 +25,7 @@ def device() -> torch.device:
         # a registered pretend device breaks every backward pass on CUDA tensors
         accelerator = str(torch.accelerator.current_accelerator())
         assert accelerator.startswith("cuda"), "run tests/cuda by itself"
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device(DEVICE)
 
 

@@ -51,3 +51,9 @@ def test_a_host_scalar_is_a_number_in_arithmetic(npu: Counter) -> None:
     assert (there * torch.tensor(2.0)).tolist() == [2, 2, 2]
     assert there.add_(torch.tensor(2.0)).tolist() == [3, 3, 3]
     update_by_adamw(torch.zeros((), device="npu"), torch.zeros((), device="npu"))
+
+
+def test_a_backward_pass_that_is_not_deterministic_is_refused(npu: Counter) -> None:
+    gradient = torch.ones(1, 1, 2, 2, device="npu")
+    with pytest.raises(RuntimeError, match="no deterministic implementation"):
+        torch.ops.aten._upsample_bicubic2d_aa_backward(gradient, [2, 2], [1, 1, 4, 4], False)

@@ -273,6 +273,8 @@ def _adapt_recipe(candidate: _Candidate, task: _Task) -> Sections:
     # those of the recipe are for the classes and the number of images of its own data set
     data.pop("validation_fraction", None)
     train["class_balance"] = "auto"
+    # a minute of compiling pays in runs as long as the recipe's
+    train["compile"] = "auto"
     if task.pretrained_size is not None:
         data["image_size"] = _shorten(task.pretrained_size)
         # some ten steps an epoch, also of few images

@@ -176,11 +176,22 @@ def resample_positions(
     assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]
     if old_grid == new_grid:
         return positions
-    # bicubic interpolation computes in float32 at least, and over the last two axes
     prefix = positions[:, :num_prefix_tokens]
-    grid = positions[:, num_prefix_tokens:].float()
-    planes = grid.transpose(1, 2).reshape(1, -1, *old_grid)  # [1, D, rows, columns]
-    planes = F.interpolate(
-        planes, size=new_grid, mode="bicubic", antialias=True, align_corners=False
+    grid = positions[0, num_prefix_tokens:].unflatten(0, old_grid).float()  # [rows, columns, D]
+    with torch.autocast(positions.device.type, enabled=False):
+        for axis in (0, 1):
+            weights = _build_resampling_weights(old_grid[axis], new_grid[axis], grid.device)
+            grid = torch.tensordot(weights, grid, dims=([1], [axis])).movedim(0, axis)
+    return torch.cat([prefix, grid.flatten(0, 1)[None].to(prefix)], dim=1)
+
+
+def _build_resampling_weights(
+    old_length: int, new_length: int, device: torch.device
+) -> Float[Tensor, "new old"]:
+    """Antialiased bicubic interpolation along one axis, as a matrix: `F.interpolate` has no
+    deterministic backward pass on GPUs, which `train.deterministic` asks for."""
+    identity = torch.eye(old_length, device=device)[None, None]
+    weights = F.interpolate(
+        identity, size=(new_length, old_length), mode="bicubic", antialias=True, align_corners=False
     )
-    return torch.cat([prefix, planes.flatten(2).transpose(1, 2).to(prefix)], dim=1)
+    return weights[0, 0]
