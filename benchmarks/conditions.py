@@ -28,6 +28,7 @@ _GENERATIONS = {
     "Emerald Rapids": (6, [207]), "Granite Rapids": (6, [173]),
 }  # fmt: skip
 
+ROOT = Path(__file__).parents[1]
 _VERSIONED_PACKAGES = (
     "albumentations", "numpy", "Pillow", "pydantic", "scikit-learn", "scipy", "timm", "torch", "torchvision",
     "triton", "vit-pipeline",
@@ -51,7 +52,7 @@ def describe_conditions(device: torch.device | str) -> dict[str, Any]:
         **rates,
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]).replace(f"{ROOT}/", ""),
         "commit": find_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

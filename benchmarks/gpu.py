@@ -343,6 +343,9 @@ def build_tables(load: Callable[[str], dict[str, dict[str, Any]]]) -> str:
         if "unfinished" in result:
             runs.append(result["unfinished"])
         blocks += [_describe_run(run, result["machine"]) for run in runs]
+    for result in load("timm-baseline").values():
+        if not result["machine"]["device"].startswith("cpu"):
+            blocks.append(_describe_baseline(result))
     blocks += [recipe_steps.build_tables(result) for result in load(recipe_steps.NAME).values()]
     for result in load("train-throughput").values():
         if not result["machine"]["device"].startswith("cpu"):
@@ -356,21 +359,37 @@ def _describe_run(run: dict[str, Any], machine: dict[str, Any]) -> str:
     from time_to_accuracy import time_to
 
     reached = [f"{goal:.0%} after {time_to(run['curve'], goal) or '–'} s" for goal in GOALS]
-    test = "stopped before its end"
+    last = run["curve"][-1]
+    result = (
+        f"stopped after epoch {last['epoch']}, with {last['top1']:.1%} after {last['seconds']} s"
+    )
     if "test_top1" in run:
-        test = f"test {run['test_top1']:.1%}"
+        result = f"test {run['test_top1']:.1%}"
     return (
         f"`cifar10/speedrun` on CIFAR-10 (JPEG copy), seed {run['seed']}, {machine['device']}: "
-        f"validation {', '.join(reached)} from process start; {test}."
+        f"validation {', '.join(reached)} from process start; {result}."
+    )
+
+
+def _describe_baseline(result: dict[str, Any]) -> str:
+    """timm's model in a plain loop on the same images."""
+    run = result["run"]
+    last = run["curve"][-1]
+    return (
+        f"timm's model of the same width and depth in a plain loop, with a DataLoader of "
+        f"12 workers: validation {last['top1']:.1%} after {last['seconds']} s and {run['epochs']} "
+        f"epochs, test {run['test_top1']:.1%}."
     )
 
 
 def _build_throughput_table(result: dict[str, Any]) -> str:
     lines = ["| training loop | images/s | of the matmul rate |", "|---|---|---|"]
+    names = {"resident": "timm's model on resident batches", "engine": "`vit train`"}
     for name, variant in result["variants"].items():
         share = result.get("fraction_of_matmul_rate", {}).get(name)
         shown = "–" if share is None else f"{share:.0%}"
-        lines.append(f"| {name} | {variant['images_per_second']:,.0f} | {shown} |")
+        title = names.get(name, name)
+        lines.append(f"| {title} | {variant['images_per_second']:,.0f} | {shown} |")
     return "\n".join([*lines, "", f"{result['images']}; {result['machine']['device']}."])
 
 

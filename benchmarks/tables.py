@@ -48,6 +48,7 @@ STEMS = {
     "conv": "conv stem",
     "conv_pool": "pooled conv stem",
     "conv_pool_residual": "pooled conv stem with a residual convolution",
+    "conv_residual": "conv stem with a residual convolution at each size",
 }
 
 Results = dict[str, dict[str, Any]]
@@ -66,12 +67,12 @@ def join_tables(build: Callable[[dict[str, Any]], str], kind: str) -> str:
 
 
 def choose_unchanged(found: Results, start: str = "") -> Results:
-    """Those named `start`…, of recipes as packaged: `name_recipe` puts changes into further
-    backquotes."""
+    """Those named `start`…, with a run that ended, of recipes as packaged: `name_recipe` puts changes
+    into further backquotes."""
     return {
         key: of
         for key, of in found.items()
-        if key.startswith(f"recipe-{start}") and "` `" not in name_recipe(of)
+        if key.startswith(f"recipe-{start}") and of["runs"] and "` `" not in name_recipe(of)
     }
 
 
@@ -255,6 +256,9 @@ def build_training_speed(results: Results) -> str:
         "|---|---|---|---|",
     ]
     for result in results.values():
+        # docs/gpu.md has those of a GPU beside timm's model on resident batches
+        if "plain" not in result["variants"]:
+            continue
         ours, theirs = (
             result["variants"][name]["images_per_second"] for name in ("engine", "plain")
         )

@@ -151,7 +151,7 @@ class ModelConfig(_Section):
     preset: str | None = None
     # with init and where it is set: the weights' patches are resampled to this size
     patch_size: int | tuple[int, int] = 4
-    stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual"] = "patch"
+    stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual", "conv_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
     depth: int = Field(12, gt=0, le=1000)
     num_heads: int = Field(3, gt=0)

@@ -15,7 +15,7 @@ import torch
 from tests.training.conftest import flatten, read_metrics, run_until
 from vit.config import load_config
 from vit.factory.run import Run, build_run
-from vit.runtime.device import count_total_bytes, free_cached_memory
+from vit.runtime.device import choose_device, count_total_bytes, free_cached_memory
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.step_graphs import StepGraph
@@ -230,3 +230,16 @@ def test_a_run_whose_launches_bound_it_is_captured(cuda: torch.device, tmp_path:
     for kind in graphs._kinds.values():
         assert kind.graph is not None
         assert not kind.stays_eager
+
+
+def test_the_backward_pass_of_attention_is_finite(cuda: torch.device) -> None:
+    """cuDNN's is NaN for 64 tokens whose scores are all far below 0."""
+    choose_device(str(cuda))
+    tokens = torch.randn(2, 8, 64, 64, dtype=torch.bfloat16, device=cuda)
+    queries, keys, values = (0.1 * tokens).clone(), (0.1 * tokens).clone(), tokens.clone()
+    queries[..., 0] = 1
+    keys[..., 0] = -960
+    inputs = [tensor.requires_grad_() for tensor in (queries, keys, values)]
+    output = torch.nn.functional.scaled_dot_product_attention(*inputs)
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
+from vit.model.patch_embed import (
+    STEMS,
+    PatchEmbed,
+    build_sincos_positions,
+    resample_positions,
+)
 from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = [
@@ -19,6 +24,7 @@ OPTIONS = [
     {"stem": "conv", "pos_embed": "sincos"},
     {"stem": "conv_pool", "mlp": "relu2"},
     {"stem": "conv_pool_residual", "global_pool": "avg"},
+    {"stem": "conv_residual", "global_pool": "avg"},
     {
         "mlp": "swiglu",
         "qk_norm": True,
@@ -109,7 +115,7 @@ class TestGeometry:
             ),
             (
                 {"stem": "resnet"},
-                "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, patch",
+                "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, conv_residual, patch",
             ),
             ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, sincos"),
@@ -142,7 +148,7 @@ class TestGeometry:
         ):
             tiny()(torch.randn(2, 3, 16, 8))
 
-    @pytest.mark.parametrize("stem", ["conv", "conv_pool", "conv_pool_residual"])
+    @pytest.mark.parametrize("stem", STEMS[:-1])
     @pytest.mark.parametrize("patch", [(4, 4), (2, 4), (1, 2), (16, 16)])
     def test_a_convolutional_stem_ends_on_the_patch_grid(self, stem, patch):
         size = (2 * patch[0], 3 * patch[1])
@@ -150,7 +156,7 @@ class TestGeometry:
         assert embed.grid_size == (2, 3)
         assert embed(torch.randn(1, 3, *size)).shape == (1, 6, 16)
 
-    @pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool", "conv_pool_residual"])
+    @pytest.mark.parametrize("stem", STEMS)
     def test_tokens_go_row_by_row_and_see_their_own_patch(self, stem):
         torch.manual_seed(0)
         embed = PatchEmbed((16, 24), 4, in_chans=3, embed_dim=16, stem=stem)
@@ -163,7 +169,8 @@ class TestGeometry:
                 gradient[0].abs().sum(0).reshape(4, 4, 6, 4).sum((1, 3))
             )  # by patch, [rows, columns]
             assert seen[row, column] > 0
-            reach = {"patch": 0, "conv": 1, "conv_pool": 2, "conv_pool_residual": 3}[stem]
+            reaches = {"patch": 0, "conv": 1, "conv_pool": 2, "conv_pool_residual": 3}
+            reach = reaches.get(stem, 5)
             far = [
                 abs(r - row) > reach or abs(c - column) > reach for r in range(4) for c in range(6)
             ]

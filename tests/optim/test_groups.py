@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from vit.model.patch_embed import STEMS
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.groups import parameter_groups
 
@@ -56,7 +57,7 @@ def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
     assert rates["patch_embed.proj.weight"] == rates["cls_token"] == rates["pos_embed"] == 0.0625
 
 
-@pytest.mark.parametrize("stem", ["patch", "conv", "conv_pool", "conv_pool_residual"])
+@pytest.mark.parametrize("stem", STEMS)
 def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in_three(stem):
     model = build_model(stem=stem)
     num_matrices = settings(model, "num_matrices", lr=1.0, weight_decay=0.05, muon_lr=0.02)
@@ -67,8 +68,8 @@ def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in
         assert num_matrices[name] == (
             3 if name.endswith("qkv.weight") else 1 if inside or kernel else 0
         ), name
-    kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3}[stem]
-    assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels
+    kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3, "conv_residual": 6}
+    assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels[stem]
 
 
 def test_muons_rate_decays_by_layer_too():

@@ -33,6 +33,7 @@ class Cards:
         self, monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], kernels: str
     ) -> None:
         self.current = 0
+        self.uses_cudnn = True
         self.asked_about: list[int] = []
         answers: dict[str, Any] = {
             "is_available": lambda: True,
@@ -50,6 +51,9 @@ class Cards:
 
     def set_device(self, device: torch.device) -> None:
         self.current = device.index
+
+    def set_cudnn(self, enabled: bool) -> None:
+        self.uses_cudnn = enabled
 
     def select(self, device: torch.device) -> "Cards":
         self.selected = device.index
@@ -71,8 +75,11 @@ def test_a_card_becomes_the_current_one_and_is_asked_for_its_precision(
     assert choose_precision("auto", torch.device("cuda", 1)) == "bfloat16"
     assert choose_precision("auto", torch.device("cuda", 0)) == "float16"
     assert choose_precision("auto", torch.device("cuda", 2)) == "float32"
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cards.set_cudnn)
     assert choose_device("cuda:1") == torch.device("cuda", 1)
     assert cards.current == 1
+    # its backward pass is NaN on some cards
+    assert not cards.uses_cudnn
     assert choose_device("auto") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="this machine has 3 CUDA devices"):
         choose_device("cuda:3")

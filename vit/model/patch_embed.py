@@ -10,7 +10,7 @@ from vit.model.cpu_kernels import apply_convolutions
 from vit.model.stem import build_stem
 from vit.runtime.arguments import Size, as_pair, check_choice
 
-STEMS = ("conv", "conv_pool", "conv_pool_residual", "patch")
+STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
 
 
 class PatchEmbed(nn.Module):
@@ -25,6 +25,8 @@ class PatchEmbed(nn.Module):
     - "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide, the last D
       (Hassani et al. 2021, CCT).
     - "conv_pool_residual": the same, then features + relu(conv3×3(features)) (He et al. 2016).
+    - "conv_residual": on the pixels, and again after each max pooling, a 3×3 convolution with ReLU
+      and such a residual one, widths doubling up to D.
 
     Args:
         img_size: Pixels of both sides, or (height, width); the patch must divide the image.

@@ -15,10 +15,14 @@ def build_stem(
     # a side that is on its grid already keeps its length for the remaining stages
     row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
     num_stages = max(row_halvings, column_halvings)
+    strides = [
+        (1 + (stage < row_halvings), 1 + (stage < column_halvings)) for stage in range(num_stages)
+    ]
+    if stem == "conv_residual":
+        return _build_residual_stem(in_chans, embed_dim, strides), nn.Identity()
 
     layers: list[nn.Module] = []
-    for stage in range(num_stages):
-        stride = (1 + (stage < row_halvings), 1 + (stage < column_halvings))
+    for stage, stride in enumerate(strides):
         stages_left = num_stages - 1 - stage
         width = embed_dim
         if stages_left:
@@ -40,6 +44,23 @@ def build_stem(
     elif stem == "conv_pool_residual":
         projection = ResidualConv(embed_dim)
     return nn.Sequential(*layers), projection
+
+
+def _build_residual_stem(
+    in_chans: int, embed_dim: int, strides: list[tuple[int, int]]
+) -> nn.Sequential:
+    """On the grid of pixels, and after each pooling, a convolution and a residual one; their widths
+    double up to `embed_dim`."""
+    layers: list[nn.Module] = []
+    for stage in range(len(strides) + 1):
+        width = max(embed_dim >> (len(strides) - stage), 8)
+        if stage:
+            layers.append(nn.MaxPool2d(3, stride=strides[stage - 1], padding=1))
+        layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
+        layers.append(nn.ReLU(inplace=True))
+        layers.append(ResidualConv(width))
+        in_chans = width
+    return nn.Sequential(*layers)
 
 
 class ResidualConv(nn.Module):

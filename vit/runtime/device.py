@@ -27,7 +27,8 @@ _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 def choose_device(name: str) -> torch.device:
     """The device of a run. A GPU becomes torch's current device: otherwise pinned memory and random
-    numbers would open a second context, of 300 MB, on the first card.
+    numbers would open a second context, of 300 MB, on the first card. Attention there isn't computed
+    by cuDNN from then on.
 
     Args:
         name: auto (a GPU where there is one), cpu, cuda or cuda:N.
@@ -58,6 +59,9 @@ def choose_device(name: str) -> torch.device:
     device = torch.device("cuda", index)
     _check_kernels(device)
     torch.cuda.set_device(device)
+    # torch prefers it on an H100 or H200, where its backward pass can be NaN for 64, 192, 320, …
+    # tokens with scores far below 0 (pytorch issue 196678): cifar10/speedrun ended so at 32 px
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

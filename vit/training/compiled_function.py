@@ -31,7 +31,12 @@ class CompiledFunction(Generic[P, T]):
         try:
             # else the backward pass is compiled in the backward pass, when it is too late to do
             # without
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with (
+                torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+                warnings.catch_warnings(),
+            ):
+                # products of float32 matrices keep their precision on purpose
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 return self._function(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
