@@ -383,5 +383,5 @@ def _save_picture(picture: Image.Image, path: Path, kind: str) -> None:
         cv2.IMWRITE_PNG_FILTER,
         cv2.IMWRITE_PNG_FILTER_UP,
     ]
-    _, encoded = cv2.imencode(".png", np.asarray(picture)[:, :, ::-1], options)
+    _, encoded = cv2.imencode(".png", cv2.cvtColor(np.asarray(picture), cv2.COLOR_RGB2BGR), options)
     path.write_bytes(encoded.tobytes())

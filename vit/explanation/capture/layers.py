@@ -446,8 +446,9 @@ LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, Torchvi
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The model's self-attention layers in order, or ValueError with why they cannot be read."""
     family = type(model).__name__
+    modules = list(model.named_modules())
     # a wrapper hides the model's own name
-    families = (type(module).__name__ for module in model.modules())
+    families = (type(module).__name__ for _, module in modules)
     hierarchical = next((name for name in families if _HIERARCHICAL.search(name.lower())), None)
     if hierarchical:
         raise NoAttentionError(
@@ -456,8 +457,11 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
             f"{_WITHOUT_ATTENTION}"
         )
     layers: list[AttentionLayer] = []
-    for block_name, block in model.named_modules():
+    for block_name, block in modules:
         for name, module in block.named_children():
+            # to ask a module for what it lacks takes long, and attention has projections
+            if next(module.children(), None) is None:
+                continue
             for kind in LAYER_KINDS:
                 if kind.matches(module, block):
                     layers.append(kind(f"{block_name}.{name}".removeprefix("."), module, block))
@@ -470,7 +474,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     # in a row of like blocks each has its attention
     blocks = {layer.block for layer in layers}
     kinds = {type(block) for block in blocks}
-    for name, container in model.named_modules():
+    for name, container in modules:
         if not isinstance(container, nn.ModuleList | nn.Sequential) or blocks.isdisjoint(container):
             continue
         for number, block in enumerate(container):
