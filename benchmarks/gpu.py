@@ -101,7 +101,8 @@ def _build_tests(options: argparse.Namespace, images: Path) -> Part:
     pytest_options = ["-q", "-p", "no:cacheprovider", "--durations=10"]
     if importlib.util.find_spec("xdist"):
         # pytest-benchmark warns beside it, and warnings are errors
-        pytest_options += ["-n", "6", "-p", "no:benchmark"]
+        workers = min(6, os.cpu_count() or 1)
+        pytest_options += ["-n", str(workers), "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", *pytest_options, "tests/cuda"]
     return Part("tests", call=1, limit=150, command=command)
 

@@ -149,6 +149,27 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     assert "the minutes are too few" in choices["image size"]
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_small_images_without_colours_get_the_recipe_of_such_images(
+    tmp_path: Path, speed: Any, mode: str
+) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("boot", "shirt"):
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            shape = (28, 28) if mode == "L" else (28, 28, 3)
+            pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    family = "fashion_mnist" if mode == "L" else "cifar10"
+    _, choices, *_ = choose_config(tmp_path, ["train.device=cpu"])
+    assert choices["recipe"].startswith(f"{family}/cpu-20-minutes")
+    speed(0.5)
+    config, choices, *_ = choose_config(tmp_path, ["train.device=cpu"], minutes=1)
+    assert choices["recipe"].startswith(f"{family}/cpu")
+    assert "20-minutes" not in choices["recipe"]
+    assert (config.data.image_size, config.model.patch_size) == (28, 4)
+
+
 @pytest.mark.usefixtures("speed")
 @pytest.mark.parametrize(
     ("overrides", "expected"),

@@ -147,7 +147,7 @@ def test_a_measured_rate_leaves_no_memory_taken(
     monkeypatch.setattr(MEMORY, "limit", 2**30)
     gc.collect()
     before = MEMORY.allocated
-    task = _Task(100, 5, 8, NPU, 1.0, None, {})
+    task = _Task(100, 5, 8, False, NPU, 1.0, None, {})
     config = load_config(None, ["data.image_size=8", "model.depth=1", "train.batch_size=8"])
     assert _measure_rate(config, task) > 0
     assert MEMORY.allocated == before

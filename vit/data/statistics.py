@@ -41,6 +41,17 @@ def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
     return float(np.median(sides))
 
 
+def are_grey(dataset: ImageDataset, *, count: int) -> bool:
+    """Whether a random sample of so many images has no colours. Raises ValueError where none of them
+    can be read."""
+    indices = np.random.default_rng(0).permutation(len(dataset))[:count]
+    for image in dataset.read_sample(indices):
+        red, green, blue = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        if not (np.array_equal(red, green) and np.array_equal(red, blue)):
+            return False
+    return True
+
+
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
     """Mean and standard deviation of each channel, of pixels in [0, 1], rounded to 4 digits.
 
