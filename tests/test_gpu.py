@@ -286,7 +286,7 @@ def test_the_tables_show_the_results_of_every_part() -> None:
         "validation 85% after 20.5 s, 90% after 20.5 s, 92% after – s from process start; test 94.1%",
     ):
         assert text in page
-    assert "| engine | 1,000 | – |" in page
+    assert "| `vit train` | 1,000 | – |" in page
     assert gpu.build_tables(lambda kind: {}) == "Not measured yet."
 
 
@@ -302,6 +302,7 @@ def test_the_whole_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "parity",
         "recipe-cifar10-speedrun",
         "recipe-steps",
+        "timm-baseline",
         "train-throughput",
     )
     assert all(read_result(tmp_path, name) for name in names)

@@ -179,7 +179,7 @@ def resample_positions(
     if old_grid == new_grid:
         return positions
     prefix = positions[:, :num_prefix_tokens]
-    grid = positions[0, num_prefix_tokens:].unflatten(0, old_grid).float()  # [rows, columns, D]
+    grid = positions[0, num_prefix_tokens:].reshape(*old_grid, -1).float()  # [rows, columns, D]
     with torch.autocast(positions.device.type, enabled=False):
         for axis in (0, 1):
             weights = _build_resampling_weights(old_grid[axis], new_grid[axis], grid.device)
