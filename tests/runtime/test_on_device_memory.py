@@ -214,7 +214,8 @@ def test_evaluations_that_do_not_fit_are_made_in_halves(
     del predictor
     predictor, logits = predict(whole // 2)
     assert predictor._part_size in (1, 2, 4, 8)
-    assert np.array_equal(logits, expected)
+    # some processors (Emerald Rapids) add up a product of fewer images in another order
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(torch.OutOfMemoryError):
         predict(2**8)
 

@@ -64,7 +64,7 @@ def _build_residual_stem(
 
 
 class ResidualConv(nn.Module):
-    """features + relu(conv(features)), 3×3, on the patch grid."""
+    """features + relu(conv(features)), 3×3."""
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__()

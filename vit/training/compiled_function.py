@@ -22,6 +22,8 @@ class CompiledFunction(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._original = function
+        # products of float32 matrices keep their precision on purpose
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         # from the third image size on torch would make sizes symbols, which a CUDA graph can't have
         self._function = torch.compile(function, dynamic=False)
 
@@ -31,12 +33,7 @@ class CompiledFunction(Generic[P, T]):
         try:
             # else the backward pass is compiled in the backward pass, when it is too late to do
             # without
-            with (
-                torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-                warnings.catch_warnings(),
-            ):
-                # products of float32 matrices keep their precision on purpose
-                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 return self._function(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
