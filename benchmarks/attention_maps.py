@@ -25,9 +25,9 @@ import torch
 from conditions import describe_conditions, write_result
 from torch import Tensor, nn
 
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.explainer import choose_explain_batch_size
-from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.explanation.methods.registry import compute_maps
 from vit.explanation.methods.rollout import attention_rollout, compute_rollout
 from vit.model.vision_transformer import VisionTransformer

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 import vit
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle, load_model
 from vit.data.images import Preprocess, list_images
-from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.vision_transformer import VisionTransformer
 
 NAME = "attention-programs"

@@ -22,9 +22,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_predict
 from sklearn.preprocessing import StandardScaler
 
+from vit.analysis.audit.suspects import find_suspects, predict_out_of_fold
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.data.images import Preprocess, read_image
-from vit.evaluation.audit import find_suspects, predict_out_of_fold
-from vit.explanation.faithfulness.map_metrics import to_markdown
 
 SIDE = 112
 SWAPPED = 0.05

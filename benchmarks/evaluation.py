@@ -44,17 +44,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from vit.analysis.robustness.corruptions import CORRUPTIONS, SEVERITIES, measure_corruptions
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.evaluation.robustness import CORRUPTIONS, SEVERITIES, measure_corruptions
-from vit.factory.model import build_model
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.predictor import Predictor, choose_batch_size
 from vit.runtime.device import autocast, choose_device
 from vit.runtime.memory import keep_freed_memory
+from vit.training.model import build_model
 
 NAME = "evaluation"
 ARCHITECTURES = {

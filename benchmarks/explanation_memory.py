@@ -18,7 +18,7 @@ from typing import Any
 
 from conditions import describe_conditions, write_result
 
-from vit.explanation.faithfulness.map_metrics import to_markdown
+from vit.analysis.faithfulness.map_metrics import to_markdown
 
 NAME = "explanation-memory"
 HERE = Path(__file__).parent.parent

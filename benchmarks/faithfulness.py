@@ -17,8 +17,8 @@ from typing import Any
 from conditions import describe_conditions, find_result, write_result
 
 import vit
-from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.explanation.faithfulness.result import format_estimate
+from vit.analysis.faithfulness.map_metrics import to_markdown
+from vit.analysis.faithfulness.result import format_estimate
 
 NAME = "faithfulness-models"
 GAINS = {

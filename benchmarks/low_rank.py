@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from vit.data.loader import Batch, TrainLoader
 from vit.data.statistics import compute_class_weights
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.prediction import Predictor, choose_batch_size
-from vit.factory.automatic import choose_config
-from vit.factory.data import build_data, build_train_loader
-from vit.factory.model import build_model
-from vit.factory.model_writer import BundleWriter
-from vit.factory.probe import build_probed_model
-from vit.factory.run import build_plan, build_train_step
-from vit.factory.validation import measure
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.predictor import Predictor, choose_batch_size
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device
 from vit.runtime.processes import Process
+from vit.training.automatic import choose_config
+from vit.training.data import build_data, build_train_loader
 from vit.training.execution import time_steps
+from vit.training.model import build_model
+from vit.training.model_writer import BundleWriter
+from vit.training.probe import build_probed_model
+from vit.training.run import build_plan, build_train_step
+from vit.training.validation import measure
 
 RANK = 8
 # of the adapters' product (the paper's α / r)

@@ -23,9 +23,9 @@ from conditions import describe_conditions, write_result
 import vit
 from vit.bundle import MODEL_FILE, PRETRAINED_FOLDER, Bundle, load_bundle
 from vit.config import load_config
-from vit.factory.data import build_data, build_dataset
-from vit.factory.model_answers import compute_likeness
 from vit.model.model_file import ModelFile, read_model_file, write_model_file
+from vit.training.data import build_data, build_dataset
+from vit.training.model_answers import compute_likeness
 
 NAME = "imagenette"
 MAX_BYTES = 5_000_000

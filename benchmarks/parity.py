@@ -18,11 +18,11 @@ from recipe_step import build, draw_batch, load_recipe
 from torch import Tensor
 
 import vit
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.factory.recipe import list_recipes
 from vit.runtime.device import choose_device
+from vit.training.recipe import list_recipes
 
 NAME = "parity"
 STEPS = 5

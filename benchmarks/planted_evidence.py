@@ -19,8 +19,8 @@ from conditions import describe_conditions, write_result
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.explanation.faithfulness.token_ablation import build_predictor, leave_one_out, tile_patches
+from vit.analysis.faithfulness.map_metrics import to_markdown
+from vit.explanation.checks.token_ablation import build_predictor, leave_one_out, tile_patches
 from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 

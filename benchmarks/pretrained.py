@@ -42,12 +42,12 @@ from conditions import describe_conditions, load_result, write_result
 from vit.bundle import load_bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.features import compute_features
 from vit.evaluation.images import load_images
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import compute_metrics, score_logits
-from vit.evaluation.prediction import Predictor, choose_batch_size
 from vit.model.timm_weights import load_pretrained
+from vit.prediction.features import compute_features
+from vit.prediction.predictor import Predictor, choose_batch_size
 from vit.runtime.device import autocast, choose_precision
 
 NAME = "pretrained"

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config import Config, load_config
-from vit.factory.model import build_model
-from vit.factory.recipe import find_recipe
-from vit.factory.run import build_plan, build_train_step
 from vit.runtime.processes import Process
+from vit.training.model import build_model
 from vit.training.plan import TrainingPlan
+from vit.training.recipe import find_recipe
+from vit.training.run import build_plan, build_train_step
 from vit.training.train_step import TrainStep
 
 # weights are downloaded, and the architecture is timm's

@@ -27,7 +27,7 @@ from recipe_step import build, draw_batch, load_recipe
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.explanation.faithfulness.map_metrics import to_markdown
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.runtime.device import choose_device, choose_precision
 from vit.training.step_graphs import StepGraph
 from vit.training.train_step import TrainStep

@@ -25,13 +25,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.analysis.faithfulness.baselines import centre_maps
+from vit.analysis.faithfulness.map_metrics import estimate, to_markdown
+from vit.analysis.faithfulness.result import format_estimate
 from vit.bundle import Bundle, load_model
 from vit.explanation.capture.forward import Forward, run_forward
-from vit.explanation.faithfulness.baselines import centre_maps
-from vit.explanation.faithfulness.map_metrics import estimate, to_markdown
-from vit.explanation.faithfulness.result import format_estimate
-from vit.explanation.faithfulness.sanity_checks import rank_correlation
-from vit.explanation.faithfulness.token_ablation import (
+from vit.explanation.checks.sanity_checks import rank_correlation
+from vit.explanation.checks.token_ablation import (
     Fill,
     build_predictor,
     leave_one_out,

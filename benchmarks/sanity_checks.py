@@ -28,13 +28,13 @@ import torch
 from conditions import describe_conditions, find_result, write_result
 from torch import Tensor, nn
 
+from vit.analysis.faithfulness.baselines import centre_maps
+from vit.analysis.faithfulness.map_metrics import find_order, to_markdown
 from vit.bundle import load_model
 from vit.data.open import open_for_model
 from vit.evaluation.images import select_correct_images
 from vit.explanation.capture.forward import Grid, run_forward
-from vit.explanation.faithfulness.baselines import centre_maps
-from vit.explanation.faithfulness.map_metrics import find_order, to_markdown
-from vit.explanation.faithfulness.sanity_checks import (
+from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,
     VERDICTS,
     Evidence,
@@ -44,7 +44,7 @@ from vit.explanation.faithfulness.sanity_checks import (
     randomise_weights,
     rank_correlation,
 )
-from vit.explanation.faithfulness.token_ablation import (
+from vit.explanation.checks.token_ablation import (
     area_under,
     build_predictor,
     deletion_curve,

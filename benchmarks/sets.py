@@ -31,13 +31,13 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 
 import vit
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.conformal import LEVELS, answer_images, build_sets, read_threshold
-from vit.evaluation.prediction import Predictor
-from vit.explanation.faithfulness.map_metrics import to_markdown
 from vit.model.logits import compute_logits_and_features, count_features
+from vit.prediction.conformal import LEVELS, answer_images, build_sets, read_threshold
+from vit.prediction.predictor import Predictor
 
 NAME = "sets"
 TEST_SHARE = 1 / 3

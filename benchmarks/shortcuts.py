@@ -22,10 +22,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import vit
+from vit.analysis.class_summary.summary import Summary, SummaryImages, summarize_classes
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.explanation.summary import Summary, SummaryImages, summarize_classes
 from vit.model.vision_transformer import VisionTransformer
 
 SIDE, PATCH, NUM_CLASSES = 32, 4, 3

@@ -40,10 +40,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.config import Config
-from vit.explanation.faithfulness.map_metrics import to_markdown
-from vit.factory.recipe import list_recipes
 from vit.training.execution import MEMORY_FRACTION
+from vit.training.recipe import list_recipes
 from vit.training.train_step import TrainStep
 
 NAME = "step-cost"

@@ -34,8 +34,8 @@ from torchvision import transforms
 
 from vit.config import Config, load_config
 from vit.data.dataset import ImageDataset
-from vit.factory.data import build_dataset
 from vit.runtime.device import autocast, choose_device, choose_precision
+from vit.training.data import build_dataset
 
 NAME = "timm-baseline"
 # on two CPU cores more of them would take time from the training

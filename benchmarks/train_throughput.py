@@ -38,7 +38,7 @@ from typing import Any
 from conditions import describe_conditions, write_result
 from train_variants import ARCHITECTURE, BATCH_SIZE, IMAGE_SIZE
 
-from vit.explanation.faithfulness.map_metrics import to_markdown
+from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.model.presets import compute_flops
 
 DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]

@@ -162,8 +162,8 @@ def run_engine(
 ) -> dict[str, float]:
     """The whole training loop, but for what it shows and saves between epochs."""
     from vit.config import load_config
-    from vit.factory.run import build_run
     from vit.runtime.processes import join_processes
+    from vit.training.run import build_run
     from vit.training.signals import TrainingInterrupted
 
     overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]

@@ -27,9 +27,9 @@ from conditions import describe_conditions, write_result
 from study_tables import build_contention_table
 
 from vit.config import load_config
-from vit.factory.recipe import find_recipe
-from vit.factory.model import build_model
-from vit.factory.run import build_plan, build_train_step
+from vit.training.recipe import find_recipe
+from vit.training.model import build_model
+from vit.training.run import build_plan, build_train_step
 from vit.runtime.arguments import as_pair
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process

@@ -40,8 +40,8 @@ from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
 from vit.options import ExplainOptions
 from vit.explanation.writer import MapWriter
-from vit.pages.gallery import Gallery
-from vit.pages.report import build_report
+from vit.explanation.gallery.gallery import Gallery
+from vit.evaluation.report.report import build_report
 from vit.runtime.processes import Process
 
 GALLERY = 6_000  # images, at most

@@ -22,7 +22,7 @@ from vit.explanation.records import ImageResult
 from vit.options import ExplainOptions
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
-from vit.pages.gallery import Gallery
+from vit.explanation.gallery.gallery import Gallery
 from vit.runtime.processes import Process
 from vit.training.distributed import wrap_model
 

@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from tables import join_tables, write_or_print  # noqa: E402
 
-from vit.explanation.faithfulness.map_metrics import to_markdown  # noqa: E402
+from vit.analysis.faithfulness.map_metrics import to_markdown  # noqa: E402
 
 PATCH_SIZE = 16  # of the models whose growth was measured
 

@@ -101,7 +101,7 @@ def count_batch(counter: Counter[str], command: Sequence[object]) -> dict[str, A
     """What the third batch of an evaluation takes: the command also measures its speed, in a number
     of batches that depends on the time."""
     try:
-        module: Any = importlib.import_module("vit.evaluation.prediction")
+        module: Any = importlib.import_module("vit.prediction.predictor")
     except ModuleNotFoundError:
         module = importlib.import_module("vit.evaluate.predict")
     predict, seen = module.Predictor.predict, list[Counter[str]]()

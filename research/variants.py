@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import vit.factory.run
+import vit.training.run
 import vit.optim.muon
 import vit.optim.optimizer
 from vit.cli.main import main
@@ -147,7 +147,7 @@ def count_steps() -> dict[str, int]:
 
         return schedule_factor
 
-    replace(vit.factory.run, "schedule_factor", make)
+    replace(vit.training.run, "schedule_factor", make)
     return counted
 
 

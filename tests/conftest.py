@@ -82,9 +82,9 @@ def quick_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     whole = ("test_contrast.py", "test_evaluate.py")
     if request.path.parent.name == "pages" or request.path.name in whole:
         return
-    monkeypatch.setattr("vit.pages.report.explain_confusions", lambda *_: ([], None))
+    monkeypatch.setattr("vit.evaluation.report.report.explain_confusions", lambda *_: ([], None))
     monkeypatch.setattr(
-        "vit.pages.report.describe_in_plain_words",
+        "vit.evaluation.report.report.describe_in_plain_words",
         lambda result: [f"{result.evaluation.describe_accuracy()}."],
     )
 

@@ -21,7 +21,6 @@ import vit
 from tests.conftest import TINY_RUN, Launcher
 from vit.bundle import Bundle
 from vit.config import load_config
-from vit.factory.recipe import find_recipe
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import (
     EvaluateOptions,
@@ -30,6 +29,7 @@ from vit.options import (
     PredictOptions,
     TrainOptions,
 )
+from vit.training.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = (

@@ -14,7 +14,7 @@ import yaml
 
 from vit.cli.main import app
 from vit.config import load_config
-from vit.factory.recipe import find_recipe
+from vit.training.recipe import find_recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "cluster"
 SLURM = FOLDER / "slurm.sh"

@@ -11,9 +11,9 @@ from vit.config import (
     dump_config,
     load_config,
 )
-from vit.factory.recipe import find_recipe
 from vit.runtime.arguments import as_pair, resolve_image_sizes
 from vit.runtime.documents import parse_yaml
+from vit.training.recipe import find_recipe
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 

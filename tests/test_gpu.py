@@ -26,8 +26,8 @@ import step_cost
 import torch
 from recipe_step import load_recipe
 
-from vit.factory.recipe import list_recipes
 from vit.model.presets import compute_flops
+from vit.training.recipe import list_recipes
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.evaluation.test_report import build, make_case
 from tests.explanation.collector import explain_with
-from tests.pages.test_gallery import make_bundle, make_items
-from tests.pages.test_report import build, make_case
+from tests.explanation.test_gallery import make_bundle, make_items
+from vit.analysis.compare.comparison import _find_recall_changes
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import find_duplicates
 from vit.data.open import _choose_stratified
@@ -24,7 +25,6 @@ from vit.data.sources import folders, tables
 from vit.data.sources.base import ArrayReader
 from vit.evaluation import metrics
 from vit.evaluation.calibration import fit_temperature
-from vit.evaluation.comparison import _find_recall_changes
 from vit.evaluation.metrics import (
     Scores,
     compute_confusion,
@@ -32,6 +32,7 @@ from vit.evaluation.metrics import (
     plot_confusion,
     score_logits,
 )
+from vit.evaluation.report import confusion
 from vit.explanation import writer
 from vit.explanation.capture import layers
 from vit.explanation.capture.forward import run_forward
@@ -40,7 +41,6 @@ from vit.explanation.methods import removal
 from vit.explanation.records import ImageResult
 from vit.explanation.render import token_details
 from vit.options import ExplainOptions
-from vit.pages import confusion
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

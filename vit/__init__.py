@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         train,
     )
     from vit.bundle import Bundle, load_bundle
+    from vit.deploy.export.run import export_model
     from vit.explanation.capture.forward import capture_attention
     from vit.explanation.explainer import explain_images
     from vit.explanation.methods.rollout import attention_rollout
     from vit.explanation.render.overlay import save_overlay
     from vit.explanation.targets import CosineTarget
-    from vit.factory.export_model import export_model
     from vit.model.timm_weights import load_timm
     from vit.model.vision_transformer import VisionTransformer
     from vit.training.observers import Observer
@@ -43,7 +43,7 @@ _NAMES = {
         "summarize_classes",
         "train",
     ),
-    "vit.factory.export_model": ("export_model",),
+    "vit.deploy.export.run": ("export_model",),
     "vit.bundle": ("Bundle", "load_bundle"),
     "vit.explanation.capture.forward": ("capture_attention",),
     "vit.explanation.explainer": ("explain_images",),

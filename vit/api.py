@@ -14,20 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from vit.analysis.audit.run import AuditResult, run_audit
+from vit.analysis.class_summary.run import SummaryResult, run_summary
+from vit.analysis.compare.comparison import Comparison, compare_evaluations
+from vit.analysis.faithfulness.benchmark import Benchmark
+from vit.analysis.faithfulness.result import FaithfulnessResult
 from vit.bundle import Bundle, collect_versions, load_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.data.transforms import Transform
-from vit.evaluation.comparison import Comparison, compare_evaluations
-from vit.evaluation.embeddings import check_embeddings_file, embed_images, save_embeddings
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import load_images, select_correct_images, select_images
-from vit.evaluation.prediction import Prediction, PredictionResult, predict_images
-from vit.evaluation.sorting import PhotoSorter
+from vit.evaluation.report.report import render_pages
+from vit.explanation.best_method import choose_methods, write_best_method
 from vit.explanation.explainer import Explainer, choose_explain_batch_size
-from vit.explanation.faithfulness.benchmark import Benchmark
-from vit.explanation.faithfulness.best_method import choose_methods, write_best_method
-from vit.explanation.faithfulness.result import FaithfulnessResult
+from vit.explanation.explanation_files import write_explanations
 from vit.explanation.items import find_items
 from vit.explanation.methods.registry import METHODS, find_methods
 from vit.explanation.records import Explanations
@@ -39,9 +40,6 @@ from vit.explanation.targets import (
     find_output_kind,
 )
 from vit.explanation.writer import MapWriter
-from vit.factory.audit import AuditResult, run_audit
-from vit.factory.class_summary import SummaryResult, run_summary
-from vit.factory.recipe import ConfigLike
 from vit.model.logits import compute_logits
 from vit.model.model_info import keep_mode
 from vit.options import (
@@ -57,8 +55,9 @@ from vit.options import (
     as_tuple,
     pick,
 )
-from vit.pages.explanation_files import write_explanations
-from vit.pages.report import render_pages
+from vit.prediction.embeddings import check_embeddings_file, embed_images, save_embeddings
+from vit.prediction.predictor import Prediction, PredictionResult, predict_images
+from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_choice, check_kind
 from vit.runtime.device import choose_device, describe_device
 from vit.runtime.files import expand_home, prepare_output
@@ -66,6 +65,7 @@ from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
+from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
 
 ModelLike = str | Path | Bundle | nn.Module
@@ -160,8 +160,8 @@ def train(
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
     # timm and more, which other functions don't need
-    from vit.factory.train_model import train_model
-    from vit.factory.user_objects import UserObjects
+    from vit.training.train_model import train_model
+    from vit.training.user_objects import UserObjects
 
     options = pick(TrainOptions, locals())
     check_kind(output, (str, Path), name="output", expected="the path of a directory")

@@ -1,7 +1,7 @@
 """Every setting, typed, on one page.
 
 A configuration is a YAML file plus `key.path=value` overrides, validated once; what is not named
-keeps the default below. Only `vit/factory/` and the commands see this schema: everything else takes
+keeps the default below. Only `vit/training/` and the commands see this schema: everything else takes
 values as plain arguments.
 """
 

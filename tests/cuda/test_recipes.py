@@ -5,8 +5,8 @@ import pytest
 import torch
 from recipe_step import build, draw_batch, list_sizes, load_recipe
 
-from vit.factory.recipe import list_recipes
 from vit.runtime.device import use_deterministic_algorithms
+from vit.training.recipe import list_recipes
 
 SHORT = ["model.depth=2", "train.batch_size=8", "train.compile=false"]
 

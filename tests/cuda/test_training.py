@@ -14,10 +14,10 @@ import torch
 
 from tests.training.conftest import flatten, read_metrics, run_until
 from vit.config import load_config
-from vit.factory.run import Run, build_run
 from vit.runtime.device import choose_device, count_total_bytes, free_cached_memory
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+from vit.training.run import Run, build_run
 from vit.training.step_graphs import StepGraph
 
 TINY = [

@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.browser import browser, named_bundle
 from tests.evaluation.records import write_evaluation
+from tests.explanation.conftest import from_timm, ours
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet, load_images
 from vit.evaluation.metrics import Ints
-from vit.evaluation.prediction import LogitArray
+from vit.prediction.predictor import LogitArray
+
+__all__ = ["browser", "from_timm", "named_bundle", "ours"]
 
 MakePredictions = Callable[..., tuple[LogitArray, Ints]]
 

@@ -166,9 +166,9 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
     from vit.data.cache import decode_dataset
     from vit.data.images import read_image
     from vit.data.open import open_dataset
-    from vit.factory.run import build_run
     from vit.model.model_file import compute_checksum
     from vit.runtime.processes import Process
+    from vit.training.run import build_run
 
     def damage(path: Path, folder: Path, rng: random.Random) -> Path:
         target = folder / path.name
@@ -346,7 +346,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         """A form with a photo, damaged in the photo or around it."""
         from fastapi.testclient import TestClient
 
-        from vit.pages.serve import build_app
+        from vit.deploy.serve.app import build_app
 
         # built once: it is the requests that are odd
         if not serving:

@@ -33,9 +33,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     the results of the two can be the same to the last bit: the same attention kernel, and batches
     that are not divided among threads."""
     from vit import api  # noqa: F401  (and with it all that choose a device)
-    from vit.factory import automatic, run  # noqa: F401
     from vit.model import attention
     from vit.runtime.device import choose_device
+    from vit.training import automatic, run  # noqa: F401
 
     def choose(name: str) -> torch.device:
         return torch.device("npu", 0) if name == "npu" else choose_device(name)

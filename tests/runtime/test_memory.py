@@ -83,7 +83,7 @@ import vit
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from vit.pages.serve import build_app
+from vit.deploy.serve.app import build_app
 from vit.runtime.memory import keep_freed_memory
 
 def read_peak():

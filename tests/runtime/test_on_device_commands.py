@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.runtime.conftest import Counter
 from vit.bundle import load_bundle
+from vit.deploy.export.run import export_model
 from vit.evaluation import evaluate
-from vit.factory.export_model import export_model
 
 CLOCKS = {
     "images_per_second",
@@ -182,7 +182,7 @@ def test_faithfulness_which_failed_at_87603b9(
 
 def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photos: Path) -> None:
     httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed")
-    serve = pytest.importorskip("vit.pages.serve", reason="the extra serve is not installed")
+    serve = pytest.importorskip("vit.deploy.serve.app", reason="the extra serve is not installed")
 
     async def run_here(
         function: Callable[..., Any], *arguments: Any

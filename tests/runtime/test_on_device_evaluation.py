@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import load_model
-from vit.evaluation.prediction import Predictor
+from vit.prediction.predictor import Predictor
 
 
 @pytest.mark.parametrize("tta", ["none", "hflip"])

@@ -19,16 +19,16 @@ from tests.training.conftest import flatten
 from vit.bundle import load_model
 from vit.config import load_config
 from vit.data.loader import choose_pipeline
-from vit.evaluation.prediction import Predictor
 from vit.explanation.capture.layers import CHUNK_ELEMENTS, find_attention_layers
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import Explanations
-from vit.factory.automatic import _measure_rate, _Task
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.options import ExplainOptions
+from vit.prediction.predictor import Predictor
 from vit.runtime.device import count_total_bytes
+from vit.training.automatic import _measure_rate, _Task
 from vit.training.execution import choose_grad_accum_steps
 from vit.training.train_step import TrainStep
 

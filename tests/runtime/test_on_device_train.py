@@ -16,11 +16,11 @@ from tests.runtime.conftest import Count, Counter, Meter
 from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_graphs import Recorder
 from vit.config import load_config
-from vit.factory import run as build
-from vit.factory.run import Run
 from vit.runtime.device import cpu_multiplies_bfloat16
 from vit.runtime.processes import Process
+from vit.training import run as build
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+from vit.training.run import Run
 from vit.training.train_step import TrainStep
 
 TINY = [

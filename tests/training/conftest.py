@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vit.config import load_config
-from vit.factory.run import Run, build_run
 from vit.runtime.processes import Process
 from vit.training.observers import MetricsFile, TensorBoard
+from vit.training.run import Run, build_run
 
 TINY = [
     "data.image_size=8",

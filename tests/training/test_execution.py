@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from vit.config import load_config
-from vit.factory.run import _choose_compile, build_plan
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.execution import (
     choose_grad_accum_steps,
     should_compile,
 )
+from vit.training.run import _choose_compile, build_plan
 
 
 @pytest.fixture

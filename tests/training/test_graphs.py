@@ -21,9 +21,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vit.factory.recipe import list_recipes
 from vit.model import cpu_kernels
 from vit.model.attention import MultiHeadAttention
+from vit.training.recipe import list_recipes
 
 # two narrow blocks, one without drop path, one with it, of which some recipes read the first token
 # only: all others have the structure of one of these

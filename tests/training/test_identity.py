@@ -17,10 +17,10 @@ from tests.conftest import BuildOnce, Launcher
 from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
-from vit.checkpoint import CheckpointStore, serialize_state
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
+from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.identity import RunIdentity
 
 

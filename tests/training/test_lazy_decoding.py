@@ -17,12 +17,12 @@ from vit.config import dump_config
 from vit.data.images import IMAGENET_MEAN
 from vit.data.open import open_dataset
 from vit.evaluation.images import find_training_hashes
-from vit.factory import data as building
-from vit.factory.train_model import resolve_config
-from vit.factory.user_objects import UserObjects
 from vit.options import TrainOptions
+from vit.training import data as building
 from vit.training.observers import Observer
 from vit.training.run_directory import CONFIG_FILE
+from vit.training.train_model import resolve_config
+from vit.training.user_objects import UserObjects
 
 DAMAGED, TEXT = 20, 70  # in the training split
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.training.conftest import MakeRun, flatten, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
-from vit.factory.run import Run
 from vit.training import trainer as trainer_module
+from vit.training.run import Run
 from vit.training.train_step import StepResult
 
 

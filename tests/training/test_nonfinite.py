@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.conftest import MakeRun, read_metrics
-from vit.factory.run import Run
+from vit.training.run import Run
 
 
 def poison(run: Run, *, step: int) -> list[Tensor]:

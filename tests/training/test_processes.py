@@ -14,8 +14,8 @@ from tests.training.conftest import TINY
 from tests.training.recorded import RUN, measure_overlap, read_steps, train_recorded
 from tests.training.worlds import join_world, run_command, start_world
 from vit.config import load_config
-from vit.factory.model import build_model
 from vit.runtime import processes
+from vit.training.model import build_model
 
 SETTINGS = [
     "model.embed_dim=32",

@@ -10,7 +10,7 @@ from vit.cli.common import list_names
 from vit.options import ExplainOptions
 
 if TYPE_CHECKING:
-    from vit.explanation.summary import Summary
+    from vit.analysis.class_summary.summary import Summary
 
 
 def explain(
@@ -48,7 +48,7 @@ def explain(
     # torch, which `vit --help` does without
     from vit import api
     from vit.data.images import list_images
-    from vit.explanation.faithfulness.best_method import describe_best_method
+    from vit.explanation.best_method import describe_best_method
 
     paths = None
     if images:
@@ -68,7 +68,7 @@ def explain(
 
 def _show(output: Path, *, has_gallery: bool) -> None:
     # torch, which `vit --help` does without
-    from vit.explanation.faithfulness.sanity_checks import count_agreeing
+    from vit.explanation.checks.sanity_checks import count_agreeing
     from vit.explanation.methods.sinks import count_sinks
     from vit.explanation.writer import SHEET_FILE
 

@@ -14,18 +14,18 @@ from typing import Annotated, Any
 import typer
 
 import vit
-from vit.cli.audit import audit
-from vit.cli.compare import compare
+from vit.analysis.audit.command import audit
+from vit.analysis.compare.command import compare
+from vit.analysis.faithfulness.command import faithfulness
 from vit.cli.evaluate import evaluate
 from vit.cli.explain import explain
-from vit.cli.export import export
-from vit.cli.faithfulness import faithfulness
 from vit.cli.info import info
 from vit.cli.parameters import build_command
 from vit.cli.predict import predict
 from vit.cli.recipes import recipes
-from vit.cli.serve import serve
 from vit.cli.train import train
+from vit.deploy.export.command import export
+from vit.deploy.serve.command import serve
 from vit.runtime.arguments import (
     first_line,
     hide_tokens,

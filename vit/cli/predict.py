@@ -34,7 +34,7 @@ def predict(
     """
     # torch, which `vit --help` does without
     from vit import api
-    from vit.evaluation.prediction import write_csv, write_jsonl
+    from vit.prediction.predictor import write_csv, write_jsonl
     from vit.runtime.progress import show_progress
 
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding

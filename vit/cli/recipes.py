@@ -7,7 +7,7 @@ def recipes() -> None:
     """List the recipes that `vit train NAME` takes, with the accuracy on the test images and the
     time they took."""
     # yaml and pydantic, which `vit --help` does without
-    from vit.factory.recipe import list_recipes
+    from vit.training.recipe import list_recipes
 
     rows = [(name, *recipe) for name, recipe in list_recipes().items()]
     headings = ("name", "task", "test top-1", "time")

@@ -30,10 +30,10 @@ def train(
         output: directory for the results
     """
     # torch, which `vit --help` does without
-    from vit.factory.train_model import train_model
-    from vit.factory.user_objects import UserObjects
     from vit.runtime.processes import ProcessLostError
     from vit.training.signals import TrainingInterrupted
+    from vit.training.train_model import train_model
+    from vit.training.user_objects import UserObjects
 
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")

@@ -98,7 +98,7 @@ def corrupt_with_library(
 ) -> np.ndarray:
     """Corrupt uint8 test images [B, H, W, 3], each with its seed.
 
-    `level` is one of those that `vit.evaluation.robustness` lists for the corruption `name`.
+    `level` is one of those that `vit.analysis.robustness.corruptions` lists for the corruption `name`.
     """
     transform = _build_corruption(name, level, side=min(batch.shape[1:3]))
     corrupted = np.empty_like(batch)

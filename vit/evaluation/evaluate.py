@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.analysis.robustness.corruptions import measure_corruptions
 from vit.bundle import MODEL_FILE, Bundle, collect_versions
 from vit.evaluation.calibration import (
     calibrate,
@@ -26,7 +27,6 @@ from vit.evaluation.calibration import (
     measure_calibration,
     save_temperature,
 )
-from vit.evaluation.conformal import measure_sets
 from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
@@ -38,8 +38,6 @@ from vit.evaluation.metrics import (
     plot_confusion,
     score_logits,
 )
-from vit.evaluation.prediction import LogitArray, Predictor
-from vit.evaluation.robustness import measure_corruptions
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -50,6 +48,8 @@ from vit.evaluation.schema import (
 )
 from vit.model.logits import compute_logits
 from vit.options import EvaluateOptions
+from vit.prediction.conformal import measure_sets
+from vit.prediction.predictor import LogitArray, Predictor
 from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.files import expand_home, prepare_output, write_atomically, write_text
 from vit.runtime.processes import current_process

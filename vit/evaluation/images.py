@@ -20,7 +20,7 @@ from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
 from vit.data.open import DatasetSplits, open_for_model
 from vit.evaluation.metrics import Ints
-from vit.evaluation.prediction import Pixels, Predictor
+from vit.prediction.predictor import Pixels, Predictor
 from vit.runtime.arguments import shorten
 from vit.runtime.processes import current_process
 

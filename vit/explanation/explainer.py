@@ -15,7 +15,7 @@ from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.feature_maps import run_classifier
 from vit.explanation.capture.layers import find_attention_layers, has_attention
-from vit.explanation.faithfulness.sanity_checks import (
+from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,
     GroupSize,
     MapChecks,

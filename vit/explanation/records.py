@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.images import Geometry
-from vit.explanation.faithfulness.sanity_checks import SanityCheck
+from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet

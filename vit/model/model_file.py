@@ -57,7 +57,7 @@ Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 class Likeness(NamedTuple):
-    """By what an image is found to be unlike those of the training (`vit.evaluation.conformal`)."""
+    """By what an image is found to be unlike those of the training (`vit.prediction.conformal`)."""
 
     # float16 [m, D], of length one: some of the training images
     training_features: NDArray[np.float16]
@@ -260,7 +260,7 @@ class _Config(BaseModel):
 
 
 class _Conformal(BaseModel):
-    """Of how many images the thresholds are, and what they are (`vit.evaluation.conformal`)."""
+    """Of how many images the thresholds are, and what they are (`vit.prediction.conformal`)."""
 
     num_images: int = Field(ge=0)
     # coverage → the least probability that puts a class into the set

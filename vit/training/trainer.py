@@ -20,13 +20,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from vit.checkpoint import CheckpointStore, serialize_state
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
+from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
@@ -42,7 +42,7 @@ _MIN_LENGTH_CHANGE = 0.05
 
 
 class Validator(Protocol):
-    """Measures a model on the validation images (`vit.factory.validation`)."""
+    """Measures a model on the validation images (`vit.training.validation`)."""
 
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
         """Called in all processes; `warn` is told of images that turn out to be unreadable."""
@@ -57,7 +57,7 @@ class Validator(Protocol):
 
 
 class ModelWriter(Protocol):
-    """Writes the model file of a run (`vit.factory.model_writer`)."""
+    """Writes the model file of a run (`vit.training.model_writer`)."""
 
     def write(self, model: nn.Module) -> None:
         """Called in all processes, with the best model so far."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tests.explanation.model_zoo import NUM_CLASSES, build
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.faithfulness.token_ablation import build_predictor
+from vit.explanation.checks.token_ablation import build_predictor
 from vit.explanation.methods.registry import compute_maps
 from vit.explanation.methods.rollout import attention_rollout
 from vit.explanation.render.token_details import measure_tokens

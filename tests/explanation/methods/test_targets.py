@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import vit
 from tests.explanation.methods.test_removal import Gates
 from tests.explanation.model_zoo import build_timm, prepare
+from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
-from vit.explanation.faithfulness.benchmark import Benchmark
-from vit.explanation.faithfulness.sanity_checks import check_maps
+from vit.explanation.checks.sanity_checks import check_maps
 from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.explanation.targets import build_target
 from vit.model.logits import compute_logits

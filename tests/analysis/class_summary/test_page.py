@@ -1,0 +1,79 @@
+"""The page of what each class is recognised by: names are text, it fits a phone, and what is flagged
+says why."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.browser import find_low_contrast, find_unnamed, phone
+from vit.analysis.class_summary.page import build_summary_page
+from vit.analysis.class_summary.summary import Removal, Summary, SummaryImages, summarize_classes
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.model.vision_transformer import VisionTransformer
+
+NAMES = ("<img src=x onerror=document.title='owned'>", "a class whose name is long" * 4)
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    """Of an untrained model; the first cluster of the first class is flagged."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=24, patch_size=4, num_classes=2, embed_dim=16, depth=1, num_heads=2
+    )
+    bundle = Bundle.from_model(model, class_names=NAMES, preprocess=Preprocess((24, 24)))
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 24, 3), dtype=np.uint8)
+    labels = np.arange(24) % 2
+    paths = [f"{NAMES[0]}/{number}.png" for number in range(24)]
+    masks = np.ones((24, 24, 24), np.float32)
+    result = summarize_classes(
+        bundle, SummaryImages(pixels, labels, paths, masks), method="libra-removal"
+    )
+    first, second = result.classes
+    flagged = replace(
+        first.clusters[0],
+        is_flagged=True,
+        suspicions=("at the same place off the centre",),
+        extent=[3],
+        removal=Removal(
+            num_images=5,
+            flips=3,
+            random_flips=0,
+            fall=0.4,
+            random_fall=0.01,
+            log_odds=2.0,
+            p_value=0.03,
+        ),
+    )
+    return replace(result, classes=[replace(first, clusters=[flagged]), second], num_tests=1)
+
+
+def test_names_are_text_and_the_page_needs_no_other_file(summary: Summary) -> None:
+    page = build_summary_page(summary)
+    assert "<img src=x" not in page
+    assert "&lt;img src=x" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "1 likely shortcut:" in page
+    assert 'class="cluster flagged"' in page
+    assert "Left out of 5 other images, with the 1 patch where all its images show the same" in page
+    assert "inside the masks (12 images)" in page
+
+
+@pytest.mark.browser
+def test_a_phone_scrolls_down_only(summary: Summary, browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "summary.html"
+    path.write_text(build_summary_page(summary), encoding="utf-8")
+    browser.get(path.as_uri())
+    with phone(browser):
+        browser.refresh()
+        widths = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert widths == [390, 390]
+    assert find_low_contrast(browser) == []
+    assert find_unnamed(browser) == []
+    assert browser.title.startswith("what ")
+    assert browser.get_log("browser") == []

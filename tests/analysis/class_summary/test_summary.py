@@ -1,0 +1,278 @@
+"""What a class is recognised by: a planted mark is found, and its numbers are those of real forward
+passes."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vit
+from tests.conftest import BuildOnce, Launcher
+from tests.explanation.keep_tokens import keep_tokens
+from vit.analysis.class_summary.masks import find_mask, find_masks, is_inside
+from vit.analysis.class_summary.summary import (
+    SummaryImages,
+    _Assignment,
+    _Explained,
+    _measure_overlap,
+    _measure_region,
+    _move,
+    _regions,
+    _Summarizer,
+    summarize_classes,
+)
+from vit.bundle import Bundle
+from vit.data.images import Preprocess
+from vit.model.vision_transformer import VisionTransformer
+
+SIZE = 8
+
+
+@pytest.fixture(scope="session")
+def shortcuts() -> ModuleType:
+    """`benchmarks/shortcuts.py`."""
+    return importlib.import_module("shortcuts")
+
+
+@pytest.fixture(scope="session")
+def bundle(shortcuts: ModuleType, build_once: BuildOnce) -> Bundle:
+    """A model of images of which some of one class have a mark; three seconds of training."""
+
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        trained = shortcuts.train(shortcuts.plant(size=SIZE, seed=0, test=False), seed=0)
+        torch.save(trained, folder / "bundle.pt")
+
+    file = build_once("shortcuts", build) / "bundle.pt"
+    loaded: Bundle = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.extended
+def test_a_planted_mark_is_flagged_and_nothing_else(shortcuts: ModuleType, bundle: Bundle) -> None:
+    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
+    summary = shortcuts.summarize(bundle, images, seed=0)
+    assert {name for name, _ in summary.flagged} == {"digit 0"}
+    for _, cluster in summary.flagged:
+        assert shortcuts.is_mark(cluster.strip, size=SIZE)
+        assert "at the same place off the centre" in cluster.suspicions
+        assert cluster.removal.fall > cluster.removal.random_fall
+        assert cluster.images == pytest.approx(shortcuts.MARKED_SHARE, abs=0.12)
+
+
+@pytest.mark.extended
+def test_without_a_mark_nothing_is_flagged(
+    shortcuts: ModuleType,
+) -> None:
+    bundle = shortcuts.train(shortcuts.plant(size=0, seed=0, test=False), seed=0)
+    images = shortcuts.plant(size=0, seed=1000, test=True)
+    summary = shortcuts.summarize(bundle, images, seed=0)
+    assert summary.flagged == []
+    # digits stand about the middle
+    for row in summary.classes:
+        assert row.centre.share > row.centre.null_high
+        assert row.border.share < row.border.null
+        assert np.mean(row.mean_map) == pytest.approx(1, abs=1e-5)
+        assert sum(cluster.evidence for cluster in row.clusters) <= 1
+
+
+def test_what_leaving_out_does_is_what_forward_passes_say(
+    shortcuts: ModuleType, bundle: Bundle
+) -> None:
+    """The mark of the images that have it, 2 × 2 patches, left out by hand."""
+    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
+    marked = np.flatnonzero(images.is_marked)[:12]
+    summarizer = _Summarizer(
+        bundle,
+        SummaryImages(images.pixels, images.labels, [str(n) for n in range(len(images.labels))]),
+        "libra-removal",
+        batch_size=5,
+        seed=0,
+    )
+    marked = marked[summarizer.predicted[marked] == shortcuts.MARKED_CLASS]
+    grid = np.zeros(summarizer.grid, dtype=bool)
+    grid[-2:, :2] = True
+    members = np.tile(grid.ravel(), (len(marked), 1))
+    # one image has more of them than others do
+    members[0, 0] = True
+
+    held_out = _Explained(marked, np.zeros_like(members, np.float32), np.zeros((1, 1, 1, 1)))
+    removal = summarizer._remove(members, held_out, shortcuts.MARKED_CLASS)
+
+    inputs = bundle.preprocess.normalize(torch.from_numpy(images.pixels[marked]))
+    falls = []
+    flips = 0
+    with torch.no_grad():
+        for image, row in zip(inputs, members, strict=True):
+            kept = torch.from_numpy(np.flatnonzero(~row))[None]
+            whole = bundle.model(image[None]).softmax(dim=1)[0]
+            with keep_tokens(bundle.model, kept):
+                without = bundle.model(image[None]).softmax(dim=1)[0]
+            falls.append(float(whole[0] - without[0]))
+            flips += int(without.argmax() != shortcuts.MARKED_CLASS)
+    assert removal is not None
+    assert removal.num_images == len(marked)
+    assert removal.flips == flips
+    assert removal.fall == pytest.approx(np.mean(falls), abs=1e-5)
+
+
+def test_a_mark_is_found_in_a_cluster_that_joins_it_with_the_object() -> None:
+    """The model sees the mark, and patches of the object, alike."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=24, patch_size=4, num_classes=2, embed_dim=16, depth=1, num_heads=2
+    )
+    bundle = Bundle.from_model(model, class_names=("a", "b"), preprocess=Preprocess((24, 24)))
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (20, 24, 24, 3), dtype=np.uint8)
+    indices = np.arange(20)
+    members = np.zeros((20, 36), dtype=bool)
+    # one of the four patches in the middle
+    members[indices, random.choice([14, 15, 20, 21], 20)] = True
+    images = SummaryImages(pixels, indices % 2, [str(index) for index in indices])
+    summarizer = _Summarizer(bundle, images, "libra-removal", batch_size=20, seed=0)
+    assert summarizer._find_place(indices, members) is None
+
+    # the mark, two patches, the second of them in another cluster
+    members[:6, 30] = True
+    assert summarizer._find_place(indices, members) is None
+    pixels[:6, 20:, :8] = pixels[0, 20:, :8]
+    assert _measure_overlap(members) < 0.5
+    assert summarizer._find_place(indices, members) == 30
+    assigned = np.where(members, 0, -1)
+    assigned[:6, 31] = 1
+    distances = np.zeros(assigned.shape)
+    assignment = _Assignment(assigned, distances, held_out=assigned[:4].copy(), others=None)
+    assert summarizer._separate_marks(assignment, indices, num_clusters=2) == 1
+    mark = np.zeros((20, 36), dtype=bool)
+    mark[:6, 30:32] = True
+    assert ((assigned == 2) == mark).all()
+    assert ((assignment.held_out == 2) == mark[:4]).all()
+    # the object is where it was
+    assert (assigned == 0).sum(axis=1).tolist() == [1] * 20
+
+    # too few images to test
+    members[4:6, 30] = False
+    assert summarizer._find_place(indices, members) is None
+
+
+def test_regions_and_overlaps_by_hand() -> None:
+    border, centre = _regions((8, 8))
+    assert border.sum() == 28
+    assert centre.sum() == 16
+    members = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=bool)
+    assert _measure_overlap(members) == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert _measure_overlap(members[:1]) == 0
+
+    maps = np.zeros((40, 8, 8))
+    maps[:, 0, 0] = 1
+    random = np.random.default_rng(0)
+    corner = _measure_region(maps, border, random)
+    assert corner.share == pytest.approx(1)
+    # of a map that is moved, wherever it goes
+    assert corner.null == pytest.approx(28 / 64)
+    assert corner.null_low < 28 / 64 < corner.null_high < 0.7
+    assert _move(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
+
+
+def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> None:
+    images = shortcuts.plant(size=0, seed=1000, test=True)
+    pixels = images.pixels[:60]
+    labels = images.labels[:60]
+    masks = np.zeros(pixels.shape[:3], np.float32)
+    masks[:, 4:28, 4:28] = 1
+    masks[0] = np.nan
+    paths = [str(n) for n in range(len(labels))]
+    summary = summarize_classes(
+        bundle,
+        SummaryImages(pixels, labels, paths, masks),
+        method="libra-removal",
+        batch_size=64,
+    )
+    for row in summary.classes:
+        assert row.masks is not None
+        assert row.masks.area == pytest.approx(36 / 64)
+        # all masks are the same, so the mean map has the share
+        if row.masks.num_images == row.num_images:
+            inside = np.array(row.mean_map)[1:7, 1:7].sum() / 64
+            assert row.masks.inside == pytest.approx(inside, abs=1e-5)
+    num_masks = sum(row.masks.num_images for row in summary.classes if row.masks)
+    assert num_masks == len(labels) - 1
+
+
+@pytest.mark.extended
+def test_the_command_writes_a_page_and_a_file(
+    tiny_run: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    output = tmp_path / "summary"
+    printed = cli.succeed("attention", tiny_run, "--summary", "--output", output).out
+    assert "10 classes by libra-removal, 0 suspect clusters tested" in printed
+    content: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    assert [row["name"] for row in content["classes"]] == [str(digit) for digit in range(10)]
+    assert content["has_labels"]
+    page = (output / "summary.html").read_text()
+    assert page.count("<section") == 10
+    assert "http" not in page.replace("http-equiv", "")
+    assert cli.fail("attention", tiny_run, "--masks", tmp_path, "--output", tmp_path / "other")
+
+
+def test_labels_and_masks_are_found_by_names(
+    tiny_bundle: Bundle, tmp_path: Path, shortcuts: ModuleType
+) -> None:
+    from PIL import Image
+
+    names = tiny_bundle.class_names
+    random = np.random.default_rng(0)
+    for name in names[:2]:
+        for folder in (tmp_path / "photos" / name, tmp_path / "masks" / name):
+            folder.mkdir(parents=True)
+        for number in range(8):
+            pixels = random.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+            mask = np.zeros((12, 16), np.uint8)
+            mask[:, :8] = 1
+            Image.fromarray(mask).save(tmp_path / "masks" / name / f"{number}.png")
+    result = vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+    assert [row.name for row in result.summary.classes] == list(names[:2])
+    for row in result.summary.classes:
+        assert row.masks is not None
+        assert row.masks.area == pytest.approx(0.5, abs=0.01)
+    Image.new("L", (3, 3)).save(tmp_path / "masks" / names[0] / "0.png")
+    with pytest.raises(ValueError, match="a mask covers its image"):
+        vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+
+
+def test_masks_of_a_coco_file_are_polygons_or_boxes(tmp_path: Path) -> None:
+    content = {
+        "images": [
+            {"id": 7, "file_name": "a/1.jpg", "width": 10, "height": 8},
+            {"id": 8, "file_name": "b/1.jpg", "width": 10, "height": 8},
+            {"id": 9, "file_name": "b/2.jpg", "width": 10, "height": 8},
+        ],
+        "annotations": [
+            {"image_id": 7, "segmentation": [[0, 0, 4, 0, 4, 7, 0, 7]], "bbox": [0, 0, 1, 1]},
+            {"image_id": 8, "segmentation": {"counts": "x"}, "bbox": [2, 1, 3, 2]},
+        ],
+    }
+    file = tmp_path / "masks.json"
+    file.write_text(json.dumps(content))
+    masks = find_masks(file)
+    # two images have the name 1, and of the third nothing is known
+    assert set(masks) == {"a/1", "b/1"}
+    inside = is_inside(masks["a/1"]())
+    assert inside.shape == (8, 10)
+    assert inside[:, :5].all()
+    assert not inside[:, 5:].any()
+    box = is_inside(masks["b/1"]())
+    assert box[1:4, 2:6].all()
+    assert box.sum() == 12
+    assert find_mask(masks, "photos/b/1.png") is masks["b/1"]
+    assert find_mask(masks, "photos/c/1.png") is None
+    file.write_text('{"images": [{}]}')
+    with pytest.raises(ValueError, match="not a COCO file"):
+        find_masks(file)

@@ -1,0 +1,19 @@
+"""Fixtures of the core's tests that tests of products use."""
+
+from tests.browser import browser, named_bundle
+from tests.evaluation.conftest import bundle, images, make_evaluation, make_predictions
+from tests.explanation.conftest import build, from_timm, ours, planted, trained
+
+__all__ = [
+    "browser",
+    "build",
+    "bundle",
+    "from_timm",
+    "images",
+    "make_evaluation",
+    "make_predictions",
+    "named_bundle",
+    "ours",
+    "planted",
+    "trained",
+]

@@ -1,0 +1,327 @@
+"""The ONNX folder is right without reading anything: raw pixels in, the classes of `vit predict`
+out."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+import vit
+from tests.conftest import Launcher, SaveModel
+from vit.bundle import load_bundle, save_bundle, update_metadata
+from vit.data.images import Preprocess
+from vit.deploy.export.formats import TEMPLATES
+from vit.explanation.methods.rollout import LogitsAndRollout
+
+NAMES = tuple(f"class {index}, 'ä'" for index in range(10))
+MODES = ("RGB", "L", "RGBA", "LA", "P", "P transparent", "CMYK", "I;16", "1", "EXIF 6", "EXIF 3")
+# of what predict.py must not import
+WITHOUT = "import sys\nfor name in ('torch', 'vit', 'timm'): sys.modules[name] = None\n"
+RUN = (
+    WITHOUT
+    + "import runpy\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 photographs: cut-outs of two, of sides from 1 to 640 and all modes."""
+    folder, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    originals = [Image.fromarray(image) for image in load_sample_images().images]
+    for number in range(200):
+        original = originals[number % 2]
+        width, height = (int(random.choice([1, 9, 40, 100, 250, side])) for side in original.size)
+        left, top = int(random.integers(640 - width + 1)), int(random.integers(427 - height + 1))
+        cut = original.crop((left, top, left + width, top + height)).rotate(
+            float(random.integers(4)) * 90
+        )
+        save_as(MODES[number % len(MODES)], cut, folder / f"{number:03d}")
+    return folder
+
+
+def save_as(mode: str, image: Image.Image, path: Path) -> None:
+    grey = image.convert("L")
+    if mode.startswith("EXIF"):
+        exif = Image.Exif()
+        exif[0x0112] = int(mode[-1])
+        image.save(path.with_suffix(".jpg"), exif=exif)
+    elif mode == "I;16":
+        Image.fromarray(np.asarray(grey).astype(np.uint16) * 255).save(path.with_suffix(".png"))
+    elif mode in ("RGBA", "LA"):
+        image = image.convert(mode[:-1])
+        image.putalpha(grey)
+        image.save(path.with_suffix(".png"))
+    elif mode == "P transparent":
+        image.quantize(16).save(path.with_suffix(".png"), transparency=3)
+    else:
+        image.convert(mode).save(path.with_suffix(".jpg" if mode in ("RGB", "CMYK") else ".png"))
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Path:
+    """Of the options of the recipes; not trained, but its classes differ from photograph to
+    photograph."""
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    architecture: dict[str, Any] = {
+        "stem": "conv_pool_residual",
+        "mlp": "relu2",
+        "pos_embed": "sincos",
+    }
+    architecture |= {"global_pool": "avg", "img_size": 32, "patch_size": 8}
+    preprocess = Preprocess((32, 32), crop_pct=0.875)
+    save_model(path, class_names=NAMES, preprocess=preprocess, **architecture)
+    bundle = load_bundle(path)
+    images = torch.randn(64, 3, 32, 32) * torch.rand(64, 3, 1, 1) * 2
+    with torch.no_grad():
+        logits = bundle.model(images)
+        bundle.model.head.weight /= logits.std(dim=0)[:, None]
+        bundle.model.head.bias -= logits.mean(dim=0)
+    whole = {"preprocess": preprocess, "class_names": NAMES, "config": {}, "data": {}}
+    save_bundle(path, bundle.model, **whole)  # type: ignore[arg-type]
+    update_metadata(path, {"temperature": 1.7})
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vit.export_model(
+        model_file, output=tmp_path_factory.mktemp("onnx") / "out", attention=True
+    ).parent
+
+
+@pytest.mark.extended
+def test_the_exported_program_predicts_200_photographs_as_vit_does(
+    photos: Path, model_file: Path, folder: Path, cli: Launcher
+) -> None:
+    paths = sorted(map(str, photos.iterdir()))
+    assert len(paths) == 200
+    told = cli.succeed("predict", model_file, *paths, "--top-k", 10, "--precision", "float32").out
+    expected = [json.loads(line) for line in told.splitlines()]
+    command = [sys.executable, "-c", RUN, str(folder / "predict.py"), *paths]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    found = [json.loads(line) for line in outcome.stdout.splitlines()]
+    assert [of_image["path"] for of_image in found] == paths
+    tops = [of_image["predictions"][0]["name"] for of_image in found]
+    assert tops == [of_image["predictions"][0]["name"] for of_image in expected]
+    assert len(set(tops)) >= 4  # it is no model that always answers the same
+    for ours, theirs in zip(found, expected, strict=True):
+        by_name = {each["name"]: each["probability"] for each in theirs["predictions"]}
+        for each in ours["predictions"]:
+            assert each["probability"] == pytest.approx(by_name[each["name"]], abs=1e-4), ours[
+                "path"
+            ]
+
+
+def test_predict_is_short_and_takes_three_libraries() -> None:
+    text = (TEMPLATES / "predict.py").read_text()
+    # it was 40 before it said sets of classes and p-values
+    assert len(text.splitlines()) <= 45
+    imports = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    modules = {
+        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports
+    }
+    assert {str(name).partition(".")[0] for name in modules} - sys.stdlib_module_names == {
+        "PIL",
+        "numpy",
+        "onnxruntime",
+    }
+
+
+def test_the_file_says_all_that_is_needed(folder: Path) -> None:
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    (images,), (probabilities, attention) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.type, images.shape) == (
+        "images",
+        "tensor(uint8)",
+        ["batch", "height", "width", 3],
+    )
+    assert (probabilities.name, probabilities.shape) == ("probabilities", ["batch", 10])
+    assert (attention.name, attention.shape) == ("attention", ["batch", 4, 4])
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["class_names"]) == list(NAMES)
+    assert Preprocess.from_dict(json.loads(facts["preprocess"])) == Preprocess(
+        (32, 32), crop_pct=0.875
+    )
+    assert json.loads(facts["temperature"]) == 1.7
+    told = json.loads((folder / "model.json").read_text())
+    assert {name: json.dumps(told[name]) for name in ("class_names", "preprocess")} == {
+        name: facts[name] for name in ("class_names", "preprocess")
+    }
+    assert "python predict.py PHOTO" in (folder / "README.md").read_text()
+    onnx.checker.check_model(onnx.load(folder / "model.onnx"), full_check=True)
+
+
+def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder: Path) -> None:
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    china, flower = (image[:300, :200] for image in load_sample_images().images)
+    explanation = vit.explain(model_file, [china, flower], sanity_checks=False)
+    for given in ([china], [china, flower], [flower, china, flower]):
+        probabilities, maps = session.run(None, {"images": np.stack(given)})
+        order = [0 if image is china else 1 for image in given]
+        np.testing.assert_allclose(maps, explanation.maps["rollout"][order], atol=1e-5)
+        np.testing.assert_allclose(probabilities, explanation.probabilities[order], atol=1e-5)
+        assert probabilities.sum(axis=1) == pytest.approx(np.ones(len(given)), abs=1e-5)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_the_traced_rollout_is_that_of_explain(
+    pool: str, save_model: SaveModel, tmp_path: Path
+) -> None:
+    bundle = load_bundle(
+        save_model(tmp_path / "model.safetensors", global_pool=pool, class_token=True, reg_tokens=2)
+    )
+    china, model = load_sample_images().images[0], bundle.model
+    images = bundle.preprocess([Image.fromarray(china)])
+    logits, maps, _ = LogitsAndRollout(model)(images)  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        maps, vit.explain(bundle, china, sanity_checks=False).maps["rollout"], atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def digits(tiny_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_run, tmp_path / "digits"))
+
+
+@pytest.mark.extended
+def test_int8_comes_with_its_accuracy(
+    digits: Path,
+    tmp_path: Path,
+    cli: Launcher,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cli.succeed("evaluate", digits, "--output", tmp_path / "evaluation", "--precision", "float32")
+    evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    capfd.readouterr()
+    outcome = cli.succeed("export", digits, "--output", tmp_path / "out", "--precision", "int8")
+    assert len(outcome.out.splitlines()) == 1
+    assert tuple(capfd.readouterr()) == ("", "")  # nor from beside Python's own streams
+    accuracy = json.loads((tmp_path / "out" / "model.json").read_text())["accuracy"]
+    assert accuracy["top1"]["float32"] == pytest.approx(evaluation["top1"], abs=1e-9)
+    assert (accuracy["num_images"], accuracy["split"]) == (evaluation["num_images"], "test")
+    assert accuracy["fingerprint"] == evaluation["fingerprint"]
+    assert abs(accuracy["top1"]["int8"] - evaluation["top1"]) < 0.05
+    kinds = {
+        tensor.data_type for tensor in onnx.load(tmp_path / "out" / "model.onnx").graph.initializer
+    }
+    assert onnx.TensorProto.UINT8 in kinds
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"int8 {100 * accuracy['top1']['int8']:.2f} %" in card
+    assert (
+        f"| top1 | {evaluation['top1']:.4f} |" in card
+    )  # with its interval, as it lies beside the run
+
+
+def test_int8_without_images_are_refused(
+    model_file: Path, tmp_path: Path, cli: Launcher, save_model: SaveModel
+) -> None:
+    message = cli.fail("export", model_file, "--output", tmp_path / "out", "--precision", "int8")
+    assert "name the images with --data" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher) -> None:
+    cli.succeed("export", digits, "--to", "timm", "--output", tmp_path / "out")
+    card, bundle = (tmp_path / "out" / "README.md").read_text(), vit.load_bundle(digits)
+    for fact in (
+        "`digits`",
+        bundle.data["fingerprint"][:16],
+        bundle.sha256,
+        "not calibrated",
+    ):
+        assert fact in card
+    assert "No evaluation of this model" in card
+    assert "![A test image and its attention rollout](map.png)" in card
+    assert re.search(r"Sanity check: the map (agrees|does not agree|not checked)", card)
+    with Image.open(tmp_path / "out" / "map.png") as picture:
+        assert picture.width > 300
+
+
+def test_the_card_of_a_model_without_data_and_of_strange_names(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model.safetensors", class_names=("a`b", "c\n# d", "{{ e }}"))
+    vit.export_model(path, to="timm", output=tmp_path / "out")
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    assert "`a'b`, `c # d`, `{{ e }}`" in lines
+    assert "The model file doesn't say what it was trained on." in lines
+    assert not (tmp_path / "out" / "map.png").exists()
+
+
+@pytest.mark.parametrize("option", [("--attention",), ("--precision", "int8")])
+def test_options_of_onnx_are_refused_elsewhere(
+    option: tuple[str, ...], model_file: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    assert "options of onnx" in cli.fail(
+        "export", model_file, "--to", "timm", "--output", tmp_path / "out", *option
+    )
+
+
+def test_the_exported_program_reads_what_vit_reads_and_goes_on(
+    folder: Path, tmp_path: Path, cli: Launcher, model_file: Path
+) -> None:
+    image = Image.fromarray(load_sample_images().images[0][:40, :60])
+    # Pillow would start gs, the first of PATH, for a file of PostScript
+    image.save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.jpg")
+    image.convert("F").save(tmp_path / "b.tif")
+    image.save(tmp_path / "c.png")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+
+    paths = [str(tmp_path / name) for name in ("a.jpg", "b.tif", "absent.png", "c.png")]
+    command = [sys.executable, "-c", RUN, str(folder / "predict.py"), *paths]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    records = [json.loads(line) for line in outcome.stdout.splitlines()]
+    expected = cli.succeed("predict", model_file, *paths).out.splitlines()
+    assert [record["path"] for record in records] == paths
+    assert [record.keys() for record in records] == [json.loads(line).keys() for line in expected]
+    assert not (tmp_path / "started").exists()
+
+
+def test_text_of_a_model_file_is_no_markup_in_its_card(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
+    markup = "<img src=x onerror=alert(1)> [x](javascript:y)"
+    data = {"name": "photos", "notes": [markup], "splits": {}}
+    path = save_model(tmp_path / "model.safetensors", data=data)
+    update_metadata(path, {"versions": {markup: markup}})
+    vit.export_model(path, to="timm", output=tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(r"\<img src=x onerror=alert(1)\> \[x\](javascript:y)") == 3
+    assert "<img" not in card.replace(r"\<img", "")
+
+
+@pytest.mark.extended
+def test_sets_and_p_values_are_those_of_vit(
+    tiny_model_file: Path, photos: Path, tmp_path: Path
+) -> None:
+    vit.export_model(tiny_model_file, output=tmp_path / "out")
+    paths = sorted(map(str, photos.iterdir()))[:6]
+    command = [sys.executable, str(tmp_path / "out/predict.py"), *paths]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in outcome.stdout.splitlines()]
+    expected = vit.predict(tiny_model_file, paths, device="cpu", precision="float32").predictions
+    for answer, prediction in zip(answers, expected, strict=True):
+        assert answer["prediction_set"] == prediction.prediction_set
+        # counted in float32, where the distance of an image may tie with another's
+        assert answer["p_value"] == pytest.approx(prediction.p_value, abs=0.01)
+    assert len({answer["p_value"] for answer in answers}) > 1

@@ -1,0 +1,71 @@
+"""The preprocessing inside an exported model is the one that the model was evaluated with."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from vit.data.images import Interpolation, Preprocess
+from vit.deploy.export.photo_model import PhotoModel
+
+SIZES = [
+    (1, 1),
+    (1, 40),
+    (40, 1),
+    (3, 200),
+    (200, 3),
+    (17, 23),
+    (64, 48),
+    (90, 301),
+    (301, 90),
+    (333, 250),
+    (36, 27),
+]
+
+
+class Pixels(nn.Module):
+    """Gives its input, which is the model's, between what stands for logits and features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return images.flatten(1)[:, :2], images, images.flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "image_size", "crop_pct"),
+    [("bicubic", (24, 40), 0.875), ("bilinear", (32, 32), 1.0), ("bicubic", (16, 8), 0.4)],
+)
+def test_every_pixel_is_that_of_preprocess(
+    interpolation: Interpolation, image_size: tuple[int, int], crop_pct: float
+) -> None:
+    """Noise, in which a filter overshoots 0 and 255 and every wrong rounding shows."""
+    mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
+    preprocess = Preprocess(
+        image_size, crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation
+    )
+    model = PhotoModel(Pixels(), preprocess, temperature=1.0)
+    random = np.random.default_rng(0)
+    for height, width in [*SIZES, preprocess.resize_size, preprocess.image_size]:
+        pixels = random.choice(np.array([0, 60, 200, 255], dtype=np.uint8), (height, width, 3))
+        expected = preprocess([Image.fromarray(pixels)])
+        _, normalised = model(torch.from_numpy(pixels)[None])
+        torch.testing.assert_close(
+            normalised, expected, atol=1e-6, rtol=0, msg=f"{height}×{width} {interpolation}"
+        )
+
+
+def test_probabilities_are_at_the_temperature() -> None:
+    class Constant(Pixels):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.tensor([[1.0, 3.0]])
+
+    (probabilities,) = PhotoModel(Constant(), Preprocess((2, 2)), temperature=4.0)(
+        torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+    )
+    torch.testing.assert_close(
+        probabilities, torch.tensor([[0.25, 0.75]]).softmax(1), atol=1e-7, rtol=0
+    )

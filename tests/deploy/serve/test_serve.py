@@ -1,0 +1,485 @@
+"""`vit serve`: the answers of the command line over HTTP, a sentence for every bad request, a page
+that shows them."""
+
+import asyncio
+import io
+import logging
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.browser import NASTY_CLASS, find_low_contrast, find_unnamed
+from tests.conftest import Launcher, SaveModel
+from vit.bundle import Bundle, load_bundle
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+from fastapi import HTTPException, Request
+from fastapi.testclient import TestClient
+
+from vit.deploy.serve import app as serve
+
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="image"'
+FILE = PART + b'; filename="a"\r\n\r\n'
+
+
+def encode(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photo() -> bytes:
+    random = np.random.default_rng(0)
+    return encode(Image.fromarray(random.integers(0, 256, (40, 60, 3), dtype=np.uint8)))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
+    path = save_model(
+        tmp_path_factory.mktemp("serve") / "run" / "model.safetensors",
+        class_names=("ant", "<b>", "cow"),
+    )
+    return load_bundle(path)
+
+
+@pytest.fixture(scope="module")
+def client(bundle: Bundle) -> Iterator[TestClient]:
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1:8000") as client:
+        yield client
+
+
+def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
+    client: TestClient, bundle: Bundle, photo: bytes
+) -> None:
+    picture = Image.open(io.BytesIO(photo))
+    answer = client.post("/predict?map=array&top_k=2", files={"image": photo}).json()
+    (expected,) = vit.predict(bundle, picture, top_k=2).predictions
+    assert [
+        (each["index"], each["name"], each["probability"]) for each in answer["classes"]
+    ] == expected.classes
+    maps = vit.explain(bundle, picture).maps["rollout"][0]
+    np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-6)
+    assert answer["map"]["method"] == "rollout"
+
+    answer = client.post("/predict", files={"image": photo}).json()
+    assert answer["map"]["png"].startswith("data:image/png;base64,")
+    assert len(answer["classes"]) == 3
+    assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
+
+
+def test_the_nearest_training_photos_are_those_of_predict(
+    named_bundle: Bundle, bundle: Bundle, photo: bytes
+) -> None:
+    picture = Image.open(io.BytesIO(photo))
+    client = TestClient(serve.build_app(named_bundle), base_url="http://127.0.0.1")
+    answer = client.post("/predict?map=none&similar=3", files={"image": photo}).json()
+    (expected,) = vit.predict(named_bundle, picture, similar=3, batch_size=1).predictions
+    assert expected.similar is not None
+    assert answer["similar"] == [
+        {"path": row.path, "class": row.class_name, "similarity": row.similarity}
+        for row in expected.similar
+    ]
+    # pictures are for those who ask, and programs don't by default
+    assert "similar_pictures" not in answer
+    address = "/predict?map=none&similar=3&pictures=true"
+    pictures = client.post(address, files={"image": photo}).json()["similar_pictures"]
+    assert [text[:23] for text in pictures] == ["data:image/jpeg;base64,"] * 3
+    assert "similar" not in client.post("/predict?map=none", files={"image": photo}).json()
+    response = client.post("/predict?similar=21", files={"image": photo})
+    assert response.status_code == 422
+    assert "similar: input should be less than or equal to 20" in response.json()["error"]
+
+    # a model file without them, and a server that tells nobody
+    plain = TestClient(serve.build_app(bundle), base_url="http://127.0.0.1")
+    with pytest.raises(ValueError, match="names no training images") as error:
+        vit.predict(bundle, picture, similar=1)
+    closed = TestClient(serve.build_app(named_bundle, num_similar=0), base_url="http://127.0.0.1")
+    for refusing, reason in ((plain, str(error.value)), (closed, "started with --similar 0")):
+        response = refusing.post("/predict?similar=1", files={"image": photo})
+        assert response.status_code == 400
+        assert reason in response.json()["error"]
+        assert refusing.post("/predict?map=none", files={"image": photo}).status_code == 200
+        assert "Nearest training photos" not in refusing.get("/").text
+    assert "Nearest training photos" in client.get("/").text
+
+
+def test_upright_pixels_count_and_no_name_of_a_file_is_opened(
+    client: TestClient, tmp_path: Path, photo: bytes
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    turned, file = Image.open(io.BytesIO(photo)).transpose(Image.Transpose.ROTATE_90), io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(photo)
+    expected = client.post("/predict?map=none", files={"image": photo}).json()
+    assert (
+        client.post("/predict?map=none", files={"image": (str(secret), file.getvalue())}).json()
+        == expected
+    )
+    for content in (str(secret).encode(), b"file://" + str(secret).encode()):
+        assert client.post("/predict", files={"image": (str(secret), content)}).status_code == 422
+
+
+def chunks(count: int) -> Iterator[bytes]:
+    yield FILE
+    for _ in range(count):
+        yield bytes(2**20)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no form": ({"json": {"path": "/etc/passwd"}}, 415, "send one photo as a form"),
+    "no body": ({}, 415, "send one photo as a form"),
+    "plain form": ({"data": {"image": "photo.jpg"}}, 415, "send one photo as a form"),
+    "no file": ({"content": PART + b"\r\n\r\nb\r\n--x--", "headers": FORM}, 400, "no file"),
+    "no boundary": (
+        {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},
+        400,
+        "damaged",
+    ),
+    "no parts": ({"content": b"abc", "headers": FORM}, 400, "damaged"),
+    "no end": ({"content": FILE + b"b", "headers": FORM}, 400, "no file"),
+    "two files": ({"files": [("image", b"a"), ("image", b"b")]}, 400, "more than a photo"),
+    "empty": ({"files": {"image": ("a.jpg", b"")}}, 400, "the photo is empty"),
+    "text": (
+        {"files": {"image": b"hello"}},
+        422,
+        "can't be read as an image: it is not one of AVIF, BMP",
+    ),
+    "PostScript": (
+        {"files": {"image": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"}},
+        422,
+        "not one of AVIF",
+    ),
+    "too large": ({"files": {"image": bytes(serve.MAX_BYTES)}}, 413, "larger than 20 MB"),
+    "too large, in pieces": ({"content": chunks(21), "headers": FORM}, 413, "larger than 20 MB"),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a form that is cut off, not closed
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_upload_is_refused_with_one_sentence(client: TestClient, case: str) -> None:
+    request, status, sentence = REFUSED[case]
+    response = client.post("/predict", **request)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]
+    assert "Traceback" not in response.text
+    assert "\n" not in response.text
+
+
+def test_broken_images_and_too_many_pixels_are_refused(client: TestClient, photo: bytes) -> None:
+    bomb = encode(Image.new("1", (20_000, 20_000)))
+    for content, sentence in ((photo[:2000], "truncated"), (bomb, "more than 100,000,000 pixels")):
+        response = client.post("/predict", files={"image": content})
+        assert response.status_code == 422
+        assert sentence in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "sentence"),
+    [
+        ("GET", "/predict", 405, "/predict takes POST"),
+        ("POST", "/", 405, "/ takes GET"),
+        ("GET", "/model.safetensors", 404, "nothing else"),
+        ("GET", "/docs", 404, "nothing else"),
+        ("POST", "/predict?map=mp4", 422, "map: input should be 'png', 'array' or 'none'"),
+        ("POST", "/predict?top_k=0", 422, "top_k: input should be greater than or equal to 1"),
+    ],
+)
+def test_other_requests_are_refused(
+    client: TestClient, method: str, path: str, status: int, sentence: str
+) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]
+
+
+def test_other_names_and_other_sites_are_refused(
+    bundle: Bundle, client: TestClient, photo: bytes
+) -> None:
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    assert client.get("/", headers={"host": "localhost:9000"}).status_code == 200
+    upload = {"image": photo}
+    response = client.post("/predict", files=upload, headers={"sec-fetch-site": "cross-site"})
+    assert (response.status_code, "another site" in response.json()["error"]) == (403, True)
+    answer = client.post(
+        "/predict?map=none", files=upload, headers={"origin": "http://evil.example"}
+    )
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    named = TestClient(
+        serve.build_app(bundle, hosts=["photos.example"]), base_url="http://photos.example"
+    )
+    assert named.get("/").status_code == 200
+
+
+def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "UPLOAD_SECONDS", 0.2)
+    sent = iter([FILE])
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0 if (body := next(sent, b"")) else 30)
+        return {"type": "http.request", "body": body, "more_body": True}
+
+    scope = {
+        "type": "http",
+        "headers": [(name.encode(), value.encode()) for name, value in FORM.items()],
+    }
+    with pytest.raises(HTTPException, match="took more than") as error:
+        asyncio.run(serve._receive(Request(scope, receive)))
+    assert error.value.status_code == 408
+
+
+def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "WAITING_SECONDS", 0.2)
+    entered, leave, running, most = threading.Event(), threading.Event(), [0], [0]
+    predict = serve.predict_images
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        entered.set()
+        assert leave.wait(30)
+        running[0] -= 1
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr(serve, "predict_images", slow)
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1") as client:
+        answers: list[Any] = []
+        ask = partial(client.post, "/predict?map=none", files={"image": photo})
+        first = threading.Thread(target=lambda: answers.append(ask()))
+        first.start()
+        assert entered.wait(30)
+        busy = ask()
+        leave.set()
+        first.join()
+    assert (busy.status_code, busy.headers["retry-after"]) == (503, "10")
+    assert "busy" in busy.json()["error"]
+    assert (answers[0].status_code, most[0]) == (200, 1)
+
+
+def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(photo: bytes) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
+    size = vit.bundle.Preprocess((16, 16))
+    plain = Bundle.from_model(model, class_names=["a", "b", "c", "d"], preprocess=size)
+    client = TestClient(serve.build_app(plain), base_url="http://127.0.0.1")
+    answer = client.post("/predict", files={"image": photo}).json()
+    assert (len(answer["classes"]), answer["map"]) == (4, None)
+    with pytest.raises(ValueError, match="unknown method"):
+        serve.build_app(plain, method="nonsense")
+
+
+# --- the command and the page
+# ------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(cli: Launcher, *arguments: object) -> Iterator[str]:
+    """The address of a server of its own, which Ctrl-C must end without a word."""
+    process = cli.start("serve", *arguments, "--port", 0, "--device", "cpu")
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        yield re.match(r"http://127\.0\.0\.1:\d+", line)[0]  # type: ignore[index]
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+    assert (process.returncode, rest) == (0, "")
+
+
+def test_mistakes_of_the_command_are_one_line(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = cli.fail("serve", tiny_run, "--port", taken.getsockname()[1])
+    assert "can't be used" in line
+    assert "does not exist" in cli.fail("serve", tmp_path / "none")
+    assert "unknown method" in cli.fail("serve", tiny_run, "--method", "x")
+
+
+@pytest.mark.extended
+@pytest.mark.browser
+def test_the_page_takes_photos_by_keyboard_and_by_drop(
+    cli: Launcher, tiny_run: Path, tmp_path: Path, photo: bytes, browser: Any
+) -> None:
+    (tmp_path / "a.png").write_bytes(photo)
+    (tmp_path / "broken.png").write_bytes(photo[:2000])
+    with serving(cli, tiny_run) as address:
+        browser.get(address)
+        field = browser.find_element("id", "file")
+        browser.switch_to.active_element.send_keys("\ue004")  # Tab: the theme, then the file
+        browser.switch_to.active_element.send_keys("\ue004")
+        assert browser.switch_to.active_element == field
+
+        field.send_keys(str(tmp_path / "a.png"))
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        (expected,) = vit.predict(tiny_run, tmp_path / "a.png").predictions
+        rows = [row.text for row in browser.find_elements("css selector", "#classes tbody tr")]
+        assert [row.split()[0] for row in rows] == [name for _, name, _ in expected.classes]
+        assert rows[0].endswith(f"{100 * expected.classes[0][2]:.1f} %")
+        wait_for(
+            browser,
+            "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)",
+        )
+        assert "attention rollout" in browser.find_element("id", "about").text
+
+        field.send_keys(str(tmp_path / "broken.png"))
+        wait_for(browser, "return document.getElementById('status').className === 'warn'")
+        assert "truncated" in browser.find_element("id", "status").text
+        assert not browser.find_element("id", "result").is_displayed()
+
+        browser.execute_script(DROP)
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        for width, height in ((1400, 900), (390, 844)):
+            screen = {
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": 1,
+                "mobile": width < 500,
+            }
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            widths = browser.execute_script(
+                "return [document.documentElement.scrollWidth, innerWidth]"
+            )
+            browser.save_screenshot(str(tmp_path / f"{width}.png"))
+            assert widths == [width, width]
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        log = [entry for entry in browser.get_log("browser") if "422" not in entry["message"]]
+    assert log == []
+
+
+@pytest.mark.browser
+def test_the_page_shows_the_nearest_training_photos_and_runs_no_name(
+    named_bundle: Bundle, browser: Any
+) -> None:
+    root = Path(named_bundle.config["data"]["root"])
+    name, _ = named_bundle.metadata["conformal"]["training_images"][-1]
+    with serve_in_thread(named_bundle) as (port, _):
+        browser.get(f"http://127.0.0.1:{port}")
+        browser.find_element("id", "file").send_keys(str(root / name))
+        wait_for(browser, "return !document.getElementById('result').hidden")
+        drawn = (
+            "return [...document.querySelectorAll('.neighbours img')].every(i => i.naturalWidth)"
+        )
+        wait_for(browser, drawn)
+        items = browser.find_elements("css selector", ".neighbours li")
+        assert len(items) == serve.NUM_SIMILAR
+        assert [span.text for span in items[0].find_elements("tag name", "span")] == [
+            f"{NASTY_CLASS}, 1.00",
+            name.rpartition("/")[2],
+        ]
+        image = items[0].find_element("tag name", "img")
+        assert image.get_attribute("alt") == f"training photo {name}"
+        assert find_unnamed(browser) == []
+        assert find_low_contrast(browser) == []
+        assert browser.get_log("browser") == []
+        for width in (1400, 390):
+            screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= width
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+DROP = """
+const canvas = document.createElement('canvas');
+canvas.width = 90; canvas.height = 60;
+canvas.getContext('2d').fillRect(20, 20, 30, 30);
+canvas.toBlob((blob) => {
+  const data = new DataTransfer();
+  data.items.add(new File([blob], '<img src=x onerror=alert(1)>.png', {type: 'image/png'}));
+  const event = new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true});
+  document.getElementById('drop').dispatchEvent(event);
+});
+"""
+
+
+def wait_for(browser: Any, script: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not browser.execute_script(script):
+        assert time.monotonic() < end, f"{script}: {browser.find_element('id', 'status').text}"
+        time.sleep(0.05)
+
+
+def test_too_many_requests_get_json_and_health_is_answered_beside_them(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MAX_REQUESTS", 0)
+    with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1:8000") as client:
+        response = client.post("/predict", files={"image": photo})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "10")
+        assert response.json() == {"error": "too many requests at once; try again"}
+        assert client.get("/health").json()["status"] == "ok"
+
+
+@contextmanager
+def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
+    """The port of a server, and the lines of its log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = threading.Event()
+    servers: list[Any] = []
+    make = serve.uvicorn.Server
+
+    def remember(config: Any) -> Any:
+        logging.getLogger("uvicorn.access").addHandler(handler)
+        servers.append(make(config))
+        return servers[0]
+
+    app = serve.build_app(bundle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve.uvicorn, "Server", remember)
+        options = {"host": "127.0.0.1", "port": port, "on_start": lambda _: started.set()}
+        thread = threading.Thread(target=partial(serve.run_server, app, **options))
+        thread.start()
+        started.wait(10)
+        try:
+            yield port, lines
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+            logging.getLogger("uvicorn.access").removeHandler(handler)
+
+
+def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundle) -> None:
+    with serve_in_thread(bundle) as (port, lines):
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        for connection in idle:
+            connection.close()
+    assert sum("/health" in line for line in lines) == 1
+
+
+def test_every_address_of_this_machine_is_allowed_and_named() -> None:
+    assert serve.list_addresses("127.0.0.1") == ["127.0.0.1"]
+    addresses = serve.list_addresses("0.0.0.0")
+    assert addresses[0] == "127.0.0.1"
+    assert all(re.fullmatch(r"[\d.]+", address) for address in addresses)

@@ -1,0 +1,578 @@
+"""The report is one file of modest size that runs no name, sorts, and leads from a number to its
+images."""
+
+import html
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from tests.browser import find_low_contrast, find_unnamed, phone
+from vit.analysis.learning_curve.curve import (
+    ClassGain,
+    CurvePoint,
+    Forecast,
+    LearningCurve,
+    save_learning_curve,
+)
+from vit.analysis.robustness.corruptions import CORRUPTIONS
+from vit.bundle import Bundle
+from vit.data.dataset import ImageDataset
+from vit.data.images import Preprocess
+from vit.data.sources.base import ArrayReader
+from vit.evaluation.calibration import Calibration
+from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.metrics import (
+    Example,
+    Examples,
+    compute_confusion,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
+from vit.evaluation.report.contrast import ConfusedPair, explain_confusions, find_confused_pairs
+from vit.evaluation.report.plain import describe_in_plain_words
+from vit.evaluation.report.report import (
+    DrawnMap,
+    build_report,
+    find_learning_curve,
+    load_history,
+    render_markdown,
+)
+from vit.evaluation.schema import Cost, Evaluation
+from vit.explanation.records import Explanations
+from vit.explanation.render.page import encode_picture
+from vit.explanation.training_photos import Neighbour, TrainingPhotos
+from vit.options import ExplainOptions
+from vit.prediction.conformal import SetMetrics
+from vit.prediction.predictor import Pixels, Prediction, PredictionResult
+
+NASTY = "<img src=x onerror=document.title='owned'>"
+NAMES = ("ant", "</script><b>bee", "cat & co", "dog")
+
+
+def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -> EvaluationResult:
+    rng = np.random.default_rng(0)
+    logits = 2 * rng.standard_normal((count, len(names)))
+    labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    scores = score_logits(logits.astype(np.float32), labels)
+    ids = (*(f"test/{index:05d}.png" for index in range(count - 1)), f"test/{NASTY}.png")
+    pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    dataset = ImageDataset(
+        name="made up",
+        split="test",
+        class_names=names,
+        labels=labels,
+        ids=ids,
+        reader=ArrayReader(pixels),
+        pixels=pixels,
+        hashes=np.stack([np.arange(count), np.zeros(count, int)]).astype(np.uint64),
+    )
+
+    def describe(indices: Any) -> list[Example]:
+        return [
+            Example(
+                ids[i],
+                names[labels[i]],
+                names[scores.predicted[i]],
+                float(scores.confidence[i]),
+                float(scores.label_probability[i]),
+            )
+            for i in indices
+        ]
+
+    metrics = compute_metrics(scores)
+    wrong = np.flatnonzero(~scores.correct)
+    evaluation = Evaluation(
+        **metrics,
+        intervals=compute_intervals(scores),
+        per_class=compute_per_class(scores, names),
+        reliability=compute_reliability(scores),
+        calibration=Calibration(
+            1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}
+        ),
+        prediction_sets=[
+            SetMetrics(0.9, 100, 0.912, 0.604, 0.971, 1.42),
+            SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31),
+        ],
+        num_images=count,
+        unreadable=[(NASTY, "broken")],
+        duplicates_of_training=TrainTestOverlap(
+            exact=1, near=0, examples=[NASTY], top1_without=0.5
+        ),
+        examples=Examples(
+            most_confident_errors=describe(wrong[np.argsort(-scores.confidence[wrong])][:examples]),
+            least_confident_correct=describe([count - 1]),
+            label_errors=[],
+            num_label_errors=0,
+        ),
+        corruptions={
+            name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)
+        },
+        mean_corruption_error=0.4,
+        cost=Cost(1000, 2_000_000, 256, 1234.5, 0.001, 0.002, 2**20, "process", 1),
+        data="made up",
+        split="test",
+        notes=[],
+        fingerprint="f" * 64,
+        model=NASTY,
+        model_sha256="a" * 64,
+        recipe="b" * 64,
+        seed=3,
+        conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
+    )
+    images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
+    # a model file that names no training photos
+    bundle = Bundle(torch.nn.Identity(), images.preprocess, names, name=NASTY, sha256="a" * 64)
+    return EvaluationResult(evaluation, scores, images, bundle)
+
+
+# as long as real ones
+SENTENCES = [
+    f"It fails most on {NAMES[1]}: 41% of 71 are recognised, as a long sentence says it may be.",
+    "Alone it may answer 62% of the images, of which 97.1% are right; for the others it names several.",
+    "In the data, 3 of 300 labels look wrong, 1 images are also in training, or nearly, 1 can't be read.",
+    "What it looks at: half of what speaks for an answer lies on 12% of the image, and 61% in the middle.",
+]
+
+
+def draw_red(pictures: list[Pixels]) -> list[DrawnMap]:
+    return [DrawnMap(Image.new("RGB", (64, 64), "red"), "agrees: so it is") for _ in pictures]
+
+
+def build(
+    case: EvaluationResult,
+    *,
+    history: list[dict[str, Any]] | None = None,
+    explain: Callable = draw_red,
+    contrasts: list[ConfusedPair] | None = None,
+    curve: LearningCurve | None = None,
+) -> str:
+    sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
+    with (
+        patch("vit.evaluation.report.report.load_history", return_value=history or []),
+        patch(
+            "vit.evaluation.report.report.explain_confusions", lambda *_: (contrasts or [], None)
+        ),
+        patch("vit.evaluation.report.report.find_learning_curve", return_value=curve),
+        patch("vit.evaluation.report.report.describe_in_plain_words", return_value=sentences),
+        patch("vit.evaluation.report.report.draw_maps", lambda bundle, pictures: explain(pictures)),
+    ):
+        return build_report(case)
+
+
+@pytest.fixture(scope="module")
+def case() -> EvaluationResult:
+    return make_case(300, NAMES, side=16, examples=5)
+
+
+HISTORY = [
+    {"epoch": 1, "train_loss": 2.0, "val_loss": 1.8, "val_top1": 0.4},
+    {"epoch": 2, "train_loss": 1.0, "val_loss": None, "val_top1": None},
+    {"epoch": 3, "train_loss": 0.5, "val_loss": 0.9, "val_top1": 0.7},
+]
+
+
+def test_one_file_without_an_outside_address(case: EvaluationResult) -> None:
+    page = build(case, history=HISTORY)
+    assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "")
+    assert not re.search(r"<link[^>]+stylesheet|<script[^>]+src|@import|url\((?!data:)", page)
+    assert set(re.findall(r'src="(\w+):', page)) == {"data"}
+
+
+def test_names_are_text_wherever_they_come_from(case: EvaluationResult) -> None:
+    page = build(case)
+    assert "<img src=x" not in page
+    assert "</script><b>" not in page
+    assert "&lt;img src=x" in page
+    assert "cat &amp; co" in page
+
+
+def test_metrics_are_those_of_the_evaluation(case: EvaluationResult) -> None:
+    page = build(case)
+    low, high = case.evaluation.intervals["top1"]
+    assert f"{100 * case.evaluation.top1:.2f} %" in page
+    assert f"{100 * low:.2f} … {100 * high:.2f}" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
+    assert data["counts"] == compute_confusion(case.scores).tolist()
+    for key, images in data["cells"].items():
+        row, column = map(int, key.split(","))
+        assert len(images) == min(data["counts"][row][column], 100)
+        confidences = [confidence for _, confidence, _ in images]
+        assert confidences == sorted(confidences, reverse=True)
+    errors = np.array(data["counts"])
+    np.fill_diagonal(errors, 0)
+    row, column = np.unravel_index(errors.argmax(), errors.shape)
+    pair = f"{NAMES[row]} predicted as {NAMES[column]} ({errors[row, column]})"
+    assert f"Most frequent errors: {html.escape(pair)}" in page
+    for order in data["orders"].values():
+        assert sorted(order) == list(range(len(NAMES)))
+
+
+def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) -> None:
+    def refuse(pictures: list[Pixels]) -> list[Image.Image]:
+        raise ValueError("a ResNet has no attention")
+
+    page = build(case, explain=refuse)
+    assert "No attention maps: a ResNet has no attention" in page
+    assert "attention map of" not in page
+
+
+def test_no_card_says_what_another_says(case: EvaluationResult) -> None:
+    def titles(evaluation: Evaluation) -> list[str]:
+        page = build(replace(case, evaluation=evaluation))
+        return re.findall(r'<div class="card"><p>(.*?)</p>', page)
+
+    every = titles(case.evaluation)
+    assert "Top-5 accuracy" not in every  # of four classes
+    assert {"Top-1 accuracy", "Macro recall", "Negative log-likelihood", "Loss"} < set(every)
+    assert "Negative log-likelihood" not in titles(
+        case.evaluation.model_copy(update={"calibration": None})
+    )
+    balanced = [replace(each, support=75) for each in case.evaluation.per_class]
+    assert "Macro recall" not in titles(case.evaluation.model_copy(update={"per_class": balanced}))
+
+
+def test_the_title_names_the_run_and_the_data_set(case: EvaluationResult) -> None:
+    images = replace(case.images, title="holiday photos")
+    for model in ("/home/me/runs/first", "runs/first/model.safetensors"):
+        evaluation = case.evaluation.model_copy(update={"model": model})
+        page = build(replace(case, evaluation=evaluation, images=images))
+        assert "<title>first on holiday photos</title>" in page
+        assert "<h1>first on holiday photos</h1>" in page
+
+
+def test_a_thousand_classes_stay_small() -> None:
+    names = tuple(f"class {index}" for index in range(1000))
+    page = build(make_case(5000, names, side=32, examples=16), history=HISTORY)
+    assert len(page.encode()) < 5_000_000
+
+
+@pytest.mark.extended
+def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> None:
+    names = tuple(f"class {index}" for index in range(100))
+    case = make_case(50_000, names, side=64, examples=64)
+    start = time.perf_counter()
+    page = build(case, history=HISTORY)
+    assert time.perf_counter() - start < 20
+    assert len(page.encode()) < 10_000_000
+    assert "Shown are the 40 of 100 classes with the most errors" in page
+
+
+def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> None:
+    lines = render_markdown(case).splitlines()
+    assert lines[0] == "| metric | value | 95 % interval |"
+    assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.2f} % |")
+
+
+def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
+    assert load_history(str(tmp_path)) == []
+    assert load_history("timm:vit_tiny_patch16_224") == []
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"epoch": 1, "step": 5}\n{"epoch": 2, "step": 10}\n{"epo'
+    )
+    assert load_history(str(tmp_path / "model.safetensors")) == [
+        {"epoch": 1, "step": 5},
+        {"epoch": 2, "step": 10},
+    ]
+
+
+CURVE = LearningCurve(
+    num_images=800,
+    num_groups=None,
+    num_folds=5,
+    points=[
+        CurvePoint(0.1, 64, 0.71, (0.68, 0.74)),
+        CurvePoint(0.5, 320, 0.88, (0.86, 0.90)),
+        CurvePoint(1.0, 640, 0.91, (0.89, 0.93)),
+    ],
+    forecast=Forecast(1600, 0.94, (0.92, 0.95), top1_now=0.914, a=0.0, b=1.99, c=0.475),
+    gains=[ClassGain(NASTY, 0.8, 0.9), ClassGain("horn", 0.85, 0.9)],
+)
+
+
+def test_the_learning_curve_has_a_chart_and_a_sentence(case: EvaluationResult) -> None:
+    page = build(case, curve=CURVE)
+    assert "Learning curve: accuracy against training images" in page
+    sentence = "With twice as many photos (1,600) about 94% (92–95%) instead of 91%"
+    # among the plain sentences and beside the chart
+    assert page.count(sentence) == 2
+    assert "1,600 images: 94.0% expected, 92.0% to 95.0% with 95 % confidence" in page
+    # with a circle, and an interval behind it
+    assert page.count("1,600 images: 94.0% expected") == 2
+    assert NASTY not in page
+    assert "+10.0" in page
+
+    unknown = CURVE.model_copy(update={"forecast": None, "gains": []}).give_up("too few photos")
+    page = build(case, curve=unknown)
+    assert "Whether more photos would help: too few photos." in page
+    assert "inverse power law" not in page
+    without_points = unknown.model_copy(update={"points": []})
+    assert 'id="learning-curve"' not in build(case, curve=without_points)
+    assert "More photos" not in build(case)
+
+
+def test_a_learning_curve_is_found_beside_the_model_and_a_damaged_one_is_none(
+    tmp_path: Path,
+) -> None:
+    assert find_learning_curve(str(tmp_path)) is None
+    assert find_learning_curve("timm:vit_tiny_patch16_224") is None
+    save_learning_curve(CURVE, tmp_path)
+    assert find_learning_curve(str(tmp_path / "model.safetensors")) == CURVE
+    (tmp_path / "learning_curve.json").write_text("{")
+    assert find_learning_curve(str(tmp_path)) is None
+
+
+def make_pair(label: int, predicted: int) -> ConfusedPair:
+    picture = encode_picture(Image.new("RGB", (64, 64), "red"))
+    error = {
+        "path": NASTY,
+        "probability": 0.9,
+        "is_suspect": True,
+        "photo": picture,
+        "maps": [("libra-fullgrad", picture), ("removal-gradient", picture)],
+        "num_removed": 2,
+        "removed": picture,
+        "answer": label,
+        "neighbours": [
+            Neighbour(NASTY, NAMES[label], 0.9, picture),
+            Neighbour(NASTY, NAMES[predicted], 0.8, None),
+        ],
+    }
+    return ConfusedPair(label, predicted, 5, [error])
+
+
+def test_pairs_are_those_that_are_confused_more_than_chance(case: EvaluationResult) -> None:
+    """Of 30 errors of class 0, 20 are class 1; those of class 2 are spread evenly."""
+    labels = np.repeat([0, 0, 0, 2, 2, 2], [20, 5, 5, 4, 4, 4])
+    predicted = np.repeat([1, 2, 3, 0, 1, 3], [20, 5, 5, 4, 4, 4])
+    scores = score_logits(np.eye(4, dtype=np.float32)[predicted], labels)
+    (pair,) = find_confused_pairs(scores)
+    assert (pair.label, pair.predicted, pair.count) == (0, 1, 20)
+    # of two classes there is no other to be confused with
+    pairs = find_confused_pairs(score_logits(np.eye(2, dtype=np.float32)[[0, 0]], np.array([0, 1])))
+    assert [(pair.label, pair.predicted) for pair in pairs] == [(1, 0)]
+    assert find_confused_pairs(case.scores.subset(case.scores.correct)) == []
+
+
+def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) -> None:
+    result = vit.evaluate(tiny_bundle, data="digits", num_examples=4)
+    training_photos = TrainingPhotos(tiny_bundle, side=64, splits=result.images.splits)
+    pairs, problem = explain_confusions(result, training_photos)
+    assert problem is None
+    assert pairs
+    confusion = compute_confusion(result.scores)
+    for pair in pairs:
+        assert confusion[pair.label, pair.predicted] == pair.count
+        assert 1 <= len(pair.errors) <= 3
+        for error in pair.errors:
+            assert (error["removed"] is None) == (error["num_removed"] == 0)
+            # its training photos are at hand
+            classes = [tiny_bundle.class_names[index] for index in (pair.label, pair.predicted)]
+            assert [neighbour.class_name for neighbour in error["neighbours"]] == classes
+            assert all(neighbour.picture for neighbour in error["neighbours"])
+    page = build_report(result)
+    errors = result.evaluation.examples.most_confident_errors
+    for error in errors:
+        assert f'aria-label="Nearest training photos of {error.path}"' in page
+    # each training photo is drawn once, and written wherever it is near
+    assert page.count('<ul class="neighbours"') == len(errors) == 4
+    assert page.count('alt="training photo digits/') == 3 * 4 + 2 * sum(
+        len(pair.errors) for pair in pairs
+    )
+    sentences = describe_in_plain_words(result)
+    assert sentences[0] == f"{result.evaluation.describe_accuracy()}."
+    assert sentences[1].startswith("It fails most on")
+    assert sentences[-1].startswith("What it looks at")
+    assert "in the middle, which is 25% of it" in sentences[-1]
+
+
+# --- in a browser
+# ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(case: EvaluationResult, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    contrasts = [make_pair(0, 1), make_pair(2, 3)]
+    path.write_text(build(case, history=HISTORY, contrasts=contrasts), encoding="utf-8")
+    browser.get(path.as_uri())
+    return browser
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    found: list[str] = page.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)",
+        selector,
+    )
+    return found
+
+
+@pytest.mark.browser
+def test_a_click_on_a_heading_sorts_and_a_second_turns_it_round(
+    page: Any, case: EvaluationResult
+) -> None:
+    button = page.find_element("css selector", "#classes th:nth-child(3) button")
+    recalls = {row.name: row.recall for row in case.evaluation.per_class}
+    button.click()
+    names = texts(page, "#classes tbody td:first-child")
+    assert [recalls[name] for name in names] == sorted(recalls.values(), reverse=True)
+    button.click()
+    assert texts(page, "#classes tbody td:first-child") == names[::-1]
+    assert (
+        page.find_element("css selector", "#classes th:nth-child(3)").get_attribute("aria-sort")
+        == "ascending"
+    )
+    page.find_element("css selector", "#classes th:first-child button").click()
+    assert texts(page, "#classes tbody td:first-child") == sorted(NAMES)
+
+
+@pytest.mark.browser
+def test_the_matrix_reorders_rows_and_columns_together(page: Any, case: EvaluationResult) -> None:
+    confusion = compute_confusion(case.scores)
+    select = page.find_element("id", "order")
+    for option in select.find_elements("tag name", "option"):
+        option.click()
+        names = texts(page, "#matrix tbody th")
+        assert texts(page, "#matrix thead span") == names
+        shown = [
+            [int(text or 0) for text in texts(page, f"#matrix tbody tr:nth-child({row}) td")]
+            for row in (1, 2, 3, 4)
+        ]
+        order = [NAMES.index(name) for name in names]
+        assert np.array_equal(shown, confusion[np.ix_(order, order)])
+
+
+@pytest.mark.browser
+def test_a_click_on_a_number_shows_its_images(page: Any, case: EvaluationResult) -> None:
+    confusion = compute_confusion(case.scores)
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert texts(page, "#images h3") == [f"ant predicted as {NAMES[1]}: {confusion[0, 1]}"]
+    items = page.find_elements("css selector", "#images li")
+    assert len(items) == confusion[0, 1]
+    picture = items[0].find_element("tag name", "img")
+    assert page.execute_script("return arguments[0].naturalWidth", picture) == 16
+    chosen = (case.scores.labels == 0) & (case.scores.predicted == 1)
+    best = np.flatnonzero(chosen)[case.scores.confidence[chosen].argmax()]
+    assert case.images.ids[best] in items[0].text
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert not page.find_element("id", "images").is_displayed()
+
+
+@pytest.mark.browser
+def test_a_click_on_a_number_says_why(page: Any) -> None:
+    button = page.find_element("css selector", '[data-cell="2,3"]')
+    contrast = page.find_element("id", "contrast-2-3")
+    assert not contrast.find_element("tag name", "img").is_displayed()
+    button.click()
+    assert page.find_element("css selector", "#images details") == contrast
+    assert contrast.find_element("tag name", "img").is_displayed()
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert len(page.find_elements("css selector", "#images details")) == 1
+    page.find_element("css selector", '[data-cell="0,1"]').click()
+    assert len(page.find_elements("css selector", "#contrasts details")) == 2
+
+
+@pytest.mark.browser
+def test_a_wide_matrix_says_that_it_scrolls(
+    page: Any, case: EvaluationResult, tmp_path: Path
+) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    assert not page.find_element("id", "wide").is_displayed()  # four classes
+    wide = make_case(2000, tuple(f"class {index}" for index in range(60)), side=16, examples=1)
+    (tmp_path / "wide.html").write_text(build(wide), encoding="utf-8")
+    before = page.current_url
+    page.get((tmp_path / "wide.html").as_uri())
+    assert page.find_element("id", "wide").is_displayed()
+    scroller = page.find_element("css selector", "[aria-label='Confusion matrix']")
+    cut = "return [arguments[0].tabIndex, getComputedStyle(arguments[0]).maskImage]"
+    assert (shown := page.execute_script(cut, scroller))[0] == 0
+    assert "gradient" in shown[1]
+    page.execute_script("arguments[0].scrollLeft = 1e6", scroller)
+    WebDriverWait(page, 5).until(
+        lambda _: page.execute_script(cut, scroller)[1] == "none"
+    )  # nothing is left
+    page.get(before)
+
+
+@pytest.mark.browser
+def test_text_is_legible_everywhere(page: Any) -> None:
+    assert find_low_contrast(page) == []
+    assert find_unnamed(page) == []
+
+
+@pytest.mark.browser
+def test_the_theme_switches_and_both_are_legible(page: Any) -> None:
+    def contrast() -> float:
+        colours = page.execute_script(
+            "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+        )
+        light = [
+            luminance([int(part) for part in re.findall(r"\d+", colour)[:3]]) for colour in colours
+        ]
+        return (max(light) + 0.05) / (min(light) + 0.05)
+
+    backgrounds = set()
+    for _ in range(2):
+        assert contrast() > 7
+        backgrounds.add(
+            page.execute_script("return getComputedStyle(document.body).backgroundColor")
+        )
+        page.find_element("id", "theme").click()
+    assert len(backgrounds) == 2
+
+
+def luminance(colour: list[int]) -> float:
+    """Relative luminance of an sRGB colour (WCAG 2)."""
+    linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.browser
+def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path) -> None:
+    with phone(page):
+        page.refresh()
+        widths = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        chart = page.execute_script(
+            "return document.querySelector('.chart > svg').getBoundingClientRect().bottom"
+        )
+        page.save_screenshot(str(tmp_path / "phone.png"))
+    assert widths == [390, 390]
+    assert chart <= 844  # the first one, whole
+    with Image.open(tmp_path / "phone.png") as picture:
+        assert len(np.unique(np.asarray(picture.convert("L")))) > 50  # something is drawn
+    assert page.title.startswith("<img src=x")  # the name, shown and not run
+    assert page.get_log("browser") == []
+
+
+def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
+    case: EvaluationResult, tiny_bundle: Bundle
+) -> None:
+    assert "\n" not in repr(case)
+    assert len(repr(case)) < 200
+    assert f"top1={case.evaluation.top1:.4f}" in repr(case)
+    page = case._repr_html_()
+    for name in case.evaluation.list_metrics():
+        assert f"<tr><td>{name}<td>{getattr(case.evaluation, name):.4f}" in page
+    assert len(page) < 2000
+    assert repr(case.evaluation) == str(case.evaluation) == repr(case).replace("Result", "")
+    assert case.evaluation._repr_html_() == page
+    assert repr(PredictionResult([Prediction("a.png", [], error="broken")])) == (
+        "PredictionResult(1 images, 1 unreadable)"
+    )
+    explanations = Explanations(tiny_bundle, ExplainOptions(), [], [("a.png", "broken")])
+    assert repr(explanations) == "Explanations(0 images by auto; 1 could not be read)"

@@ -1,0 +1,171 @@
+"""Taking patches away: what is kept is exactly what the encoder sees."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import gaussian_filter
+from torch import Tensor, nn
+
+from tests.explanation.keep_tokens import keep_tokens
+from vit.explanation.capture.forward import capture_attention
+from vit.explanation.checks.token_ablation import (
+    FRACTIONS,
+    _blur,
+    _paint_over,
+    area_under,
+    build_predictor,
+    deletion_curve,
+    leave_one_out,
+    tile_patches,
+)
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
+
+
+@pytest.mark.parametrize("family", ["ours", "timm", "torchvision", "hugging-face"])
+def test_keeping_every_patch_changes_nothing(build: Build, family: str) -> None:
+    model, images = build(family)
+    with torch.no_grad(), capture_attention(model) as record:
+        expected = model(images)
+        patches = record.attentions[0].shape[-1] - 1
+        with keep_tokens(model, torch.arange(patches).expand(2, -1)):
+            kept = model(images)
+    assert torch.equal(getattr(kept, "logits", kept), getattr(expected, "logits", expected))
+
+
+def test_kept_patches_are_each_images_own(ours: Build) -> None:
+    model, images = ours()
+    kept = torch.tensor([[0, 5, 7], [23, 1, 2]])
+    with torch.no_grad():
+        with keep_tokens(model, kept):
+            found = model(images)
+        tokens = model._embed(images)
+        chosen = torch.stack(
+            [tokens[image, [0, *(1 + kept[image]).tolist()]] for image in range(2)]
+        )
+        for block in model.blocks:
+            chosen = block(chosen)
+        expected = model.forward_head(model.norm(chosen))
+    assert torch.equal(found, expected)
+
+
+def test_images_of_rotary_models_are_painted_over_instead(build: Build) -> None:
+    model, images = build("timm-eva")
+    classes = torch.tensor([0, 1])
+    auto = build_predictor(model, images, classes, grid=(4, 4))
+    mean = build_predictor(model, images, classes, grid=(4, 4), fill="mean")
+    kept = torch.arange(8).expand(2, -1)
+    assert torch.equal(auto(kept), mean(kept))
+
+
+@pytest.mark.parametrize(
+    "family", ["ours", "ours-avg", "ours-registers-norms", "timm", "torchvision", "hugging-face"]
+)
+def test_images_embedded_once_give_the_answers_of_whole_forward_passes(
+    build: Build, family: str
+) -> None:
+    """Several removals of each image, more rows than a batch takes, beside one forward pass of each
+    with `keep_tokens`."""
+    model, images = build(family)
+    rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
+    work: list[float] = []
+    predict = build_predictor(
+        model,
+        images,
+        torch.tensor([0, 1]),
+        grid=(rows, columns),
+        batch_size=1,
+        on_forward=work.append,
+    )
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
+    found = predict(kept)
+    for removal in range(3):
+        with torch.no_grad(), keep_tokens(model, kept[2 * removal : 2 * removal + 2]):
+            output = model(images)
+        expected = getattr(output, "logits", output).softmax(dim=1).diagonal()
+        assert (found[2 * removal : 2 * removal + 2] - expected).abs().max() < 1e-5
+    assert (found[:2] - found[2:4]).abs().max() > 1e-3
+    prefix = capture_prefix(model)
+    assert sum(work) == pytest.approx(6 * (7 + prefix) / (rows * columns + prefix))
+
+
+def capture_prefix(model: nn.Module) -> int:
+    return getattr(model, "num_prefix_tokens", 1)
+
+
+def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
+    model, images = ours(stem="conv_pool", global_pool="avg")
+    seen: list[int] = []
+    handle = model.patch_embed.register_forward_pre_hook(
+        lambda module, args: seen.append(len(args[0]))
+    )
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
+    for kept in range(1, 24):
+        predict(torch.arange(kept).expand(10, -1))
+    handle.remove()
+    assert sum(seen) == len(images)
+
+
+def test_painting_leaves_kept_patches_their_pixels(ours: Build) -> None:
+    model, images = ours()
+    seen: list[Tensor] = []
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill="mean")
+    handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    predict(torch.tensor([[7], [0]]))
+    handle.remove()
+    assert torch.equal(
+        seen[0][0, :, 8:16, 8:16], images[0, :, 8:16, 8:16]
+    )  # patch 7: row 1, column 1 of 8 px
+    assert (seen[0][0, :, :8, :8] - images[0, :, :8, :8]).abs().max() > 0.1
+    assert torch.equal(seen[0][1, :, :8, :8], images[1, :, :8, :8])
+    assert torch.isfinite(seen[0]).all()
+
+
+def test_area_under_is_the_trapezoid_of_the_curve() -> None:
+    curve = torch.rand(5, 10, dtype=torch.float64)
+    expected = np.trapezoid(curve.numpy(), FRACTIONS, axis=1) / 0.9
+    assert np.abs(area_under(curve).numpy() - expected).max() < 1e-12
+
+
+def test_deletion_takes_the_first_of_the_order_away() -> None:
+    def predict(kept: Tensor) -> Tensor:
+        return kept.float().sum(dim=1)
+
+    order = torch.tensor([[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]])
+    assert deletion_curve(predict, order, fractions=[0.0, 0.1, 0.3]).tolist() == [
+        [45.0, 36.0, 21.0]
+    ]
+
+
+def test_leave_one_out_is_the_fall_for_each_patch(ours: Build) -> None:
+    model, images = ours()
+    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
+    falls = leave_one_out(predict, batch=2, groups=tile_patches((4, 6), 1), device=images.device)
+    without_third = torch.tensor([patch for patch in range(24) if patch != 3]).expand(2, -1)
+    expected = predict(torch.arange(24).expand(2, -1)) - predict(without_third)
+    assert torch.equal(falls[:, 3], expected)
+
+
+def test_tiles_cover_the_grid_and_differ_by_one_where_sides_are_no_multiples() -> None:
+    tiles = tile_patches((3, 5), 2)
+    numbers = (tiles.int() * torch.arange(len(tiles))[:, None]).sum(dim=0).reshape(3, 5)
+    assert numbers.tolist() == [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
+    sizes = tile_patches((14, 14), 4).sum(dim=1)
+    assert (len(sizes), sorted(set(sizes.tolist())), sizes.sum()) == (16, [9, 12, 16], 196)
+
+
+def test_the_blur_is_a_gaussian_as_wide_as_a_patch() -> None:
+    """Against scipy, σ a patch's side, where every patch is blurred."""
+    images = torch.rand(1, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+    blurred = _blur(images, (6, 10))
+    # scipy's mirror doesn't repeat the edge, as torch's reflect
+    expected = gaussian_filter(images[0].numpy(), (0, 4, 4), mode="mirror", truncate=2.0)
+    assert np.abs(blurred[0].numpy() - expected).max() < 1e-5
+    # a patch that is kept is as it was, another is blurred
+    kept = torch.tensor([[0]])
+    painted = _paint_over(images, blurred, kept, (6, 10))
+    assert torch.equal(painted[..., :4, :4], images[..., :4, :4])
+    assert torch.equal(painted[..., 4:, :], blurred[..., 4:, :])

@@ -1,0 +1,167 @@
+"""The nearest training photos on pages: named as in the model file, drawn from the training folder
+alone."""
+
+import base64
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.browser import NASTY_CLASS, name_training_photos
+from tests.conftest import SaveModel
+from vit.bundle import Bundle
+from vit.data.images import read_image
+from vit.explanation.training_photos import TrainingPhotos
+
+SIDE = 60
+
+
+def decode_picture(address: str | None) -> Image.Image:
+    assert address is not None
+    return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+
+
+def read_pixels(bundle: Bundle, name: str) -> np.ndarray:
+    photo = read_image(Path(bundle.config["data"]["root"]) / name)
+    return bundle.preprocess.to_uint8(photo)
+
+
+def test_a_photo_is_nearest_to_itself_and_drawn_from_its_file(named_bundle: Bundle) -> None:
+    named = named_bundle.metadata["conformal"]["training_images"]
+    pixels = [read_pixels(named_bundle, name) for name, _ in named]
+    found = TrainingPhotos(named_bundle, side=SIDE).find(pixels, 2)
+    for (name, label), (first, second) in zip(named, found, strict=True):
+        assert (first.path, first.class_name) == (name, named_bundle.class_names[label])
+        assert first.similarity == pytest.approx(1, abs=2e-3)
+        assert second.similarity < first.similarity
+        photo = read_image(Path(named_bundle.config["data"]["root"]) / name)
+        picture = decode_picture(first.picture)
+        assert picture.size == photo.size == (60, 40)
+        # what a JPEG of quality 80 changes of it
+        difference = np.asarray(picture, float) - np.asarray(photo, float)
+        assert np.abs(difference).mean() < 20
+
+
+def test_of_each_class_the_nearest_is_found(named_bundle: Bundle) -> None:
+    named = named_bundle.metadata["conformal"]["training_images"]
+    pixels = [read_pixels(named_bundle, name) for name, _ in named]
+    photos = TrainingPhotos(named_bundle, side=SIDE)
+    found = photos.find_of_classes(pixels, [(0, 1), (1, 0)] * 3)
+    every = photos.find(pixels, 6)
+    for order, neighbours, candidates in zip([(0, 1), (1, 0)] * 3, found, every, strict=True):
+        class_names = [named_bundle.class_names[index] for index in order]
+        assert [neighbour.class_name for neighbour in neighbours] == class_names
+        for neighbour in neighbours:
+            of_class = [row for row in candidates if row.class_name == neighbour.class_name]
+            assert (neighbour.path, neighbour.picture) == (of_class[0].path, of_class[0].picture)
+            assert neighbour.similarity == pytest.approx(of_class[0].similarity, abs=1e-5)
+    assert photos.find_of_classes(pixels[:1], [(5,)]) == [[]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "../secret.png",
+        "ant/../../secret.png",
+        "./ant/in.png",
+        "ABSOLUTE",
+        "ant/gone.png",
+    ],
+)
+def test_a_name_is_never_opened_as_a_path(
+    save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    photos = tmp_path / "photos"
+    for path in ("photos/ant/in.png", "photos/bee/in.png", "secret.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), "red").save(tmp_path / path)
+    if name == "ABSOLUTE":
+        name = str(tmp_path / "secret.png")
+    # of a file of class names that isn't there training would tell
+    data = {"name": "folder", "root": str(photos), "class_names": str(tmp_path / "words.txt")}
+    config = {"data": {**data, "allow_outside": True}}
+    model = save_model(tmp_path / "m.safetensors", class_names=("ant", "bee"), config=config)
+    bundle = name_training_photos(model, [(name, 0), ("bee/in.png", 1)], np.ones((2, 24)))
+
+    opened: list[Path] = []
+
+    def record(path: Path, **options: Any) -> Image.Image:
+        opened.append(path)
+        return read_image(path, **options)
+
+    monkeypatch.setattr("vit.data.sources.base.read_image", record)
+    ((hostile, good),) = TrainingPhotos(bundle, side=SIDE).find([np.zeros((16, 16, 3), "u1")], 2)
+    assert (hostile.path, hostile.picture) == (name, None)
+    assert good.picture is not None
+    assert opened == [photos / "bee" / "in.png"]
+
+
+def test_a_table_that_names_other_folders_is_not_followed(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "secret.png")
+    Image.new("RGB", (20, 20), "red").save(photos / "in.png")
+    (photos / "labels.csv").write_text("path,label\n../secret.png,ant\nin.png,bee\n")
+    config = {"data": {"name": "folder", "root": str(photos), "allow_outside": True}}
+    model = save_model(tmp_path / "m.safetensors", class_names=("ant", "bee"), config=config)
+    bundle = name_training_photos(model, [("../secret.png", 0)], np.ones((1, 24)))
+    (found,) = TrainingPhotos(bundle, side=SIDE).find([np.zeros((16, 16, 3), "u1")], 1)
+    assert [neighbour.picture for neighbour in found] == [None]
+
+
+def test_names_are_told_where_the_folder_is_gone_or_would_be_downloaded(
+    named_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = named_bundle.metadata["conformal"]["training_images"]
+    pixels = [read_pixels(named_bundle, named[0][0])]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("it would be downloaded")
+
+    for data in (
+        {"name": "folder", "root": str(tmp_path / "gone")},
+        {"name": "cifar10", "root": str(tmp_path)},
+        {"name": "imagenette", "root": str(tmp_path)},
+        {"name": "imagenette"},
+        {"name": "webdataset", "root": "s3://bucket/shards"},
+        {},
+    ):
+        bundle = replace(named_bundle, config={"data": data})
+        with monkeypatch.context() as patch:
+            patch.setattr("vit.explanation.training_photos.open_dataset", refuse)
+            ((first, _),) = TrainingPhotos(bundle, side=SIDE).find(pixels, 2)
+        assert (first.path, first.picture) == (named[0][0], None)
+
+    # other images lie there now
+    photos = tmp_path / "photos"
+    shutil.copytree(named_bundle.config["data"]["root"], photos)
+    (photos / named[0][0]).write_text("not an image")
+    bundle = replace(named_bundle, config={"data": {"name": "folder", "root": str(photos)}})
+    ((first, second),) = TrainingPhotos(bundle, side=SIDE).find(pixels, 2)
+    assert first.picture is None
+    assert second.picture is not None
+
+
+def test_a_model_without_training_photos_has_no_neighbours(tiny_bundle: Bundle) -> None:
+    plain = replace(tiny_bundle, likeness=None, metadata={})
+    photos = TrainingPhotos(plain, side=SIDE)
+    assert photos.problem is not None
+    assert "names no training images" in photos.problem
+    assert photos.find([np.zeros((16, 16, 3), "u1")], 3) == [[]]
+
+
+def test_the_digits_come_with_scikit_learn(tiny_bundle: Bundle) -> None:
+    photos = TrainingPhotos(tiny_bundle, side=SIDE)
+    height, width = tiny_bundle.preprocess.image_size
+    ((first,),) = photos.find([np.zeros((height, width, 3), "u1")], 1)
+    assert first.path.startswith("digits/")
+    assert decode_picture(first.picture).size == (SIDE, SIDE)
+    assert NASTY_CLASS not in first.class_name

@@ -1,0 +1,133 @@
+"""Features of each block are what a model that ends there classifies by, computed once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageDataset
+from vit.data.images import Preprocess
+from vit.data.open import open_dataset
+from vit.model.block_features import PRE_LOGITS
+from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.features import compute_features
+from vit.prediction.predictor import Predictor
+
+SIZE = (8, 8)
+
+
+def make_model(**arguments: object) -> VisionTransformer:
+    torch.manual_seed(0)
+    values = {"embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10} | arguments
+    model = VisionTransformer(SIZE, 2, **values).eval()
+    for parameter in model.parameters():
+        # norms that scale, tokens that differ
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def make_predictor(model: nn.Module, **arguments: object) -> Predictor:
+    values = {"preprocess": Preprocess(SIZE), "num_classes": 10, "batch_size": 16}
+    values |= {"device": torch.device("cpu"), "precision": "float32"}
+    return Predictor(model, **(values | arguments))
+
+
+@pytest.fixture
+def dataset(empty_cache: Path) -> ImageDataset:
+    images = open_dataset("digits").split("test").subset(range(40))
+    return decode_dataset(images, size=SIZE)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_features_are_what_the_head_of_a_model_cut_there_reads(
+    dataset: ImageDataset, pool: str, fc_norm: bool, depth: int
+) -> None:
+    model = make_model(class_token=True, reg_tokens=2, fc_norm=fc_norm)
+    features = compute_features(make_predictor(model), dataset)
+
+    cut_model = VisionTransformer(
+        **model.architecture | {"depth": depth, "global_pool": pool, "num_classes": 0}
+    )
+    cut_model.load_state_dict(model.state_dict(), strict=False)
+    pixels = torch.from_numpy(np.array(dataset.pixels))
+    with torch.inference_mode():
+        expected = cut_model.eval()(Preprocess(SIZE).normalize(pixels))
+    assert len(features) == 6
+    torch.testing.assert_close(features[depth, pool], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_a_class_token_has_means_and_a_distilled_one_tokens(
+    dataset: ImageDataset,
+) -> None:
+    mean = compute_features(make_predictor(make_model(global_pool="avg")), dataset)
+    assert list(mean) == [(1, "avg"), (2, "avg"), (3, "avg")]
+    token = compute_features(make_predictor(make_model(distilled=True)), dataset)
+    assert list(token) == [(1, "token"), (2, "token"), (3, "token")]
+
+
+def test_features_of_another_librarys_model_are_what_its_head_reads(dataset: ImageDataset) -> None:
+    size = (32, 32)
+    model = timm.create_model("test_vit", num_classes=10, img_size=size).eval()
+    predictor = make_predictor(model, preprocess=Preprocess(size))
+    images = replace(dataset.subset(range(3)), pixels=None)
+    features = compute_features(predictor, images)
+    inputs = Preprocess(size)([images.image(index) for index in range(3)])
+    with torch.inference_mode():
+        expected = model.forward_head(model.forward_features(inputs), pre_logits=True)
+    torch.testing.assert_close(features[PRE_LOGITS], expected)
+
+    with pytest.raises(ValueError, match="Sequential has no last linear layer"):
+        compute_features(make_predictor(nn.Sequential(nn.Flatten())), dataset)
+
+
+def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
+    dataset: ImageDataset, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    compute = Predictor.compute
+
+    def count_passes(*arguments: object, **options: object) -> torch.Tensor:
+        passes.append(arguments)
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(Predictor, "compute", count_passes)
+    model = make_model()
+    predictor = make_predictor(model)
+    first = compute_features(predictor, dataset)
+    again = compute_features(predictor, dataset)
+    assert len(passes) == 1
+    assert all(torch.equal(first[readout], again[readout]) for readout in first)
+
+    # neither labels nor the head count
+    compute_features(predictor, replace(dataset, labels=dataset.labels[::-1]))
+    model.reset_classifier(3)
+    compute_features(predictor, dataset)
+    assert len(passes) == 1
+
+    compute_features(predictor, dataset.subset(range(39, -1, -1)))
+    compute_features(replace(predictor, preprocess=Preprocess(SIZE, std=(1, 1, 1))), dataset)
+    compute_features(replace(predictor, precision="bfloat16"), dataset)
+    with torch.no_grad():
+        model.blocks[2].mlp.fc2.bias[0] += 1
+    changed = compute_features(predictor, dataset)
+    assert len(passes) == 5
+    assert not torch.equal(changed[3, "token"], first[3, "token"])
+    assert torch.equal(changed[2, "token"], first[2, "token"])
+
+
+def test_a_damaged_file_is_written_again(dataset: ImageDataset, empty_cache: Path) -> None:
+    predictor = make_predictor(make_model())
+    expected = compute_features(predictor, dataset)
+    (path,) = empty_cache.glob("*features*")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    features = compute_features(predictor, dataset)
+    assert all(torch.equal(features[readout], expected[readout]) for readout in features)
+    assert path.read_bytes() == content

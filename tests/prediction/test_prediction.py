@@ -1,0 +1,150 @@
+"""Predictions keep the order of the images, and say in its place what can't be read."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.bundle import Bundle
+from vit.data.images import ImageInputs
+from vit.prediction.predictor import (
+    Prediction,
+    PredictionResult,
+    predict_images,
+    write_csv,
+    write_jsonl,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name in ("b/2.png", "a/1.jpg", "c.webp"):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def run(
+    bundle: Bundle, images: ImageInputs, *, top_k: int = 3, temperature: float = 1.0
+) -> list[Prediction]:
+    heated = replace(bundle, metadata={"temperature": temperature})
+    return list(predict_images(heated, images, top_k=top_k, batch_size=2, precision="float32"))
+
+
+def test_files_and_folders_are_predicted_in_order(bundle: Bundle, folder: Path) -> None:
+    predictions = run(bundle, [f"{folder}/b/2.png", str(folder), f"{folder}/b"])
+    names = [str(Path(prediction.path).relative_to(folder)) for prediction in predictions]
+    assert names == ["b/2.png", "a/1.jpg", "b/2.png", "c.webp", "b/2.png"]
+
+
+def test_a_folder_without_images_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no images"):
+        run(bundle, str(tmp_path))
+
+
+def test_probabilities_are_the_models_sorted(bundle: Bundle, folder: Path) -> None:
+    path = folder / "a" / "1.jpg"
+    (prediction,) = run(bundle, [path], top_k=10, temperature=2.0)
+    with torch.inference_mode():
+        logits = bundle.model(bundle.preprocess([Image.open(path).convert("RGB")]))[0].double()
+    expected = (logits / 2).softmax(dim=0)
+    for index, name, probability in prediction.classes:
+        assert name == bundle.class_names[index]
+        assert probability == pytest.approx(float(expected[index]), abs=1e-6)
+    values = [probability for _, _, probability in prediction.classes]
+    assert values == sorted(values, reverse=True)
+    assert sum(values) == pytest.approx(1)
+
+
+def test_the_unreadable_are_reported_in_their_place(bundle: Bundle, folder: Path) -> None:
+    (folder / "broken.png").write_bytes((folder / "b" / "2.png").read_bytes()[:100])
+    paths = [folder / "c.webp", folder / "broken.png", folder / "gone.png", folder / "b" / "2.png"]
+    predictions = run(bundle, paths)
+    assert [prediction.path for prediction in predictions] == [str(path) for path in paths]
+    assert [bool(prediction.error) for prediction in predictions] == [False, True, True, False]
+    assert "can't be read as an image" in str(predictions[1].error)
+    assert predictions[2].error == "No such file or directory"
+    assert [len(prediction.classes) for prediction in predictions] == [3, 0, 0, 3]
+
+
+def test_pictures_in_memory_are_predicted_like_their_files(bundle: Bundle, folder: Path) -> None:
+    path = folder / "b" / "2.png"
+    picture = Image.open(path)
+    predictions = run(bundle, [path, picture, np.asarray(picture)])
+    expected = [probability for _, _, probability in predictions[0].classes]
+    for prediction in predictions:
+        assert [probability for _, _, probability in prediction.classes] == pytest.approx(
+            expected, abs=1e-6
+        )
+    assert [prediction.path for prediction in predictions] == [str(path), "image 1", "image 2"]
+
+
+def test_a_result_is_saved_as_lines(bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    result = PredictionResult(run(bundle, folder))
+    result.save(tmp_path / "out")
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert [line["path"] for line in lines] == [
+        prediction.path for prediction in result.predictions
+    ]
+    assert lines[0]["predictions"][0]["name"] == result.predictions[0].classes[0][1]
+
+
+def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
+    taken = 0
+
+    def paths() -> Iterator[str]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield f"{folder}/c.webp"
+
+    predictions = predict_images(bundle, paths(), top_k=1, batch_size=2)
+    for _ in range(5):
+        next(predictions)
+    assert taken <= 6  # three batches of two
+
+
+def test_lines_hold_what_was_predicted() -> None:
+    predictions = [
+        Prediction("a.png", [(1, "dog, the", 0.75), (0, "cat", 0.25)], None, ["dog, the"], 0.5),
+        Prediction("b.png", [], error="truncated"),
+    ]
+    file = io.StringIO()
+    assert list(write_jsonl(predictions, file=file)) == predictions
+    first, second = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert first == {
+        "path": "a.png",
+        "predictions": [
+            {"index": 1, "name": "dog, the", "probability": 0.75},
+            {"index": 0, "name": "cat", "probability": 0.25},
+        ],
+        "prediction_set": ["dog, the"],
+        "p_value": 0.5,
+    }
+    assert second == {"path": "b.png", "error": "truncated"}
+    file = io.StringIO()
+    list(write_csv(predictions, file=file))
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert [(row["path"], row["rank"], row["name"], row["error"]) for row in rows] == [
+        ("a.png", "1", "dog, the", ""),
+        ("a.png", "2", "cat", ""),
+        ("b.png", "", "", "truncated"),
+    ]
+    assert [(row["in_set"], row["p_value"]) for row in rows] == [
+        ("true", "0.5"),
+        ("false", "0.5"),
+        ("", ""),
+    ]

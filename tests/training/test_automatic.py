@@ -1,0 +1,307 @@
+"""Images alone: the configuration is chosen for them, says why, and is one that could have been
+written by hand."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+
+import vit.training.automatic as automatic
+from tests.conftest import Launcher, SaveModel
+from vit.bundle import load_bundle
+from vit.config import load_config
+from vit.data.sources import folders
+from vit.training.automatic import choose_config
+from vit.training.recipe import Recipe, list_recipes
+from vit.training.train_model import find_initial_weights
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two photographs of scikit-learn's, in 30 parts of 90 × 100 pixels each: two classes."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for name, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
+        (folder / name).mkdir()
+        for number in range(30):
+            top, left = rng.integers(0, (pixels.shape[0] - 90, pixels.shape[1] - 100))
+            part = Image.fromarray(pixels[top : top + 90, left : left + 100])
+            part.save(folder / name / f"{number}.jpg", quality=90)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 of each of scikit-learn's digits, as files of 8 × 8 pixels."""
+    folder, data = tmp_path_factory.mktemp("digits"), load_digits()
+    for label in range(10):
+        (folder / str(label)).mkdir()
+        for number, pixels in enumerate(data.images[data.target == label][:40]):
+            Image.fromarray(np.round(pixels * 255 / 16).astype(np.uint8)).save(
+                folder / str(label) / f"{number}.png"
+            )
+    return folder
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """speed(rate): so many images a second, instead of a measurement."""
+
+    def set_speed(rate: float) -> None:
+        monkeypatch.setattr(automatic, "_measure_rate", lambda *arguments: rate)
+
+    set_speed(150.0)
+    return set_speed
+
+
+def test_one_word_trains_and_evaluates(cli: Launcher, digits: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = cli.succeed("train", digits, "-o", run, "--minutes", "0.02", "train.device=cpu")
+    assert "image_size=8, patch_size=2 (the images' own size)" in outcome.text
+    assert "0.02 minutes (--minutes) on this CPU" in outcome.text
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert (written["data"]["name"], written["data"]["root"]) == ("folder", str(digits))
+    cli.succeed("evaluate", run, "-o", tmp_path / "evaluation", "--device", "cpu")
+    assert load_bundle(run).class_names == tuple("0123456789")
+    # the same command goes on, whatever would be measured now; and the file is a configuration like
+    # any other
+    assert "resuming" in cli.succeed("train", digits, "-o", run, "--resume").text
+    assert load_config(run / "config.yaml") == load_config(written)
+
+
+def test_a_folder_is_listed_once(
+    cli: Launcher, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a million files that takes minutes."""
+    listed, list_files = list[str](), folders.list_files
+    monkeypatch.setattr(
+        folders,
+        "list_files",
+        lambda folder, **more: listed.append(str(folder)) or list_files(folder, **more),
+    )
+    short = ["train.epochs=1", "train.max_steps=1", "train.device=cpu"]
+    cli.succeed("train", photos, "-o", tmp_path / "run", "--minutes", "0.02", *short)
+    assert sorted(listed) == [str(photos / "china"), str(photos / "flower")]
+
+
+@pytest.mark.usefixtures("speed")
+def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None:
+    config, choices, *_ = choose_config(photos)
+    assert (config.data.image_size, config.model.patch_size) == (64, 8)  # of 90 × 100 pixels
+    assert config.augment.resized_crop_scale == (0.35, 1.0)
+    assert config.train.batch_size == 8  # of 44
+    assert config.train.image_sizes is None
+    assert config.train.epochs == 150
+    assert (
+        "enough for 44 images; 5 minutes (--minutes) on this CPU, 150 images/s, hold 818"
+        in choices["length"]
+    )
+    expected = {"recipe", "image size", "length", "batch", "regularisation", "pretrained weights"}
+    assert set(choices) == expected
+    # the download that is named is of this size and licence
+    assert "88 MB, Apache-2.0" in choices["pretrained weights"]
+    name = re.findall(r"timm:(\w+)", choices["pretrained weights"])[0]
+    with torch.device("meta"):
+        parameters = timm.create_model(name, pretrained=False).parameters()
+    assert round(sum(parameter.numel() for parameter in parameters) * 4 / 1e6) == 88
+    assert timm.get_pretrained_cfg(name).license == "apache-2.0"
+
+
+def test_the_minutes_decide_the_epochs_and_at_last_the_size(photos: Path, speed: Any) -> None:
+    speed(10.0)
+    lengths = [choose_config(photos, minutes=minutes)[0].train.epochs for minutes in (2, 4, 8)]
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert lengths[2] == pytest.approx(4 * lengths[0], abs=4)
+    speed(0.5)
+    config, choices, *_ = choose_config(photos, minutes=0.25)
+    assert config.train.epochs == 1
+    assert config.train.max_steps == 1
+    assert "0.25 minutes" in choices["length"]
+
+
+def test_minutes_that_are_none_are_refused(photos: Path) -> None:
+    with pytest.raises(ValueError, match="minutes 0 must be more than 0"):
+        choose_config(photos, minutes=0)
+
+
+def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
+    photos: Path, speed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "_ENOUGH_PHOTOS", 40)
+    config, choices, *_ = choose_config(photos)
+    assert (config.model.embed_dim, config.data.image_size, config.model.drop_path_rate) == (
+        256,
+        88,
+        0.1,
+    )
+    assert "more than in the recipe for so few" in choices["regularisation"]
+    assert "pretrained weights" not in choices
+    speed(1.0)
+    config, choices, *_ = choose_config(photos)
+    assert (config.model.embed_dim, config.data.image_size) == (128, 64)
+    assert "the minutes are too few" in choices["image size"]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_small_images_without_colours_get_the_recipe_of_such_images(
+    tmp_path: Path, speed: Any, mode: str
+) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("boot", "shirt"):
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            shape = (28, 28) if mode == "L" else (28, 28, 3)
+            pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    family = "fashion_mnist" if mode == "L" else "cifar10"
+    _, choices, *_ = choose_config(tmp_path, ["train.device=cpu"])
+    assert choices["recipe"].startswith(f"{family}/cpu-20-minutes")
+    speed(0.5)
+    config, choices, *_ = choose_config(tmp_path, ["train.device=cpu"], minutes=1)
+    assert choices["recipe"].startswith(f"{family}/cpu")
+    assert "20-minutes" not in choices["recipe"]
+    assert (config.data.image_size, config.model.patch_size) == (28, 4)
+
+
+@pytest.mark.usefixtures("speed")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.image_size=64"], {"data.image_size": 64, "model.patch_size": 8}),
+        (["data.image_size=[64, 96]"], {"data.image_size": (64, 96), "model.patch_size": 8}),
+        (["data.image_size=63"], {"model.patch_size": 7, "model.stem": "patch"}),
+        (["model.patch_size=16"], {"data.image_size": 64}),
+        (["model.patch_size=12"], {"data.image_size": 60, "model.stem": "patch"}),
+        (
+            ["train.epochs=3"],
+            {"train.epochs": 3, "train.evaluate_every_epochs": 1, "train.batch_size": 8},
+        ),
+        (
+            ["model.preset=vit_micro_patch4_32", "data.image_size=32"],
+            {"model.preset": "vit_micro_patch4_32"},
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_is_given_holds_and_what_depends_on_it_follows(
+    photos: Path, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    config, choices, *_ = choose_config(photos, overrides)
+    found = {
+        key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in expected
+    }
+    assert found == expected
+    if overrides == ["train.epochs=3"]:
+        assert choices["length"] == "epochs=3 (given)"
+
+
+@pytest.mark.parametrize("source", ["run", "file"])
+def test_init_fine_tunes_at_the_models_own_size(
+    cli: Launcher, photos: Path, save_model: SaveModel, tmp_path: Path, source: str
+) -> None:
+    path = save_model(tmp_path / "first" / "model.safetensors")  # of 16-pixel images
+    given = path if source == "file" else path.parent
+    outcome = cli.succeed(
+        "train",
+        photos,
+        "-o",
+        tmp_path / "run",
+        "--init",
+        given,
+        "train.epochs=1",
+        "train.device=cpu",
+    )
+    config = load_config(tmp_path / "run" / "config.yaml")
+    assert config.model.init == str(path)
+    assert (config.data.image_size, config.data.crop_pct) == (16, None)
+    assert (config.optimizer.layer_decay, config.optimizer.name) == (0.7, "adamw")
+    assert "folder/finetune" in outcome.text
+    assert load_bundle(tmp_path / "run").preprocess.std == load_bundle(path).preprocess.std
+
+
+def test_a_recipe_starts_from_another_runs_model(
+    cli: Launcher, tiny_run: Path, empty_yaml: Path, tmp_path: Path
+) -> None:
+    overrides = [
+        "data.image_size=8",
+        "train.epochs=1",
+        "train.max_steps=1",
+        "optimizer.lr=1e-9",
+        "train.device=cpu",
+    ]
+    cli.succeed("train", empty_yaml, *overrides, "--init", tiny_run, "-o", tmp_path / "run")
+    first, second = (load_bundle(path).model.state_dict() for path in (tiny_run, tmp_path / "run"))
+    assert all(np.allclose(first[name], second[name], atol=1e-6) for name in first)
+    larger = [*overrides, "model.patch_size=4"]
+    cli.succeed("train", empty_yaml, *larger, "--init", tiny_run, "-o", tmp_path / "larger")
+    assert load_bundle(tmp_path / "larger").model.patch_embed.patch_size == (4, 4)
+    cli.succeed("train", "--resume", "-o", tmp_path / "larger")
+
+    message = cli.fail(
+        "train",
+        empty_yaml,
+        *overrides,
+        "--init",
+        tmp_path / "run",
+        "-o",
+        tmp_path / "run",
+        "--overwrite",
+    )
+    assert "is the run in --output" in message
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert "is not timm:NAME" in cli.fail(
+        "train", "digits", "--init", tmp_path / "nowhere", "-o", tmp_path / "x"
+    )
+
+
+def test_the_packaged_model_is_one_to_start_from(tmp_path: Path) -> None:
+    path = find_initial_weights("imagenette", tmp_path)
+    assert Path(path).is_absolute()
+    assert load_bundle(path).class_names[3] == "chain saw"
+
+
+def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:
+    message = cli.fail("train", "photographs", "-o", tmp_path / "run")
+    assert "packaged recipes: cifar10/best" in message
+    assert "or name a folder of images" in message
+    assert "--minutes is for" in cli.fail(
+        "train", "digits", "--minutes", "3", "-o", tmp_path / "run"
+    )
+
+
+def test_recipes_are_listed_with_what_they_measured(cli: Launcher) -> None:
+    listed = list_recipes()
+    assert listed["cifar10/cpu"] == Recipe(
+        task="CIFAR-10 in minutes on 2 CPU cores",
+        accuracy="83.7 ± 0.2 %",
+        time="377 s to 407 s",
+    )
+    imagenette = listed["imagenette/cpu"]
+    assert (imagenette.accuracy, imagenette.time) == ("84.2 ± 0.4 %", "1447 s to 1682 s")
+    assert listed["cifar10/best"].accuracy == "needs a GPU"
+    shown = cli.succeed("recipes").out
+    assert all(name in shown for name in listed)
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        (["--epochs", "3"], "use train.epochs=3"),
+        (["--batch-size=64"], "use train.batch_size=64"),
+        (["--lr"], "use optimizer.lr=VALUE"),
+        (["--name", "sgd"], "use data.name=sgd or optimizer.name=sgd or schedule.name=sgd"),
+        (["--frobnicate"], "lists the options"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_option_that_is_a_key_answers_with_the_override(
+    cli: Launcher, tmp_path: Path, option: list[str], answer: str
+) -> None:
+    assert answer in cli.fail("train", "digits", *option, "-o", tmp_path / "run")

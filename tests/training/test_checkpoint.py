@@ -1,0 +1,97 @@
+"""Checkpoints: whole or absent, verified, with a fallback."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.training.checkpoint import CheckpointStore, serialize_state
+
+
+def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
+    content = serialize_state({"value": torch.tensor(step)})
+    return store.save(content, step=step, best_step=best)
+
+
+def load(store: CheckpointStore) -> tuple[int | None, list[str]]:
+    messages: list[str] = []
+    state = store.load_latest(warn=messages.append)
+    return None if state is None else int(state["value"]), messages
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in store.directory.glob("step-*"))
+
+
+def test_the_newest_is_loaded_and_none_is_no_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert load(store) == (None, [])
+    for step in (9, 10, 100):
+        save(store, step)
+    assert load(store) == (100, [])
+
+
+def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in range(1, 11):
+        save(store, step, best=3)
+    assert steps(store) == [3, 9, 10]
+
+
+@pytest.mark.parametrize("fault", ["truncate", "flip", "empty"])
+def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(
+    tmp_path: Path, fault: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    file = save(store, 2)
+    content = bytearray(file.read_bytes())
+    if fault == "truncate":
+        content = content[: len(content) // 2]
+    elif fault == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        content = bytearray()
+    file.write_bytes(content)
+    step, messages = load(store)
+    assert step == 1
+    assert len(messages) == 1
+    assert file.name in messages[0]
+    # going on from the fallback supersedes the damaged one
+    save(store, 2)
+    assert load(store) == (2, [])
+    assert not file.exists() or file.read_bytes() != bytes(content)
+
+
+def test_only_damaged_ones_are_an_error_with_a_hint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1).write_bytes(b"no")
+    with pytest.raises(ValueError, match="--overwrite"):
+        load(store)
+
+
+def test_a_failed_write_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            save(store, 2)
+    assert load(store) == (1, [])
+    assert steps(store) == [1]
+    save(store, 3)
+    assert len(list(tmp_path.iterdir())) == 2  # nothing is left of the failed one
+
+
+def test_leftovers_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / ".step-00000001-0123456789abcdef.pt.xyz.tmp").write_bytes(b"half")
+    save(store, 1)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]

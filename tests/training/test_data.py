@@ -1,0 +1,122 @@
+"""The images of a run: found once, split as said, prepared as the pretrained weights were."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import TINY_RUN, Launcher
+from vit.config import load_config
+from vit.data.images import Preprocess
+from vit.training.data import TrainingData, build_data, build_dataset
+
+PRETRAINED = Preprocess(
+    (16, 16), crop_pct=0.8, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train/ and valid/ of two classes."""
+    rng = np.random.default_rng(0)
+    for number in range(48):
+        folder = tmp_path / "images" / ("train" if number < 40 else "valid") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return tmp_path / "images"
+
+
+def build(root: Path, *overrides: str, pretrained: Preprocess | None = None) -> TrainingData:
+    config = load_config(
+        None, ["data.name=folder", f"data.root={root}", "data.image_size=8", *overrides]
+    )
+    return build_data(
+        config, build_dataset(config), device=torch.device("cpu"), pretrained=pretrained
+    )
+
+
+def test_pretrained_weights_bring_crop_interpolation_and_normalisation(root: Path) -> None:
+    data = build(root, "model.init=timm:x", pretrained=PRETRAINED)
+    assert data.preprocess == Preprocess(
+        (8, 8), crop_pct=0.8, mean=PRETRAINED.mean, std=PRETRAINED.std, interpolation="bilinear"
+    )
+    assert data.train.pixels is not None
+    # the cache holds what that preprocessing crops from
+    expected = data.preprocess.to_uint8(data.train.image(3))
+    np.testing.assert_array_equal(data.preprocess.crop(data.train.pixels[3]), expected)
+    assert not np.array_equal(
+        Preprocess((8, 8), crop_pct=0.8).to_uint8(data.train.image(3)), expected
+    )
+
+
+def test_what_the_configuration_names_comes_before_the_pretrained_weights(root: Path) -> None:
+    own = ["model.init=timm:x", "data.crop_pct=1", "data.mean=[0.5, 0.5, 0.5]"]
+    preprocess = build(root, *own, pretrained=PRETRAINED).preprocess
+    assert (preprocess.crop_pct, preprocess.mean, preprocess.std) == (
+        1.0,
+        (0.5, 0.5, 0.5),
+        PRETRAINED.std,
+    )
+    assert preprocess.interpolation == "bilinear"
+
+
+def test_without_pretrained_weights_the_training_images_are_measured(root: Path) -> None:
+    data = build(root)
+    assert (data.preprocess.crop_pct, data.preprocess.interpolation) == (1.0, "bicubic")
+    assert data.train.pixels is not None
+    pixels = np.asarray(data.train.pixels, dtype=np.float64) / 255
+    np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=1e-4)
+    np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
+
+
+def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
+    cli: Launcher,
+    empty_yaml: Path,
+    empty_cache: Path,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walked: Counter[str] = Counter()
+    scan = os.scandir
+
+    def counting(top: str) -> Any:
+        if root in Path(top).parents:
+            walked[str(Path(top).relative_to(root))] += 1
+        return scan(top)
+
+    monkeypatch.setattr(os, "scandir", counting)
+    monkeypatch.chdir(root.parent)
+    overrides = [
+        "data.name=folder",
+        "data.root=images",
+        "data.cache_dir=own",
+        "train.epochs=1",
+        "train.batch_size=8",
+    ]
+    settings = [
+        text
+        for text in TINY_RUN
+        if not text.startswith(("data.name", "train.epochs", "train.batch"))
+    ]
+    summary = cli.succeed("train", empty_yaml, *settings, *overrides, "--output", "run").text
+    assert "valid/ is the test split; validation is 10 % of train/ (seed 0)" in summary
+    # the test split is listed for the number of files, and not read
+    assert walked == {"train/a": 1, "train/b": 1, "valid/a": 1, "valid/b": 1}
+    # from another directory: the root and the cache are stored absolute
+    monkeypatch.chdir(tmp_path.parent)
+    walked.clear()
+    evaluation = ["--device", "cpu", "--calibrate", "--output", tmp_path / "evaluation"]
+    cli.succeed("evaluate", root.parent / "run", *evaluation)
+    assert set(walked.values()) == {1}
+    decoded = {
+        entry.name.rsplit("-", 1)[0] for entry in (root.parent / "own").iterdir() if entry.is_dir()
+    }
+    assert decoded >= {f"folder-{split}-8x8" for split in ("train", "validation", "test")}
+    assert not list(empty_cache.glob("folder-*"))

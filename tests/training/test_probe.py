@@ -1,0 +1,476 @@
+"""A run of pretrained weights starts from a probe: a model like any other, never lost again."""
+
+import html
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from scipy.special import softmax
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from transformers import AutoModelForImageClassification
+
+import vit
+from tests.conftest import BuildOnce, Launcher, SaveModel
+from vit.analysis.learning_curve.curve import (
+    LearningCurve,
+    load_learning_curve,
+    measure_learning_curve,
+)
+from vit.bundle import load_bundle
+from vit.config import Config
+from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageDataset
+from vit.data.images import Preprocess
+from vit.data.loader import TrainLoader
+from vit.data.open import open_dataset
+from vit.model.model_file import read_model_file, write_model_file
+from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.features import compute_features
+from vit.prediction.predictor import Predictor
+from vit.training import automatic
+from vit.training.linear_probe import LinearProbe, fit_probe
+from vit.training.train_step import TrainStep
+from vit.training.trainer import Trainer
+
+SHORT = [
+    "data.classes=[0,1,2]",
+    "data.image_size=8",
+    "data.crop_pct=1",
+    "train.device=cpu",
+    "train.precision=float32",
+]
+FINE_TUNED = ["train.epochs=2", "train.max_steps=6", "train.batch_size=32", "optimizer.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def weights(build_once: BuildOnce, save_model: SaveModel) -> Path:
+    """A model of three blocks, of other classes, whose features are random."""
+    sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    preprocess = Preprocess((8, 8))
+
+    def build(folder: Path) -> None:
+        path = save_model(folder / "model.safetensors", preprocess=preprocess, **sizes)
+        content = read_model_file(path)
+        # images that differ more than their features' means are large, as with trained weights
+        content.weights["patch_embed.proj.weight"] *= 10
+        write_model_file(path, content)
+
+    return build_once("probe_weights", build) / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
+    def build(folder: Path) -> None:
+        outcome = cli.succeed(
+            "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+            "--init", weights, "-o", folder,
+        )  # fmt: skip
+        assert "the probe alone" in outcome.text
+        assert "top-1 in cross-validation" in outcome.text
+        assert "With twice as many photos (774)" in " ".join(outcome.text.split())
+
+    return build_once("probe_alone", build)
+
+
+def read_top1(run: Path) -> float:
+    """On the validation images."""
+    return float(
+        vit.evaluate(run, split="validation", precision="float32", device="cpu").evaluation.top1
+    )
+
+
+class Reference(NamedTuple):
+    """scikit-learn's regression on the features of the probe's readout, and test images."""
+
+    classifier: Pipeline
+    test: ImageDataset
+    # of the test images
+    features: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path, probe_alone: Path) -> Reference:
+    splits = open_dataset("digits", classes=["0", "1", "2"])
+    train, test = (decode_dataset(splits.split(name), size=(8, 8)) for name in ("train", "test"))
+    predictor = Predictor.from_bundle(load_bundle(weights), precision="float32")
+    features, test_features = compute_features(predictor, train), compute_features(predictor, test)
+    probe = fit_probe(features, train.labels, num_classes=3)
+    model = load_bundle(probe_alone).model
+    assert (len(model.blocks), model.global_pool) == probe.readout
+
+    regression = LogisticRegression(C=probe.strength, max_iter=1000)
+    classifier = make_pipeline(StandardScaler(), regression)
+    classifier.fit(features[probe.readout].double().numpy(), train.labels)
+    return Reference(classifier, test, test_features[probe.readout].double().numpy())
+
+
+def test_the_model_file_gives_scikit_learns_probabilities(
+    reference: Reference, probe_alone: Path
+) -> None:
+    bundle = load_bundle(probe_alone)
+    model = bundle.model
+    inputs = bundle.preprocess.normalize(torch.from_numpy(np.array(reference.test.pixels)))
+    with torch.inference_mode():
+        logits = model(inputs).double().numpy()
+        pooled = model.pool(model.forward_features(inputs), model.global_pool).double().numpy()
+    # float32 rounds the features of two passes apart by more than the head does
+    expected = reference.classifier.predict_proba(pooled)
+    assert np.abs(softmax(logits, axis=1) - expected).max() < 1e-6
+    again = reference.classifier.predict_proba(reference.features)
+    assert np.abs(softmax(logits, axis=1) - again).max() < 1e-5
+    # of three classes, with features that were never trained
+    assert (logits.argmax(axis=1) == reference.test.labels).mean() > 0.7
+
+
+def test_the_hugging_face_folder_gives_scikit_learns_probabilities(
+    reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
+) -> None:
+    cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
+    exported = AutoModelForImageClassification.from_pretrained(
+        tmp_path / "export", trust_remote_code=True
+    )
+    bundle = load_bundle(probe_alone)
+    model = bundle.model.double()
+    pixels = torch.from_numpy(np.array(reference.test.pixels))
+    # its kernels round float32 another way
+    inputs = bundle.preprocess.normalize(pixels).double()
+    with torch.inference_mode():
+        pooled = model.pool(model.forward_features(inputs), model.global_pool).numpy()
+        logits = exported.double()(pixel_values=inputs).logits.numpy()
+    expected = reference.classifier.predict_proba(pooled)
+    assert np.abs(softmax(logits, axis=1) - expected).max() < 1e-6
+
+
+@pytest.mark.extended
+def test_the_onnx_file_gives_scikit_learns_probabilities(
+    reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
+) -> None:
+    cli.succeed("export", probe_alone, "--to", "onnx", "-o", tmp_path / "export")
+    session = onnxruntime.InferenceSession(tmp_path / "export" / "model.onnx")
+    pixels = np.array(reference.test.pixels)
+    (probabilities,) = session.run(["probabilities"], {"images": pixels})
+    expected = reference.classifier.predict_proba(reference.features)
+    # float32 rounds the features of two programs apart
+    assert np.abs(probabilities - expected).max() < 1e-5
+
+
+def test_the_probe_is_a_model_like_any_other(
+    cli: Launcher, probe_alone: Path, tmp_path: Path
+) -> None:
+    assert not (probe_alone / "metrics.jsonl").exists()
+    cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
+    curve = load_learning_curve(probe_alone)
+    assert curve is not None
+    assert curve.num_images == 387
+    report = html.unescape((tmp_path / "evaluation" / "report.html").read_text())
+    assert report.count(curve.describe()) == 2
+    cli.succeed(
+        "attention", probe_alone, "-o", tmp_path / "maps", "--images", "2", "--device", "cpu"
+    )
+    cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
+    assert (tmp_path / "export" / "config.json").is_file()
+    model_file = (probe_alone / "model.safetensors").read_bytes()
+    resumed = cli.succeed("train", "-o", probe_alone, "--resume")
+    assert "resuming after step 0 of 0" in resumed.text
+    # the features of the training images, which the probe had, are those that the file's model gives
+    assert (probe_alone / "model.safetensors").read_bytes() == model_file
+
+
+def test_fine_tuning_goes_on_from_it_and_never_ends_below(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
+    better = tmp_path / "better"
+    outcome = cli.succeed(*start, "-o", better)
+    assert "the probe's top-1 on the validation images" in outcome.text
+    # at such a rate each step spoils the model
+    spoilt = tmp_path / "spoilt"
+    cli.succeed(*start, "optimizer.lr=10", "schedule.warmup_epochs=0", "-o", spoilt)
+
+    probe = load_bundle(probe_alone).model.state_dict()
+    kept = load_bundle(spoilt).model.state_dict()
+    assert all(torch.equal(probe[name], kept[name]) for name in probe)
+    assert read_top1(better) >= read_top1(probe_alone)
+    assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
+
+
+def test_a_learning_curve_that_fails_costs_the_curve_alone(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("vit.training.probe.measure_learning_curve", fail)
+    run = tmp_path / "run"
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+        "--init", weights, "-o", run,
+    )  # fmt: skip
+    assert "warning: no learning curve: MemoryError: no memory" in outcome.text
+    assert not (run / "learning_curve.json").exists()
+    model = (run / "model.safetensors").read_bytes()
+    assert model == (probe_alone / "model.safetensors").read_bytes()
+
+
+@pytest.mark.extended
+def test_a_resumed_run_ends_with_the_same_bytes(
+    cli: Launcher, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    cli.succeed(*start, "-o", whole)
+
+    # killed before the first step
+    def fail(trainer: Trainer) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_epoch", fail)
+        assert cli.run(*start, "-o", parts).code != 0
+    assert [path.name[:13] for path in (parts / "checkpoints").iterdir()] == ["step-00000000"]
+    # neither the cache nor the weights are needed any more
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "other_cache"))
+    cli.succeed("train", "-o", parts, "--resume")
+    for name in ("model.safetensors", "config.yaml"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+
+    # a model file that is lost is written again
+    (parts / "model.safetensors").unlink()
+    cli.succeed("train", "-o", parts, "--resume")
+    assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Let `rate` images be trained on in a second where all blocks are trained."""
+
+    def measure(
+        config: object,
+        task: object,
+        model: VisionTransformer,
+        data: object,
+        tokens: torch.Tensor | None = None,
+    ) -> float:
+        is_trained = [next(block.parameters()).requires_grad for block in model.blocks]
+        share = sum(is_trained) / len(is_trained)
+        # backward at twice the cost of forward, which tokens of the frozen blocks spare
+        return rate / share if tokens is not None else 3 * rate / (1 + 2 * share)
+
+    monkeypatch.setattr(automatic, "_measure_rate", measure)
+    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 3 * rate)
+
+
+def test_the_timed_steps_are_those_of_training(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[bool] = []
+
+    def time_steps(train_step: TrainStep, loader: TrainLoader) -> float:
+        timed.append(train_step.module.training)
+        loader.close()
+        return 0.01
+
+    monkeypatch.setattr(automatic, "time_steps", time_steps)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
+    automatic.choose_config("digits", overrides, minutes=1)
+    assert timed == [True]
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_frozen", "epochs"),
+    [(1e6, ["none"], [15]), (6.0, [1, 2], range(5, 11)), (0.8, ["backbone"], [1])],
+)
+def test_the_minutes_decide_what_is_trained_after_the_probe(
+    weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    num_frozen: list[object],
+    epochs: list[int],
+) -> None:
+    simulate_rate(monkeypatch, rate)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
+    choice = automatic.choose_config("digits", overrides, minutes=5)
+    config = choice.config
+    assert config.model.freeze in num_frozen
+    assert config.train.epochs in epochs
+    assert choice.probe is not None
+    assert "5 minutes" in choice.reasons["length"]
+    # the patches are the weights' own
+    assert "patch_size" not in choice.reasons["image size"]
+    # frozen blocks are passed once, by images that nothing but a flip changes
+    assert config.keeps_tokens == (config.model.freeze in (1, 2))
+    if config.model.freeze != "backbone":
+        # the rest is for the probe, and for what the model file holds of the images
+        assert config.train.max_minutes is not None
+        assert 3 < config.train.max_minutes < 5
+        # 43 validation images choose between the probe and the last model alone
+        assert config.train.evaluate_every_epochs == config.train.epochs
+
+
+def test_what_is_given_for_the_fine_tuning_holds(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_rate(monkeypatch, 6.0)
+
+    def choose(*overrides: str) -> Config:
+        given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
+        return automatic.choose_config("digits", given, minutes=5).config
+
+    config = choose("model.freeze=none")
+    assert config.model.freeze == "none"
+    assert config.augment.color_jitter > 0
+    # the steps then pass the frozen blocks
+    config = choose("augment.color_jitter=0.3")
+    assert config.model.freeze in (1, 2)
+    assert not config.keeps_tokens
+    config = choose("train.epochs=3")
+    assert config.train.epochs == 3
+    assert config.train.max_minutes is None
+
+
+def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_rate(monkeypatch, 1e6)
+
+    def choose(*overrides: str) -> automatic.Choice:
+        given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
+        return automatic.choose_config("digits", given, minutes=5)
+
+    # of 430 images
+    choice = choose("data.validation_fraction=0.04")
+    assert choice.config.model.freeze == "backbone"
+    assert "validation images can't tell" in choice.reasons["length"]
+    for enough in ("data.validation_fraction=0.05", "data.validation_fraction=0"):
+        assert choose(enough).config.model.freeze == "none"
+    # who says how long, or which blocks, wants it
+    choice = choose("data.validation_fraction=0.04", "train.epochs=3")
+    assert choice.config.model.freeze == "none"
+    choice = choose("data.validation_fraction=0.04", "model.freeze=1")
+    assert choice.config.model.freeze == 1
+    assert choice.config.train.max_minutes is not None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_frozen", "fewest_epochs"),
+    # of 12 blocks and 800 images, of which 10 are trained on in a second as a whole
+    [(700, 0, 8), (400, 6, 12), (150, 9, 2), (1, 9, 0)],
+)
+def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
+    seconds: float, num_frozen: int, fewest_epochs: int
+) -> None:
+    chosen, epochs = automatic._choose_num_frozen(
+        12, image_seconds=0.1, seconds=seconds, num_images=800
+    )
+    assert chosen == num_frozen
+    assert (epochs >= fewest_epochs) if fewest_epochs else epochs == 0
+
+
+def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
+    cli: Launcher,
+    weights: Path,
+    probe_alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # so slow that half of the minutes hold 0.6 images
+    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 0.1)
+    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "model.freeze=backbone"]
+    choice = automatic.choose_config("digits", overrides, minutes=0.2)
+    assert choice.config.model.probe == 200
+    assert choice.probe is not None
+    assert "(200 of 387 training images;" in choice.probe.describe()
+    assert choice.reasons["length"] == "the probe alone (given)"
+    # what the user sets holds: all of them
+    choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
+    assert choice.config.model.probe is True
+    assert choice.probe is not None
+    assert "(387 training images;" in choice.probe.describe()
+
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
+        "model.probe=200", "--init", weights, "-o", tmp_path / "part",
+    )  # fmt: skip
+    assert "(200 of 387 training images;" in " ".join(outcome.text.split())
+    part, whole = load_bundle(tmp_path / "part"), load_bundle(probe_alone)
+    assert part.metadata["run_id"] != whole.metadata["run_id"]
+
+
+def test_images_of_one_group_are_in_one_fold(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "photos" / f"class{number % 2}" / f"site{number // 4}_{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    folds: list[np.ndarray] = []
+    groups: list[list[str]] = []
+
+    def fit(*args: Any, **options: Any) -> LinearProbe:
+        folds.append(options["folds"])
+        return fit_probe(*args, **options)
+
+    def measure(*args: Any, **options: Any) -> LearningCurve:
+        groups.append(list(options["groups"]))
+        return measure_learning_curve(*args, **options)
+
+    monkeypatch.setattr("vit.training.probe.fit_probe", fit)
+    monkeypatch.setattr("vit.training.probe.measure_learning_curve", measure)
+    vit.train(
+        "folder/finetune",
+        output=tmp_path / "run",
+        init=str(weights),
+        overrides=[
+            "data.name=folder",
+            f"data.root={tmp_path / 'photos'}",
+            r"data.group_by=(site\d+)",
+            "data.test_fraction=0",
+            "data.validation_fraction=0",
+            "data.image_size=8",
+            "model.freeze=backbone",
+            "train.device=cpu",
+        ],
+    )
+    assert len(set(groups[0])) == 6
+    folds_of_groups = set(zip(groups[0], folds[0].tolist(), strict=True))
+    assert len(folds_of_groups) == 6
+    assert len(set(folds[0].tolist())) == 5
+
+
+@pytest.mark.extended
+def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
+    cli: Launcher, weights: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    outcome = cli.succeed(
+        "train", "folder/finetune", "data.name=digits", *SHORT, "--init", weights, "--folds", "4",
+        "-o", run,
+    )  # fmt: skip
+    assert "4-fold cross-validation of 537 images: top-1" in " ".join(outcome.text.split())
+    result = json.loads((run / "cross_validation.json").read_text())
+    assert len({prediction["path"] for prediction in result["predictions"]}) == 537
+    assert result["interval"][0] < result["top1"] < result["interval"][1]
+    bundle = load_bundle(run)
+    assert bundle.data["splits"]["train"]["num_images"] == 537
+    # no image is left that it hasn't seen
+    failure = cli.run("evaluate", run, "-o", tmp_path / "evaluation")
+    assert "the test split is empty" in failure.err
+
+    failure = cli.run(
+        "train",
+        "folder/finetune",
+        "data.name=digits",
+        "model.init=null",
+        "--folds",
+        "4",
+        "-o",
+        tmp_path / "x",
+    )
+    assert "--folds cross-validates a linear probe" in failure.err

@@ -1,0 +1,235 @@
+"""The tokens of frozen blocks are computed once and train the other blocks as the images would."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import SaveModel
+from tests.training.conftest import flatten, read_metrics, run_until
+from tests.training.test_resume import assert_equal_runs
+from vit.bundle import load_bundle
+from vit.config import load_config
+from vit.data.images import Preprocess
+from vit.data.loader import TokenLoader
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.processes import Process
+from vit.training import tokens as tokens_module
+from vit.training.observers import MetricsFile, TensorBoard
+from vit.training.run import Run, build_run
+
+MakeRun = Callable[..., Run]
+FROZEN = [
+    "data.image_size=8",
+    "data.classes=[0,1,2]",
+    "model.freeze=2",
+    "train.batch_size=64",
+    "train.epochs=2",
+    "train.clip_grad=1.0",
+    "train.precision=float32",
+]
+
+
+@pytest.fixture
+def make_run(save_model: SaveModel, tmp_path: Path) -> MakeRun:
+    """A run from weights of four blocks, two of which are frozen; more overrides come behind."""
+    weights = save_model(
+        tmp_path / "weights" / "model.safetensors",
+        preprocess=Preprocess((8, 8)),
+        img_size=8,
+        patch_size=2,
+        embed_dim=32,
+        depth=4,
+        num_heads=2,
+    )
+
+    def make(directory: Path, *overrides: str, **options: Any) -> Run:
+        directory.mkdir(parents=True, exist_ok=True)
+        return build_run(
+            load_config(None, [*FROZEN, f"model.init={weights}", *overrides]),
+            directory=directory,
+            process=Process(),
+            device_name="cpu",
+            observers=[MetricsFile(directory), TensorBoard(directory)],
+            **options,
+        )
+
+    return make
+
+
+def read_losses(run: Run, *, num_epochs: int = 2) -> list[float]:
+    loader = run.trainer.train_batches
+    return [
+        float(run.trainer.train_step(batch.images, batch.targets).loss)
+        for epoch in range(num_epochs)
+        for batch in loader.epoch(epoch)
+    ]
+
+
+def test_they_train_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
+    # AdamW would take the noise in the gradient of the keys' biases, which is 0, for a direction
+    overrides = ["augment.flip=random", "optimizer.name=sgd", "optimizer.lr=0.05"]
+    runs = [
+        make_run(tmp_path / name, f"data.pipeline={name}", *overrides)
+        for name in ("resident", "tokens")
+    ]
+    assert [type(run.trainer.train_batches) is TokenLoader for run in runs] == [False, True]
+    losses = [read_losses(run) for run in runs]
+    assert len(losses[0]) == 12
+    # batches of another size round float32 another way
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    first, second = (run.trainer.train_step.module.state_dict() for run in runs)
+    for name in first:
+        assert torch.allclose(first[name], second[name], atol=1e-5), name
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_bfloat16_tokens_train_nearly_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
+    overrides = ["train.precision=bfloat16"]
+    runs = [
+        make_run(tmp_path / name, f"data.pipeline={name}", *overrides)
+        for name in ("resident", "tokens")
+    ]
+    loader = runs[1].trainer.train_batches
+    assert isinstance(loader, TokenLoader)
+    # of each image 16 patches and the class token
+    assert (loader.tokens.dtype, loader.tokens.shape[1:]) == (torch.bfloat16, (1, 17, 32))
+    losses = [read_losses(run) for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_no_step_passes_the_frozen_blocks(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "data.validation_fraction=0")
+    assert run.config.data.pipeline == "tokens"
+    model = run.trainer.train_step.module
+    assert isinstance(model, VisionTransformer)
+    passed: list[int] = []
+    for layer, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, layer=layer: passed.append(layer))
+    run.trainer.train()
+    assert set(passed) == {2, 3}
+
+
+def test_a_flip_takes_the_tokens_of_the_mirror_image(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "augment.flip=random")
+    loader = run.trainer.train_batches
+    model = run.trainer.train_step.module.eval()
+    assert isinstance(model, VisionTransformer)
+    batch = next(iter(loader.epoch(0)))
+    image_batch = next(iter(run.image_loader.epoch(0)))
+    assert torch.equal(batch.sample_ids, image_batch.sample_ids)
+    with torch.no_grad():
+        assert torch.allclose(batch.images, model.forward_frozen(image_batch.images), atol=1e-5)
+        logits = model(image_batch.images)
+        assert torch.allclose(model(batch.images), logits, atol=1e-5)
+    # both views are among them
+    pixels = np.array(run.data.train.pixels)[batch.sample_ids]
+    plain = run.data.preprocess.normalize(torch.from_numpy(pixels))
+    is_flipped = (image_batch.images - plain).abs().flatten(1).amax(dim=1) > 0.01
+    assert 0 < is_flipped.sum() < len(is_flipped)
+
+
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_a_resumed_run_ends_with_the_same_bytes(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    overrides = ["augment.flip=random", "train.checkpoint_every_steps=2", "model.drop_path_rate=.2"]
+    whole = make_run(tmp_path / "whole", *overrides)
+    whole.trainer.train()
+    broken = make_run(tmp_path / "broken", *overrides)
+    run_until(broken, step)
+    # the tokens are computed again, and memory that is short now doesn't change the run
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "other_cache"))
+    monkeypatch.setattr(tokens_module, "choose_pipeline", lambda *_, **__: ("workers", ""))
+    resumed = make_run(tmp_path / "broken", *overrides, "data.pipeline=tokens", resume=True)
+    resumed.trainer.resume()
+    resumed.trainer.train()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_cache_has_them_and_a_damaged_file_is_computed_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
+    tokens = make_run(tmp_path / "first").trainer.train_batches.tokens  # type: ignore[attr-defined]
+    (path,) = (tmp_path / "cache").glob("*-tokens-*.safetensors")
+
+    passes: list[int] = []
+    forward = VisionTransformer.forward_frozen
+
+    def count(model: VisionTransformer, images: Tensor) -> Tensor:
+        passes.append(len(images))
+        return forward(model, images)
+
+    monkeypatch.setattr(VisionTransformer, "forward_frozen", count)
+    again = make_run(tmp_path / "again").trainer.train_batches.tokens  # type: ignore[attr-defined]
+    assert passes == []
+    assert torch.equal(tokens, again)
+    # the trained blocks' weights are not theirs, those of the frozen ones are
+    make_run(tmp_path / "other", "train.seed=1")
+    assert passes == []
+    path.write_bytes(path.read_bytes()[:-100])
+    third = make_run(tmp_path / "third").trainer.train_batches.tokens  # type: ignore[attr-defined]
+    assert sum(passes) == len(tokens)
+    assert torch.equal(tokens, third)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "augment.color_jitter=0.2",
+        "augment.resized_crop_scale=[0.5,1]",
+        "augment.mixup=0.2",
+        "model.freeze=none",
+        "model.freeze=backbone",
+        "data.pipeline=resident",
+        "data.pipeline=workers",
+    ],
+)
+def test_images_that_change_are_passed_at_every_step(
+    make_run: MakeRun, tmp_path: Path, override: str
+) -> None:
+    run = make_run(tmp_path / "run", override)
+    assert type(run.trainer.train_batches) is not TokenLoader
+    assert run.config.data.pipeline != "tokens"
+    if "pipeline" not in override:
+        with pytest.raises(ValueError, match=r"data\.pipeline=tokens needs frozen blocks"):
+            make_run(tmp_path / "refused", override, "data.pipeline=tokens")
+
+
+def test_tokens_that_do_not_fit_memory_are_not_kept(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image_bytes = 17 * 32 * 4
+    free = image_bytes * 387 / 0.4
+    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: free + 10)
+    run = make_run(tmp_path / "kept")
+    assert len(run.data.train) == 387
+    assert run.config.data.pipeline == "tokens"
+    assert "of tokens fit in 40%" in run.data.pipeline_reason
+    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: free - 10)
+    run = make_run(tmp_path / "not_kept")
+    assert run.config.data.pipeline == "resident"
+    run.trainer.train()
+    # two views of each image are twice as many
+    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: 1.9 * free)
+    assert make_run(tmp_path / "both", "augment.flip=random").config.data.pipeline == "resident"
+
+
+def test_a_run_of_tokens_is_told_and_its_model_is_whole(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "train.epochs=6", "optimizer.lr=3e-3")
+    run.trainer.train()
+    model = load_bundle(tmp_path / "run").model
+    best = max(line["val_top1"] for line in read_metrics(tmp_path / "run"))
+    dataset = run.data.decoded_validation
+    inputs = run.data.preprocess.normalize(torch.from_numpy(np.array(dataset.pixels)))
+    with torch.inference_mode():
+        predicted = model.eval()(inputs).argmax(dim=1).numpy()
+    assert (predicted == dataset.labels).mean() == pytest.approx(best)
+    assert best > 0.8

@@ -1,0 +1,459 @@
+"""What a program gives to `vit.train`: images, a transform, a model, callbacks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+import vit
+from tests.conftest import Launcher
+from vit.config import load_config
+from vit.runtime.processes import Process
+from vit.training.data import build_data, build_dataset, build_train_loader
+
+CONFIG: dict[str, Any] = {
+    "data": {"image_size": 8},
+    "model": {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
+    "train": {
+        "epochs": 2,
+        "batch_size": 16,
+        "device": "cpu",
+        "precision": "float32",
+    },
+}
+NAMES = ("red", "green", "blue")
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    """Noise that is brighter in the channel of its class."""
+    random, labels = np.random.default_rng(0), np.arange(90) % 3
+    images = random.integers(0, 120, (90, 12, 12, 3), dtype=np.uint8)
+    images[np.arange(90), :, :, labels] += 100
+    return images, labels
+
+
+class Colours(torch.utils.data.Dataset[tuple[Any, int]]):
+    classes = NAMES
+
+    def __init__(
+        self, arrays: Arrays, convert: Callable[[np.ndarray], Any] = Image.fromarray
+    ) -> None:
+        self.arrays, self.convert = arrays, convert
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.convert(self.arrays[0][index]), int(self.arrays[1][index])
+
+
+def weights(result: Any) -> dict[str, Tensor]:
+    return dict(result.bundle.model.state_dict())
+
+
+def same(first: Any, second: Any) -> bool:
+    one, other = weights(first), weights(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- images
+# ------------------------------------------------------------------------------------------------
+
+
+def test_arrays_and_data_sets_of_the_same_images_train_the_same_model(
+    arrays: Arrays, tmp_path: Path
+) -> None:
+    given = {
+        "arrays": arrays,
+        "pictures": Colours(arrays),
+        "pixels": Colours(arrays, convert=lambda pixels: pixels),
+        "list": [(Image.fromarray(image), label) for image, label in zip(*arrays, strict=True)],
+    }
+    results = {
+        name: vit.train(CONFIG, output=tmp_path / name, dataset=dataset, class_names=NAMES)
+        for name, dataset in given.items()
+    }
+    first = results["arrays"]
+    assert all(same(first, other) for other in results.values())
+    assert first.best_top1 is not None
+    assert first.best_top1 > 0.6
+    assert first.bundle.class_names == NAMES
+    assert first.bundle.data["splits"]["validation"]["num_images"] == 9
+    assert (
+        vit.train(CONFIG, output=tmp_path / "unnamed", dataset=arrays).bundle.class_names[1]
+        == "class 1"
+    )
+    assert (
+        vit.train(CONFIG, output=tmp_path / "named", dataset=Colours(arrays)).bundle.class_names
+        == NAMES
+    )
+
+
+def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path) -> None:
+    images, labels = arrays
+    pair = ((images[:60], labels[:60]), (images[60:], labels[60:]))
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=pair)
+    splits = result.bundle.data["splits"]
+    assert {name: split["num_images"] for name, split in splits.items()} == {
+        "train": 60,
+        "validation": 30,
+    }
+    other = Colours(arrays)
+    other.classes = NAMES[::-1]
+    with pytest.raises(
+        ValueError, match="validation images have classes blue, green, red, the training images red"
+    ):
+        vit.train(CONFIG, output=tmp_path / "other", dataset=(Colours(arrays), other))
+
+
+BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
+    "floats": (lambda a: (a[0] / 255, a[1]), r"array of float64 \[12, 12, 3\]"),
+    "channels first": (
+        lambda a: (a[0].transpose(0, 3, 1, 2), a[1]),
+        r"array of uint8 \[3, 12, 12\]",
+    ),
+    "labels missing": (lambda a: (a[0], a[1][:80]), "80 labels"),
+    "label fractions": (lambda a: (a[0], a[1] / 2), "not integers"),
+    "label too large": (lambda a: (a[0], a[1] + 1), "labels from 1 to 3, and 3 class names"),
+    "a number": (lambda a: 3, "dataset is an int"),
+    "paths": (lambda a: [("a.png", 0)], "item 0 of dataset holds 'a.png'"),
+    "float images": (lambda a: Colours(a, convert=lambda pixels: pixels / 255), "array of float64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_data_set_is_one_sentence(arrays: Arrays, tmp_path: Path, case: str) -> None:
+    change, sentence = BAD[case]
+    with pytest.raises(ValueError, match=sentence):
+        vit.train(CONFIG, output=tmp_path / "run", dataset=change(arrays), class_names=NAMES)
+
+
+def test_images_from_python_need_a_recipe(arrays: Arrays, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name a recipe to pass them from Python"):
+        vit.train(tmp_path, output=tmp_path / "run", dataset=arrays)
+
+
+def test_a_given_data_set_is_needed_again(arrays: Arrays, tmp_path: Path, cli: Launcher) -> None:
+    run = tmp_path / "run"
+    before = vit.train(CONFIG, output=run, dataset=arrays)
+    assert same(before, vit.train(output=run, resume=True, dataset=arrays))
+    assert "were passed from Python" in cli.fail("train", "--resume", "--output", run)
+    assert "were passed from Python" in cli.fail(
+        "evaluate", run, "--output", tmp_path / "evaluation"
+    )
+    other = (255 - arrays[0], arrays[1])
+    with pytest.raises(ValueError, match="the training images are others"):
+        vit.train(output=run, resume=True, dataset=other)
+
+
+# --- transform
+# ---------------------------------------------------------------------------------------------
+
+
+def jitter(pixels: np.ndarray) -> np.ndarray:
+    return np.clip(pixels + np.random.normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)  # noqa: NPY002
+
+
+TRANSFORMS = {
+    "albumentations": A.Compose([A.RandomCrop(7, 7), A.HorizontalFlip(), A.GaussNoise(p=1)]),
+    "torchvision": v2.Compose([v2.RandomResizedCrop(7), v2.ColorJitter(0.5), v2.PILToTensor()]),
+    "callable": jitter,
+}
+
+
+def batches(
+    arrays: Arrays, transform: Any, *overrides: str, epoch: int = 0, **options: Any
+) -> Tensor:
+    config = load_config(CONFIG, [*overrides, "data.name=from-python"])
+    data = build_data(
+        config, build_dataset(config, user_dataset=arrays), device=torch.device("cpu")
+    )
+    place: dict[str, Any] = {"device": torch.device("cpu"), "process": Process()}
+    loader = build_train_loader(data, **place, transform=transform)
+    return torch.cat([batch.images for batch in loader.epoch(epoch, **options)])
+
+
+@pytest.mark.parametrize("pipeline", ["resident", "workers"])
+def test_the_transform_comes_first_and_sees_the_pixels(arrays: Arrays, pipeline: str) -> None:
+    settings = [
+        f"data.pipeline={pipeline}",
+        "data.mean=[0,0,0]",
+        "data.std=[1,1,1]",
+        "data.workers=0",
+    ]
+    plain, inverted = (
+        batches(arrays, change, *settings) for change in (None, lambda pixels: 255 - pixels)
+    )
+    torch.testing.assert_close(inverted, 1 - plain, atol=1.5 / 255, rtol=0)  # resampling rounds
+    enlarged = batches(arrays, lambda pixels: pixels.repeat(2, axis=0).repeat(2, axis=1), *settings)
+    assert enlarged.shape == plain.shape
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("pipeline", ["resident", "workers"])
+def test_what_a_transform_draws_depends_on_seed_epoch_and_sample_alone(
+    arrays: Arrays, pipeline: str, name: str
+) -> None:
+    settings, transform = [f"data.pipeline={pipeline}", "data.workers=0"], TRANSFORMS[name]
+    whole = batches(arrays, transform, *settings)
+    torch.rand(5)
+    assert torch.equal(batches(arrays, transform, *settings), whole)
+    assert torch.equal(batches(arrays, transform, *settings, start_step=3), whole[3 * 16 :])
+    changed = batches(arrays, transform, *settings, epoch=1).sort(dim=0).values
+    assert not torch.equal(changed, whole.sort(dim=0).values)
+    assert not torch.equal(batches(arrays, transform, *settings, "train.seed=1"), whole)
+    if pipeline == "workers":
+        assert torch.equal(batches(arrays, transform, settings[0], "data.workers=2"), whole)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        A.Compose([A.ToFloat()]),
+        v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32)]),
+        lambda pixels: None,
+    ],
+)
+def test_a_transform_that_gives_no_image_is_refused(arrays: Arrays, transform: Any) -> None:
+    with pytest.raises(ValueError, match=r"the transform gives .*, not uint8 \[H, W, 3\]"):
+        batches(arrays, transform)
+
+
+class StopAfter(vit.Observer):
+    """Asks to stop after a step, in or at the end of its epoch."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics: Any) -> bool:
+        return bool(metrics["step"] == self.step)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_run_with_a_transform_resumes_bit_for_bit(
+    arrays: Arrays, tmp_path: Path, name: str
+) -> None:
+    given = {"dataset": arrays, "transform": TRANSFORMS[name]}
+    whole = vit.train(CONFIG, output=tmp_path / "whole", **given)
+    stopped = vit.train(CONFIG, output=tmp_path / "run", **given, callbacks=[StopAfter(7)])
+    assert (stopped.steps, whole.steps) == (7, 10)
+    assert not same(stopped, whole)
+    with pytest.raises(ValueError, match=r"the argument transform is .* there, .* here"):
+        vit.train(
+            CONFIG, output=tmp_path / "run", resume=True, dataset=arrays, transform=A.VerticalFlip()
+        )
+    with pytest.raises(ValueError, match=r"the argument transform is .* there, None here"):
+        vit.train(CONFIG, output=tmp_path / "run", resume=True, dataset=arrays)
+    resumed = vit.train(CONFIG, output=tmp_path / "run", resume=True, **given)
+    assert same(whole, resumed)
+    clocks = {"images_per_second", "elapsed_seconds"}
+    lines = [
+        [{k: v for k, v in row.items() if k not in clocks} for row in run.metrics]
+        for run in (whole, resumed)
+    ]
+    assert lines[0] == lines[1]
+
+
+# --- model
+# -------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        )
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(images).flatten(1))
+
+
+def test_any_module_trains_resumes_and_is_loaded_into_a_module(
+    arrays: Arrays, tmp_path: Path, cli: Launcher
+) -> None:
+    def train(output: str, **options: Any) -> Any:
+        torch.manual_seed(0)
+        overrides = ["train.ema_decay=0.9", "data.image_size=9"]  # no multiple of our patches
+        given = {"dataset": arrays, "model": Small(), "class_names": NAMES}
+        return vit.train(CONFIG, output=tmp_path / output, overrides=overrides, **given, **options)
+
+    whole, stopped = train("whole"), train("run", callbacks=[StopAfter(7)])
+    assert not same(whole, stopped)
+    assert same(whole, train("run", resume=True))
+
+    path = whole.model_path
+    for refused in (
+        cli.fail("predict", path, tmp_path),
+        cli.fail("train", "--resume", "--output", tmp_path / "run"),
+    ):
+        assert (
+            "Small can't be built from its file alone" in refused
+            or "were passed from Python" in refused
+        )
+    loaded = vit.load_bundle(path, model=Small())
+    assert loaded.class_names == NAMES
+    answers = [
+        vit.predict(bundle, arrays[0][0]).predictions[0].classes
+        for bundle in (loaded, whole.bundle)
+    ]
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match=r"does not fit this model: head\.weight"):
+        vit.load_bundle(path, model=Small(4))
+    with pytest.raises(ValueError, match="the model of this run was passed from Python"):
+        vit.train(output=tmp_path / "whole", resume=True, dataset=arrays)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_a_timm_model_is_built_again_from_its_file(
+    arrays: Arrays, tmp_path: Path, cli: Launcher, name: str
+) -> None:
+    sized = {"img_size": 32} if name == "test_vit" else {}
+    model = timm.create_model(name, num_classes=3, **sized)
+    overrides = ["data.image_size=32", "train.epochs=1"]
+    result = vit.train(
+        CONFIG, output=tmp_path / "run", overrides=overrides, dataset=arrays, model=model
+    )
+    loaded = vit.load_bundle(tmp_path / "run")
+    assert type(loaded.model) is type(model)
+    assert same(result, type("Loaded", (), {"bundle": loaded}))
+    Image.fromarray(arrays[0][0]).save(tmp_path / "a.png")
+    assert '"predictions"' in cli.succeed("predict", tmp_path / "run", tmp_path / "a.png").out
+    assert name in cli.succeed("info", tmp_path / "run").out
+
+
+def test_a_models_logits_must_be_of_the_classes(arrays: Arrays, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"Small makes \[2, 5\] of \[2, 3, 8, 8\], not logits \[2, 3\]"
+    ):
+        vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, model=Small(5))
+    overrides = ["train.patch_drop_rates=[[1, 0.5]]"]
+    with pytest.raises(
+        ValueError, match=r"train\.patch_drop_rates is for vit's own models, and Small is not one"
+    ):
+        vit.train(
+            CONFIG, output=tmp_path / "run", overrides=overrides, dataset=arrays, model=Small()
+        )
+
+
+# --- callbacks
+# ---------------------------------------------------------------------------------------------
+
+
+class Recorder(vit.Observer):
+    def __init__(self, *, patience: int | None = None, fail_at: int | None = None) -> None:
+        self.events: list[Any] = []
+        self.said: list[str] = []
+        self.patience, self.fail_at = patience, fail_at
+
+    def on_start(self, *, step: int, total_steps: int, settings: Any) -> None:
+        self.events.append(("start", step, total_steps, settings["train.batch_size"]))
+
+    def on_step(self, metrics: Any) -> None:
+        assert {"loss", "top1", "gradient_norm", "learning_rate", "images_per_second"} < set(
+            metrics
+        )
+        if metrics["step"] == self.fail_at:
+            raise KeyError("missing")
+        self.events.append(("step", metrics["epoch"], metrics["step"], metrics["loss"] > 0))
+
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> bool:
+        assert not model.training
+        self.events.append(("epoch", metrics["epoch"], metrics["val_top1"] is not None))
+        return self.patience == metrics["epoch"]
+
+    def on_message(self, text: str) -> None:
+        self.said.append(text)
+
+    def on_end(self) -> None:
+        self.events.append("end")
+
+
+def test_a_callback_sees_start_every_step_epochs_and_the_end(
+    arrays: Arrays, tmp_path: Path
+) -> None:
+    plain = vit.train(CONFIG, output=tmp_path / "plain", dataset=arrays)
+    seen = Recorder()
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[seen])
+    steps = [("step", 1 + number // 5, number + 1, True) for number in range(10)]
+    start, epochs = ("start", 0, 10, 16), [("epoch", number, True) for number in (1, 2)]
+    assert seen.events == [start, *steps[:5], epochs[0], *steps[5:], epochs[1], "end"]
+    assert same(plain, result)
+    assert len(result.metrics) == 2  # the default ones are there too
+    assert (tmp_path / "run" / "tensorboard").is_dir()
+
+
+def test_a_callback_ends_a_run_that_can_be_resumed(arrays: Arrays, tmp_path: Path) -> None:
+    whole = vit.train(CONFIG, output=tmp_path / "whole", dataset=arrays)
+    seen = Recorder(patience=1)
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[seen])
+    assert (result.steps, seen.events[-1]) == (5, "end")
+    assert seen.said == ["stopped after step 5; continue with --resume"]
+    assert result.best_top1 == whole.metrics[0]["val_top1"]
+    assert same(whole, vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, resume=True))
+    early = vit.train(CONFIG, output=tmp_path / "early", dataset=arrays, callbacks=[StopAfter(2)])
+    assert (early.steps, early.best_top1) == (2, None)
+    assert (
+        len(vit.predict(early.bundle, arrays[0][:2]).predictions) == 2
+    )  # not evaluated yet, and there
+
+
+def test_a_callback_that_fails_is_reported_once_and_left_out(
+    arrays: Arrays, tmp_path: Path
+) -> None:
+    plain = vit.train(CONFIG, output=tmp_path / "plain", dataset=arrays)
+    failing, other = Recorder(fail_at=3), Recorder()
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[failing, other])
+    assert same(plain, result)
+    assert len(failing.events) == 3
+    assert other.said == ["Recorder failed ('missing'); training goes on without it"]
+    assert other.events[-1] == "end"
+
+
+def test_tensorboard_gets_the_configuration_and_the_confusion_in_one_run(
+    arrays: Arrays, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, class_names=NAMES)
+    assert [path.is_file() for path in (tmp_path / "run" / "tensorboard").rglob("*")] == [True]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    (text,) = events.Tensors("configuration/text_summary")
+    assert b"train.batch_size: 16" in text.tensor_proto.string_val[0]
+    (confusion,) = events.Images("validation/confusion")
+    assert (confusion.step, confusion.width > 100) == (10, True)
+
+
+def test_the_documented_mlflow_callback_logs_to_a_folder(
+    arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    (block,) = (
+        text
+        for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "class MLflow" in text
+    )
+    assert len(re.findall(r"^.*\S.*$", block.split("class WandB")[0], re.MULTILINE)) <= 10
+    namespace: dict[str, Any] = {"vit": vit}
+    exec(block, namespace)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    callbacks = [namespace["MLflow"]()]
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=callbacks)
+    (run,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
+    assert run.data.params["train.batch_size"] == "16"
+    assert run.data.metrics["val_top1"] == pytest.approx(result.metrics[-1]["val_top1"])
+    assert run.info.status == "FINISHED"

@@ -1,0 +1,1 @@
+"""Products built on the core: a folder each, which holds all of it."""

@@ -1,0 +1,1 @@
+"""Look for problems in labelled images: labels, duplicates, odd images, confused classes."""

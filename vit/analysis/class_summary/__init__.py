@@ -1,0 +1,1 @@
+"""Summarise what each class is recognised by, and look for shortcuts."""

@@ -1,0 +1,1 @@
+"""Compare evaluations on the same images."""

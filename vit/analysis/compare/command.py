@@ -1,0 +1,92 @@
+"""`vit compare`: differences between evaluations, their significance, and the classes and images
+behind them."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from vit.options import Option
+from vit.runtime.console import build_console, build_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from vit.analysis.compare.comparison import Group, Pair
+
+
+def compare(
+    evaluations: list[Path],
+    *,
+    output: Path | None = None,
+    examples: Annotated[int, Option(min=0)] = 5,
+    overwrite: bool = False,
+) -> None:
+    """Compare evaluations on the same images: McNemar's test, or Welch's t-test over seeds.
+
+    Runs of one recipe on the same training images with different seeds are shown as mean ± standard
+    deviation. Everything is compared with the first.
+
+    Args:
+        evaluations: two or more directories of vit evaluate
+        output: directory for comparison.json: all classes, all images
+        examples: classes and images to show
+        overwrite: replace an earlier result
+    """
+    # torch, which `vit --help` does without
+    from vit import api
+    from vit.runtime.files import check_output
+
+    if output is not None:
+        check_output(output, overwrite=overwrite)
+    comparison = api.compare(evaluations)
+    console = build_console()
+    console.print(_build_groups_table(comparison.groups))
+    for note in comparison.notes:
+        console.print(note, style="yellow")
+    for pair in comparison.pairs:
+        _show_pair(console, pair, examples=examples)
+    if output is not None:
+        comparison.save(output, overwrite=overwrite)
+        console.print(f"written to {output}")
+
+
+def _build_groups_table(groups: "Sequence[Group]") -> "Table":
+    rows = []
+    for group in groups:
+        # of one seed, the interval of its images; of several, how far these differ
+        if group.deviation is None:
+            low, high = group.evaluations[0].evaluation.intervals["top1"]
+            spread = f"{low:.4f} … {high:.4f}"
+        else:
+            spread = f"± {group.deviation:.4f}"
+        top1 = f"{group.top1.mean():.4f}"
+        loss = f"{group.loss:.4f}" if math.isfinite(group.loss) else "–"
+        rows.append((group.name, len(group.evaluations), top1, spread, loss))
+    evaluation = groups[0].evaluations[0].evaluation
+    return build_table(
+        rows,
+        ("evaluation", "seeds", "top-1", "± sd or 95 % interval", "loss"),
+        title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})",
+    )
+
+
+def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
+    low, high = pair.interval
+    verdict = "significant" if pair.is_significant else "not significant"
+    top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f})"
+    console.print(
+        f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}"
+        f" ({pair.test}, p = {pair.p_value:.2g})"
+    )
+
+    for change in pair.recall_changes[:examples]:
+        recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"
+        console.print(f"  {change.name}: {recalls} of {change.support}")
+    for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
+        shown = ", ".join(images[:examples])
+        if len(images) > examples:
+            shown += ", …"
+        console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}")

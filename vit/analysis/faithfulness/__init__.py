@@ -1,0 +1,1 @@
+"""Measure how faithful map methods are to the model."""

@@ -1,0 +1,1 @@
+"""Estimate how accuracy grows with more images."""

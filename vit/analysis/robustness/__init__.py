@@ -1,0 +1,1 @@
+"""Measure accuracy under image corruptions."""

@@ -1,0 +1,1 @@
+"""Write a model for other runtimes."""

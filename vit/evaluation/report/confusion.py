@@ -1,0 +1,131 @@
+"""The confusion matrix of a report: which classes are shown, in which orders, and the images behind
+each number."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from vit.evaluation.images import EvaluationSet
+from vit.evaluation.metrics import Ints, Scores
+from vit.explanation.render.page import encode_picture
+
+_MAX_CLASSES = 40
+# most frequent errors below the matrix
+_MAX_PAIRS = 10
+# images of a cell
+_MAX_LISTED = 100
+# of these, at most so many with a thumbnail
+_MAX_PICTURED = 24
+# pixels
+_THUMBNAIL_SIDE = 64
+# of all cells, about: keeps the page below 10 MB
+_THUMBNAILS = 1500
+
+# (row, column) → images
+Cells = dict[tuple[int, int], list[int]]
+
+
+def describe_confusion(
+    scores: Scores, names: Sequence[str], images: EvaluationSet
+) -> dict[str, Any]:
+    """What the template needs: names, counts, support and orders of the classes shown, cells, most
+    frequent errors."""
+    shown = _choose_classes(scores)
+    shown_names = [names[index] for index in shown.tolist()]
+    counts, cells = _group_cells(scores, shown)
+    thumbnails = _draw_thumbnails(cells, images)
+
+    errors = counts - np.diag(counts.diagonal())
+    largest_first = np.argsort(-errors, axis=None, kind="stable")[:_MAX_PAIRS]
+    pairs = [divmod(number, len(shown)) for number in largest_first.tolist()]
+    return {
+        "names": shown_names,
+        # class → its row and column
+        "places": {index: place for place, index in enumerate(shown.tolist())},
+        "counts": counts.tolist(),
+        "support": np.bincount(scores.labels, minlength=len(names))[shown].tolist(),
+        "orders": _order_classes(counts, shown_names),
+        # path, confidence, and thumbnail or null of the images of each cell
+        "cells": {
+            f"{row},{column}": [
+                (
+                    images.ids[index],
+                    round(float(scores.confidence[index]), 4),
+                    thumbnails.get(index),
+                )
+                for index in members
+            ]
+            for (row, column), members in cells.items()
+        },
+        "pairs": [
+            {
+                "label": shown_names[row],
+                "predicted": shown_names[column],
+                "count": counts[row, column],
+            }
+            for row, column in pairs
+            if errors[row, column]
+        ],
+    }
+
+
+def _choose_classes(scores: Scores) -> Ints:
+    """All classes; of many those with the most errors, as label and as prediction."""
+    if scores.num_classes <= _MAX_CLASSES:
+        return np.arange(scores.num_classes)
+    is_wrong = scores.labels != scores.predicted
+    confused = np.concatenate([scores.labels[is_wrong], scores.predicted[is_wrong]])
+    num_errors = np.bincount(confused, minlength=scores.num_classes)
+    return np.sort(np.argsort(-num_errors, kind="stable")[:_MAX_CLASSES])
+
+
+def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
+    orders = {
+        "the model's order": list(range(len(names))),
+        "name": sorted(range(len(names)), key=lambda index: names[index]),
+    }
+    if len(counts) > 2:
+        # classes that are often confused lie side by side
+        fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
+        distance = 1 - (fractions + fractions.T) / 2
+        np.fill_diagonal(distance, 0)
+        tree = linkage(squareform(distance, checks=False), "average", optimal_ordering=True)
+        orders["confused classes together"] = leaves_list(tree).tolist()
+    return orders
+
+
+def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
+    """Of the classes shown the counts [S, S], and the first images of each cell, the most confident
+    first."""
+    position = np.full(scores.num_classes, -1)
+    position[shown] = np.arange(len(shown))
+    rows = position[scores.labels]
+    columns = position[scores.predicted]
+    surest_first = np.argsort(-scores.confidence, kind="stable")
+    is_shown = (rows >= 0) & (columns >= 0)
+
+    counts = np.zeros((len(shown), len(shown)), np.int64)
+    cells: Cells = defaultdict(list)
+    for index in surest_first[is_shown[surest_first]].tolist():
+        cell = int(rows[index]), int(columns[index])
+        counts[cell] += 1
+        if len(cells[cell]) < _MAX_LISTED:
+            cells[cell].append(index)
+    return counts, dict(sorted(cells.items()))
+
+
+def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:
+    """Thumbnails of the first images of each cell, by image; fewer a cell of many cells."""
+    images_a_cell = min(_MAX_PICTURED, 1 + _THUMBNAILS // max(len(cells), 1))
+    thumbnails: dict[int, str] = {}
+    for members in cells.values():
+        for index in members[:images_a_cell]:
+            picture = Image.fromarray(images.read(index, index + 1)[0])
+            picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+            thumbnails[index] = encode_picture(picture, "WEBP")
+    return thumbnails

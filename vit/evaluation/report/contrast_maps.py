@@ -1,0 +1,147 @@
+"""Why images of one class are taken for another: which patches speak for the wrong class rather
+than the right one, and which turn the answer when they are left out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from vit.bundle import Bundle
+from vit.explanation.capture.tokens import Grid
+from vit.explanation.checks.token_ablation import build_removal, compute_without
+from vit.explanation.methods.registry import compute_maps
+from vit.explanation.targets import build_target
+from vit.runtime.device import copy_to_device
+
+# of the difference of two logits: what the model computes with, and what leaving patches out does
+CONTRAST_METHODS = ("libra-fullgrad", "removal-gradient")
+# of the patches, that are left out at most
+_MAX_REMOVED = 0.25
+# steps of their number, each so many times the last
+_STEP = 1.4
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Why one image has a wrong answer.
+
+    Args:
+        maps: by method, [rows, columns]: above zero speaks for the predicted class and against the
+            label.
+        removed: patches without which the answer is another, as few as were found; empty where a
+            quarter of the patches doesn't suffice.
+        answer: the class that the model predicts without them.
+    """
+
+    maps: dict[str, Float[np.ndarray, "rows columns"]]
+    removed: list[int]
+    answer: int | None
+
+
+def contrast_errors(
+    bundle: Bundle,
+    pixels: UInt8[np.ndarray, "n H W 3"],
+    *,
+    labels: Int[np.ndarray, " n"],
+    predicted: Int[np.ndarray, " n"],
+) -> list[Contrast]:
+    """Explain images with wrong answers.
+
+    Args:
+        bundle: the model.
+        pixels: as the model sees them.
+        labels: their classes.
+        predicted: the model's answers.
+
+    Raises:
+        ValueError: for a model whose attention can't be read.
+    """
+    device = next(bundle.model.parameters()).device
+    contrasts: list[Contrast] = []
+    for start in range(0, len(pixels), _BATCH):
+        rows = slice(start, start + _BATCH)
+        batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
+        images = bundle.preprocess.normalize(copy_to_device(batch, device))
+        batch_predicted = torch.from_numpy(predicted[rows])
+        target, choose_targets = build_target(
+            _build_difference(torch.from_numpy(labels[rows]), batch_predicted), bundle.class_names
+        )
+        forward, _, maps = compute_maps(
+            bundle.model,
+            images,
+            methods=CONTRAST_METHODS,
+            choose_targets=choose_targets,
+            target=target,
+            # what can't be read is refused with the first images
+            verify=start == 0,
+        )
+        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()  # [M, B, …]
+        turned = _turn_answers(
+            bundle, images, values.flatten(2), grid=forward.grid, predicted=batch_predicted
+        )
+        for row, (removed, answer) in enumerate(turned):
+            image_maps = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
+            contrasts.append(Contrast(image_maps, removed, answer))
+    return contrasts
+
+
+def _build_difference(
+    labels: Int[Tensor, " B"], predicted: Int[Tensor, " B"]
+) -> Callable[[Tensor], Tensor]:
+    """From the logits of a batch to by how much the wrong class of each image is ahead."""
+
+    def difference(logits: Tensor) -> Tensor:
+        wrong = logits.gather(1, predicted[:, None].to(logits.device))
+        right = logits.gather(1, labels[:, None].to(logits.device))
+        return (wrong - right)[:, 0]
+
+    return difference
+
+
+def _turn_answers(
+    bundle: Bundle,
+    images: Float[Tensor, "B 3 height width"],
+    values: Float[Tensor, "M B P"],
+    *,
+    grid: Grid,
+    predicted: Int[Tensor, " B"],
+) -> list[tuple[list[int], int | None]]:
+    """The fewest patches of each image, from the most important on by either map, without which the
+    model answers otherwise; and what it answers then."""
+    num_images, num_patches = values.shape[1:]
+    counts = _list_counts(num_patches)
+    # rank of each patch by each map, 0 for the one that speaks most for the wrong class
+    ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
+    places = torch.arange(num_images).repeat(len(counts) * len(values))
+    compute_kept = build_removal(bundle.model, images, grid=grid, batch_size=_BATCH)
+    logits = compute_without(
+        compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
+    )
+    answers = logits.argmax(dim=1).cpu().reshape(-1, num_images)  # [N · M, B]
+    sets = removed.flatten(0, 1)  # [N · M, B, P], the smallest first
+
+    turned: list[tuple[list[int], int | None]] = []
+    for image in range(num_images):
+        flips = (answers[:, image] != predicted[image]).nonzero()[:, 0]
+        if len(flips):
+            first = int(flips[0])
+            patches = sets[first, image].nonzero()[:, 0].tolist()
+            turned.append((patches, int(answers[first, image])))
+        else:
+            turned.append(([], None))
+    return turned
+
+
+def _list_counts(num_patches: int) -> list[int]:
+    """Numbers of patches to leave out: 1, 2, 3 and on in growing steps to a quarter of them."""
+    counts = []
+    count = 1.0
+    while round(count) <= max(num_patches * _MAX_REMOVED, 1):
+        counts.append(round(count))
+        count = max(count * _STEP, count + 1)
+    return counts

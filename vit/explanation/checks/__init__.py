@@ -1,0 +1,1 @@
+"""Tests of whether a map is faithful to the model."""

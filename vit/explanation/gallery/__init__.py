@@ -1,0 +1,1 @@
+"""The gallery page of explained images."""

@@ -1,0 +1,265 @@
+"""The gallery: one HTML file to compare attention maps, and to see what each token attends to."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2.utils import htmlsafe_json_dumps
+from PIL import Image
+
+from vit.bundle import Bundle
+from vit.evaluation.images import printable
+from vit.explanation.checks.sanity_checks import VERDICTS, count_agreeing
+from vit.explanation.methods.sinks import count_sinks
+from vit.explanation.records import ClassValues, ImageResult, MapResult
+from vit.explanation.render.overlay import palette, quantise
+from vit.explanation.render.page import encode_picture, render_page
+from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
+from vit.explanation.render.token_features import TokenFeatures
+from vit.explanation.training_photos import Neighbour, TrainingPhotos
+from vit.runtime.files import write_text
+
+_TEMPLATE = Path(__file__).with_name("gallery.html.jinja")
+MAX_IMAGES = 200  # browsers don't open much larger pages
+# of `TokenDetails`: of all images of a page, and of each image in any page
+_PAGE_TOKEN_BYTES = 2_640_000
+_MIN_TOKEN_BYTES = 160_000
+_PHOTO_SIDE = 400  # pixels
+_NUM_NEIGHBOURS = 4
+_NEIGHBOUR_SIDE = 64  # pixels
+# of the pictures of an image's neighbours, as they are encoded: three bytes of tokens give four
+_NEIGHBOUR_CHARACTERS = 16_000
+
+
+class Gallery:
+    """Collects explained images and writes them as one page.
+
+    Args:
+        bundle: the model.
+        num_images: how many will be added; of few, more of their tokens is shown.
+        best_method: the method that measured best for the model. The page opens on it, or else on
+            the first.
+        smooth: interpolate between patches; else each has one colour.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        num_images: int,
+        best_method: str | None = None,
+        smooth: bool = True,
+    ) -> None:
+        self._bundle = bundle
+        self._smooth = smooth
+        self._verdicts: dict[str, list[str]] = {}  # by method, of all images
+        self._sink_fractions: dict[str, list[float]] = {}
+        self._best_method = best_method
+        self._training_photos = TrainingPhotos(bundle, side=_NEIGHBOUR_SIDE)
+        self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
+        # the page doesn't become larger by them
+        if not self._training_photos.problem:
+            self._token_bytes -= _NEIGHBOUR_CHARACTERS * 3 // 4
+        self._methods: list[str] = []
+        self._summaries: list[dict[str, Any]] = []
+        self._images: list[str] = []  # JSON, which the page decodes when it shows the image
+        self._num_images = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """How much each image's `TokenDetails` may take; 0 once the page is full."""
+        return self._token_bytes if len(self._images) < MAX_IMAGES else 0
+
+    def add(self, images: Sequence[ImageResult]) -> None:
+        """Take a batch: photos as small JPEGs, maps in 8 bits; the first `MAX_IMAGES` of all."""
+        # browsers open a page of this size; the arrays and overlays are of all images
+        self._num_images += len(images)
+        for result in (result for image in images for result in image.maps):
+            if result.sanity_check is not None:
+                verdicts = self._verdicts.setdefault(result.method.name, [])
+                verdicts.append(result.sanity_check.verdict)
+            fractions = self._sink_fractions.setdefault(result.method.name, [])
+            fractions.append(result.sink_fraction)
+        shown = images[: MAX_IMAGES - len(self._images)]
+        pixels = [image.pixels for image in shown if image.pixels is not None]
+        nearest = self._training_photos.find(pixels, _NUM_NEIGHBOURS)
+        for image, neighbours in zip(shown, nearest, strict=True):
+            described = self._describe(image)
+            described["neighbours"] = [asdict(row) for row in _fit_pictures(neighbours)]
+            self._images.append(htmlsafe_json_dumps(described))
+            summary = self._summarise(image)
+            self._summaries.append(summary)
+            self._methods += [name for name in summary["verdicts"] if name not in self._methods]
+
+    def write(self, path: Path, *, title: str) -> None:
+        """Write the page."""
+        # what all images share; each image is a JSON text of its own, decoded when it is shown
+        page = {
+            "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
+            "classes": list(self._bundle.class_names),
+            "verdicts": VERDICTS,
+            "methods": sorted(self._methods, key=lambda name: name != self._best_method),
+            "best": self._best_method,
+            "smooth": self._smooth,
+            "summary": count_agreeing(self._verdicts) + count_sinks(self._sink_fractions),
+            "images": self._summaries,
+        }
+        context = {
+            "title": title,
+            "page": page,
+            "images": self._images,
+            "num_images": self._num_images,
+        }
+        write_text(path, render_page(_TEMPLATE, context))
+
+    def _summarise(self, image: ImageResult) -> dict[str, Any]:
+        """What the page finds, sorts and names an image by."""
+        verdicts: dict[str, str] = {}  # by method, of several classes the worst
+        for result in image.maps:
+            name = result.method.name
+            verdict = VERDICTS[-1]
+            if result.sanity_check is not None:
+                verdict = result.sanity_check.verdict
+            verdicts[name] = max(verdict, verdicts.get(name, verdict), key=VERDICTS.index)
+        tokens = image.tokens
+        return {
+            "title": printable(image.item.title),
+            "predicted": _use_percent(
+                image.describe_class(image.predicted, self._bundle.class_names)
+            ),
+            "output": image.output,
+            "verdicts": verdicts,
+            "targets": sorted(
+                {result.target for result in image.maps if result.target is not None}
+            ),
+            "specific": sorted(
+                {result.method.name for result in image.maps if result.method.class_specific}
+            ),
+            "layers": tokens.num_layers if tokens else 0,
+            "heads": tokens.num_heads if tokens else 0,
+            "lens": tokens is not None and tokens.lens is not None,
+            "features": tokens is not None and tokens.features is not None,
+        }
+
+    def _describe(self, image: ImageResult) -> dict[str, Any]:
+        # the box as fractions, since the photo is reduced
+        width, height = image.geometry.original_size
+        left, top, right, bottom = image.geometry.box
+        photo = image.read_image()
+        # small ones are not enlarged
+        if max(photo.size) > _PHOTO_SIDE:
+            photo = photo.resize(_shown_size(photo.size), Image.Resampling.LANCZOS)
+        return {
+            "photo": encode_picture(photo),
+            "size": _shown_size(image.geometry.original_size),
+            "box": [left / width, top / height, right / width, bottom / height],
+            "input": self._bundle.preprocess.image_size[::-1],
+            "grid": image.grid,
+            "maps": [self._describe_map(image, result) for result in image.maps],
+            "tokens": image.tokens and _describe_tokens(image.tokens, image.targets),
+        }
+
+    def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
+        scale = result.scale
+        assert scale is not None
+        values = result.shown_values
+        low, high = float(values.min()), float(values.max())
+        target = image.describe_target(result, self._bundle.class_names)
+        return {
+            "method": result.method.name,
+            "title": result.method.title,
+            "caption": result.describe(),
+            "target": target and _use_percent(target),
+            "signed": result.method.signed,
+            # the ends of the colours; values are stored in their own range, in multiples of an
+            # even share, which maps of two classes are compared by
+            "ends": [scale.low, scale.high],
+            "flat": scale.is_flat,
+            "low": low,
+            "high": high,
+            "even": float(np.abs(result.values).mean()),
+            "scale": scale.label,
+            "values": _encode(quantise(values, low=low, high=high)),
+            "prefix_mass": round(result.prefix_mass, 4),
+            "entropy": round(result.entropy, 4),
+            "sanity_check": result.sanity_check and asdict(result.sanity_check),
+            "sinks": result.describe_sinks(),
+        }
+
+
+def _use_percent(described: ClassValues) -> dict[str, Any]:
+    """A class with its probability in per cent."""
+    probability = described["probability"]
+    percent = None if probability is None else round(100 * probability, 1)
+    return {"index": described["index"], "name": described["name"], "percent": percent}
+
+
+def _fit_pictures(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
+    """The neighbours, without the pictures that the page has no room for."""
+    fitting = []
+    room = _NEIGHBOUR_CHARACTERS
+    for neighbour in neighbours:
+        room -= len(neighbour.picture or "")
+        fitting.append(neighbour if room >= 0 else replace(neighbour, picture=None))
+    return fitting
+
+
+def _describe_tokens(tokens: TokenDetails, targets: Sequence[int]) -> dict[str, Any]:
+    attention = [
+        {"layer": details.layer, "head": details.head} | _describe_rows(details.rows)
+        for details in tokens.attention
+    ]
+    effects = None
+    if tokens.head_effects is not None:
+        effects = [[float(f"{x:.3g}") for x in row] for row in tokens.head_effects.tolist()]
+    return {
+        "names": tokens.prefix_names,
+        "layers": tokens.num_layers,
+        "heads": tokens.num_heads,
+        "attention": attention,
+        "pooled": tokens.pooled and _describe_rows(tokens.pooled),
+        "lens": tokens.lens and _describe_lens(tokens.lens, targets),
+        "features": tokens.features and _describe_features(tokens.features),
+        "effects": effects,
+    }
+
+
+def _describe_rows(rows: QuantisedRows) -> dict[str, str]:
+    return {
+        "values": _encode(rows.values.numpy()),
+        "maxima": _encode(rows.maxima.numpy().astype("<f4")),
+    }
+
+
+def _describe_lens(lens: LogitLens, targets: Sequence[int]) -> dict[str, Any]:
+    probabilities = lens.target_probabilities.numpy()
+    return {
+        "classes": _encode(lens.classes.numpy().astype("<u2")),
+        "probabilities": _encode(quantise(lens.probabilities.numpy(), low=0.0, high=1.0)),
+        "targets": targets[: len(probabilities)],
+        "target_probabilities": _encode(quantise(probabilities, low=0.0, high=1.0)),
+    }
+
+
+def _describe_features(features: TokenFeatures) -> dict[str, Any]:
+    coordinates, scales = features.coordinates, features.scales
+    return {
+        "colours": _encode(features.colours.numpy()),
+        "norms": _encode(features.norms.numpy()),
+        "max_norms": features.max_norms.tolist(),
+        # none where the page has no room for them
+        "coordinates": None if coordinates is None else _encode(coordinates.numpy()),
+        "scales": None if scales is None else scales.tolist(),
+    }
+
+
+def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
+    scale = _PHOTO_SIDE / max(size)
+    return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
+
+
+def _encode(values: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()

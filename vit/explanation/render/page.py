@@ -1,0 +1,88 @@
+"""Self-contained pages: one HTML file that opens from disk with the network off, and the pictures
+in it."""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from numpy.typing import NDArray
+from PIL import Image
+
+from vit.bundle import MODEL_FILE
+from vit.data.images import Geometry
+from vit.explanation.render.overlay import ColourScale, blend, fit_scale, relative_to_uniform
+
+# the base of all pages, and scripts that several include
+_SHARED_TEMPLATES = Path(__file__).parent
+
+
+def render_page(template: Path, context: Mapping[str, object]) -> str:
+    """Fill a template.
+
+    In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes
+    `<` as well.
+
+    Args:
+        template: Path of the template. It can extend and include the files of its own folder and of
+            this one.
+        context: A value for each name in the template.
+
+    Raises:
+        jinja2.UndefinedError: for a name that is missing from `context`.
+    """
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, _SHARED_TEMPLATES]),
+        autoescape=select_autoescape(("html.jinja",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    return environment.get_template(template.name).render(context)
+
+
+def name_model(source: str) -> str:
+    """What pages call a model: the name of its run directory, or of its file."""
+    path = Path(source).absolute()
+    return path.parent.name if path.name == MODEL_FILE else path.name
+
+
+def resize_picture(
+    picture: Image.Image, *, min_side: int = 160, max_side: int = 256
+) -> Image.Image:
+    """The picture enlarged or reduced so that its longer side lies within these, in pixels."""
+    longer = max(picture.size)
+    scale = min(max(longer, min_side), max_side) / longer
+    width, height = (max(round(side * scale), 1) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def encode_photo(photo: Image.Image, *, side: int) -> str:
+    """The photo as a data address, its longer side of so many pixels."""
+    return encode_picture(resize_picture(photo, min_side=side, max_side=side))
+
+
+def encode_map(
+    photo: Image.Image, values: NDArray[np.float32], *, scale: ColourScale, side: int
+) -> str:
+    """A map of all of a photo over it, as `encode_photo`."""
+    shown = resize_picture(photo, min_side=side, max_side=side)
+    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    return encode_picture(blend(shown, values, geometry, scale=scale))
+
+
+def encode_relative_map(
+    photo: Image.Image, values: NDArray[np.float32], *, signed: bool, side: int
+) -> str:
+    """As `encode_map`, in the unit of an even map."""
+    relative = relative_to_uniform(values)
+    scale = fit_scale([relative], signed=signed)
+    return encode_map(photo, relative, scale=scale, side=side)
+
+
+def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
+    """A picture as a data address."""
+    file = io.BytesIO()
+    picture.save(file, format=kind, quality=80, optimize=True)
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,149 @@
+"""The training photos that are nearest to a photo, as pages show them: those that
+`vit predict --similar` names, with their pictures."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vit.bundle import Bundle
+from vit.data.dataset import ImageDataset
+from vit.data.open import DatasetSplits, open_dataset
+from vit.data.sources.base import find_split_folders
+from vit.evaluation.images import printable
+from vit.explanation.render.page import encode_photo
+from vit.prediction.conformal import Similar, check_similar, find_similar
+from vit.prediction.predictor import Pixels, Predictor
+
+
+@dataclass(frozen=True)
+class Neighbour(Similar):
+    """A training image that is like an image, with its picture as a data address; None where it
+    can't be read on this machine."""
+
+    picture: str | None
+
+
+class TrainingPhotos:
+    """The training photos that a model file names.
+
+    A picture is shown only of an image that the model file names and that is found among the images
+    of the recorded training folder, in which links are followed as in training: a name is looked up
+    there and never opened as a path. The digits come with scikit-learn; of what would have to be
+    downloaded there are names alone.
+
+    Args:
+        bundle: the model.
+        side: of the pictures, pixels.
+        splits: the data that the model was trained on, where it is open already.
+    """
+
+    def __init__(self, bundle: Bundle, *, side: int, splits: DatasetSplits | None = None) -> None:
+        self.bundle = bundle
+        # why the model file names none; None where it does
+        self.problem: str | None = None
+        try:
+            check_similar(bundle)
+        except ValueError as error:
+            self.problem = str(error)
+        self._side = side
+        self._splits = splits or bundle.passed_images
+        self._pictures: dict[str, str | None] = {}
+
+    def find(self, pixels: Sequence[Pixels], count: int) -> list[list[Neighbour]]:
+        """The training photos that are most like each image; none where the model file names none.
+
+        Args:
+            pixels: images as the model sees them, uint8 [H, W, 3] each.
+            count: of training photos for each image.
+        """
+        if self.problem or not len(pixels):
+            return [[] for _ in pixels]
+        _, features = self._predictor.predict_with_features(pixels)
+        nearest = find_similar(self.bundle, features, count)
+        return [[self.draw(image) for image in images] for images in nearest]
+
+    def find_of_classes(
+        self, pixels: Sequence[Pixels], classes: Sequence[Sequence[int]]
+    ) -> list[list[Neighbour]]:
+        """The training photo that is most like each image, of each of several classes.
+
+        Args:
+            pixels: as of `find`.
+            classes: their indices, for each image.
+        """
+        if self.problem or not len(pixels):
+            return [[] for _ in pixels]
+        nearest = []
+        _, features = self._predictor.predict_with_features(pixels)
+        for features_of_image, class_indices in zip(features, classes, strict=True):
+            neighbours = []
+            for class_index in class_indices:
+                # none of a class of which the file has no features
+                (images,) = find_similar(
+                    self.bundle, features_of_image[None], 1, class_index=class_index
+                )
+                neighbours += [self.draw(image) for image in images]
+            nearest.append(neighbours)
+        return nearest
+
+    def draw(self, image: Similar) -> Neighbour:
+        """A training photo with its picture."""
+        if image.path not in self._pictures:
+            self._pictures[image.path] = self._read_picture(image.path)
+        return Neighbour(image.path, image.class_name, image.similarity, self._pictures[image.path])
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor.from_bundle(self.bundle)
+
+    def _read_picture(self, path: str) -> str | None:
+        index = self._indices.get(path)
+        if index is None or self._dataset is None:
+            return None
+        # it may be gone since it was listed
+        with suppress(ValueError, OSError):
+            photo = self._dataset.reader.thumbnail(index, side=self._side)
+            return encode_photo(photo, side=self._side)
+        return None
+
+    @cached_property
+    def _dataset(self) -> ImageDataset | None:
+        """The training images, listed when the first picture is asked for; None where they aren't
+        on this machine."""
+        # what a model was trained on may be gone, or other images may lie there
+        with suppress(ValueError, OSError):
+            if self._splits is not None:
+                dataset = self._splits.split("train")
+                return None if dataset.reader.is_remote else dataset
+            trained_on = self.bundle.config.get("data", {})
+            if _is_here(trained_on):
+                # which images were held out doesn't matter, since the model file names those of
+                # training; nor do names of classes and corrections, whose files stay closed
+                return open_dataset(trained_on["name"], root=trained_on.get("root")).split("all")
+        return None
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        """Name → index, of the images that the model file names."""
+        if self._dataset is None:
+            return {}
+        named = {path for path, _ in self.bundle.metadata["conformal"]["training_images"]}
+        names = [printable(image_id) for image_id in self._dataset.ids]
+        return {name: index for index, name in enumerate(names) if name in named}
+
+
+def _is_here(trained_on: Mapping[str, Any]) -> bool:
+    """Whether images can be read without a download."""
+    name = trained_on.get("name")
+    root = trained_on.get("root")
+    if name == "digits":
+        return True
+    if root is None or not Path(root).exists():
+        return False
+    if name == "imagenette":
+        # what is missing of it would be downloaded
+        return {"train", "validation"} <= find_split_folders(Path(root)).keys()
+    return name in ("folder", "imagenet")

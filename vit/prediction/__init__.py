@@ -1,0 +1,1 @@
+"""From a model and images to logits, features, classes and prediction sets."""

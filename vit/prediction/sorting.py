@@ -1,0 +1,120 @@
+"""Photos copied into a folder for each class, by their prediction sets."""
+
+import filecmp
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from vit.bundle import Bundle
+from vit.data.images import ImageInputs
+from vit.prediction.conformal import explain_missing, read_threshold
+from vit.prediction.predictor import Prediction
+from vit.runtime.files import clean_name, open_regular, remove
+
+# the set has several classes, or none
+UNSURE = "unsure"
+# not like the training images
+UNKNOWN = "unknown"
+
+
+class PhotoSorter:
+    """Copies photos below a directory. What is there is never overwritten.
+
+    Args:
+        directory: with a folder for each class, made when its first photo comes.
+        bundle: the model.
+        coverage: of the prediction sets; a photo whose p-value is at most 1 - coverage is unknown.
+
+    Raises:
+        ValueError: the model has no prediction sets.
+    """
+
+    def __init__(self, directory: Path, bundle: Bundle, *, coverage: float) -> None:
+        if read_threshold(bundle.metadata, coverage) is None:
+            raise ValueError(f"photos can't be sorted: {explain_missing(bundle, coverage)}")
+        self.directory = directory
+        self.max_p_value = 1 - coverage
+        names = name_folders(bundle.class_names)
+        self.folders = dict(zip(bundle.class_names, names, strict=True))
+
+    def check(self, images: ImageInputs) -> None:
+        """Raise ValueError where the directory is inside a folder of the images: a second run would
+        sort its copies."""
+        named = [images] if isinstance(images, str | Path) else images
+        if not isinstance(named, Sequence):
+            return
+        for name in named:
+            is_folder = isinstance(name, str | Path) and os.path.isdir(name)
+            if is_folder and self.directory.resolve().is_relative_to(Path(str(name)).resolve()):
+                raise ValueError(
+                    f"--sort-into {self.directory} is inside the photos, {name}; choose another"
+                )
+
+    def choose_folder(self, prediction: Prediction) -> str:
+        """The name of the folder for a photo."""
+        p_value = prediction.p_value
+        if p_value is not None and p_value <= self.max_p_value:
+            return UNKNOWN
+        classes = prediction.prediction_set
+        if classes is None or len(classes) != 1:
+            return UNSURE
+        return self.folders[classes[0]]
+
+    def copy(self, prediction: Prediction) -> Prediction:
+        """Copy the photo of a prediction, unless it couldn't be read; returns the prediction.
+
+        Raises:
+            OSError: it can't be copied.
+        """
+        source = Path(prediction.path)
+        if prediction.error is not None or not source.is_file():
+            return prediction
+        folder = self.directory / self.choose_folder(prediction)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = clean_name(source.stem)
+        suffix = clean_name(source.suffix[1:])
+        number = 1
+        target = folder / f"{stem}.{suffix}"
+        while not _copy_new(source, target):
+            # another photo of that name
+            number += 1
+            target = folder / f"{stem}-{number}.{suffix}"
+        return prediction
+
+
+def name_folders(class_names: Sequence[str]) -> list[str]:
+    """A name for the folder of each class that a file system takes and no other folder has, also
+    where it ignores case."""
+    taken = {UNSURE, UNKNOWN}
+    names = []
+    for class_name in class_names:
+        clean = clean_name(class_name)
+        name = clean
+        number = 1
+        while name.casefold() in taken:
+            number += 1
+            name = f"{clean}-{number}"
+        taken.add(name.casefold())
+        names.append(name)
+    return names
+
+
+def _copy_new(source: Path, target: Path) -> bool:
+    """Copy a file to where there is none; False where there is another file. One with the same
+    content, of an earlier run, is as good as a copy."""
+    if target.is_symlink():
+        return False
+    with open_regular(source) as content:
+        try:
+            # fails where there is anything, a link too
+            copy = target.open("xb")
+        except FileExistsError:
+            return target.is_file() and filecmp.cmp(source, target, shallow=False)
+        try:
+            with copy:
+                shutil.copyfileobj(content, copy)
+        except OSError:
+            remove(target)
+            raise
+    return True

@@ -1,0 +1,256 @@
+"""A linear probe: the block, the pooling and the strength of a regularised logistic regression on
+pooled features, chosen by cross-validation, as one linear layer.
+
+Which block's features serve a new task best is not known beforehand: the last ones are the most
+specialised in what the weights were trained for (Yosinski et al. 2014, arXiv 1411.1792).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+from vit.model.block_features import Readout
+from vit.prediction.features import Features
+
+FloatArray = NDArray[np.float64]
+
+NUM_FOLDS = 5
+# C of scikit-learn's LogisticRegression: of the best readout all of them are tried, of the others
+# every third
+_STRENGTHS = tuple(float(strength) for strength in 10.0 ** np.arange(-4, 1.5, 0.5))
+_COARSE_STRENGTHS = _STRENGTHS[2::3]
+# of the readouts, by least squares; of 4 x 200 photos and the 24 readouts of a ViT-S/14 the best
+# two are the same by both
+_NUM_CANDIDATES = 4
+_PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
+# features × classes × images of which the readout is chosen: seconds of one core
+_MAX_VALUES = 8_000_000
+_MIN_IMAGES_A_CLASS = 10
+# of a class without training images: its probability is negligible
+_ABSENT_BIAS = -30.0
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """A linear layer on one block's pooled features.
+
+    Attributes:
+        readout: Of which block, and how pooled.
+        strength: C of scikit-learn's `LogisticRegression`, the inverse of its penalty.
+        weight: [C, D], for features as they are: the standardisation is folded in.
+        bias: [C].
+        top1: Accuracy on left-out training images, 0 to 1; None where there were too few.
+    """
+
+    readout: Readout
+    strength: float
+    weight: Float[np.ndarray, "C D"]
+    bias: Float[np.ndarray, " C"]
+    top1: float | None
+
+    def compute_logits(self, features: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n C"]:
+        """float64, of features at `readout`."""
+        logits: FloatArray = np.asarray(features, dtype=np.float64) @ self.weight.T + self.bias
+        return logits
+
+
+def fit_probe(
+    features: Features,
+    labels: Int[np.ndarray, " n"],
+    *,
+    num_classes: int,
+    balanced: bool = False,
+    folds: Int[np.ndarray, " n"] | None = None,
+) -> LinearProbe:
+    """Choose readout and strength by the cross-validated log loss, and fit on all images.
+
+    Args:
+        features: Of the training images.
+        labels: Of the same images, 0 to C − 1.
+        num_classes: C; a class without images gets a negligible probability.
+        balanced: Whether all classes count alike, whatever their numbers of images.
+        folds: Number of the fold that each image is left out in, −1 for one that never is; None:
+            as `assign_folds`.
+
+    Raises:
+        ValueError: Fewer than two classes have images.
+    """
+    if len(np.unique(labels)) < 2:
+        raise ValueError("a probe needs training images of at least two classes")
+    if folds is None:
+        folds = assign_folds(labels)
+    # the matrices are small, and several threads wait for one another, the longer the more other
+    # programs run
+    with threadpool_limits(1):
+        # with nothing to choose by: the last block, as it was trained
+        readout = list(features)[-1]
+        strength = 1e-2
+        top1 = None
+        if folds.max() >= 1:
+            readout = _choose_readout(
+                features, labels, folds, num_classes=num_classes, balanced=balanced
+            )
+            losses, accuracies = _cross_validate(
+                as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
+            )
+            best = int(losses.argmin())
+            strength = _STRENGTHS[best]
+            top1 = float(accuracies[best])
+
+        values = as_array(features, readout)
+        ((fitted_weight, fitted_bias, classes),) = fit_path(
+            values, labels, [strength], balanced=balanced
+        )
+    weight = np.zeros((num_classes, values.shape[1]))
+    weight[classes] = fitted_weight
+    bias = np.full(num_classes, fitted_bias.min() + _ABSENT_BIAS)
+    bias[classes] = fitted_bias
+    return LinearProbe(readout, strength, weight, bias, top1)
+
+
+def _choose_readout(
+    features: Features,
+    labels: NDArray[np.int64],
+    folds: NDArray[np.int64],
+    *,
+    num_classes: int,
+    balanced: bool,
+) -> Readout:
+    """The readout of the least loss at its best strength; of a sample where there are many images,
+    and among the few for which least squares, which take a fraction of the time, do best."""
+    width = next(iter(features.values())).shape[1]
+    max_images = _MAX_VALUES // (width * num_classes)
+    # of each class as many
+    images_a_class = max(max_images // num_classes, _MIN_IMAGES_A_CLASS)
+    rng = np.random.default_rng(0)
+    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    sample = np.sort(np.concatenate([indices[:images_a_class] for indices in shuffled]))
+
+    arrays = {readout: as_array(features, readout)[sample] for readout in features}
+    errors = {
+        readout: _compute_ridge_error(values, labels[sample]) for readout, values in arrays.items()
+    }
+    losses = {}
+    for readout in sorted(errors, key=lambda readout: errors[readout])[:_NUM_CANDIDATES]:
+        strength_losses, _ = _cross_validate(
+            arrays[readout],
+            labels[sample],
+            folds[sample],
+            strengths=_COARSE_STRENGTHS,
+            balanced=balanced,
+        )
+        losses[readout] = strength_losses.min()
+    return min(losses, key=lambda readout: losses[readout])
+
+
+def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> float:
+    """Mean squared error of ridge regressions on the classes' indicators, each image left out in
+    turn, at the best of a few penalties; in closed form (Allen 1974, PRESS)."""
+    standardised, _, _ = _standardise(features)
+    targets = np.eye(labels.max() + 1)[labels]
+    targets -= targets.mean(axis=0)
+    vectors, values, _ = np.linalg.svd(standardised, full_matrices=False)
+    errors = []
+    for penalty in _PENALTIES:
+        shrinkage = values**2 / (values**2 + penalty)
+        fitted = (vectors * shrinkage) @ (vectors.T @ targets)
+        # the diagonal of the projection, with the intercept's
+        leverage = (vectors**2) @ shrinkage + 1 / len(labels)
+        residuals = (targets - fitted) / np.maximum(1 - leverage, 1e-9)[:, None]
+        errors.append((residuals**2).sum(axis=1).mean())
+    return float(min(errors))
+
+
+def _standardise(features: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """The features with mean 0 and standard deviation 1, and what these were."""
+    mean = features.mean(axis=0)
+    std = features.std(axis=0)
+    # a channel that never changes tells nothing
+    std[std == 0] = 1
+    return (features - mean) / std, mean, std
+
+
+def assign_folds(labels: Int[np.ndarray, " n"], *, num_folds: int = NUM_FOLDS) -> NDArray[np.int64]:
+    """Stratified folds: each class's images in all of them, as evenly as can be, in a random
+    order. The only image of a class is never left out: −1. There are fewer folds where the
+    smallest other class has fewer images."""
+    counts = np.bincount(labels)
+    several = counts[counts > 1]
+    if not len(several):
+        return np.full(len(labels), -1)
+    num_folds = max(min(num_folds, int(several.min())), 2)
+    rng = np.random.default_rng(0)
+    folds = np.full(len(labels), -1, dtype=np.int64)
+    start = 0
+    for label in np.flatnonzero(counts > 1):
+        indices = rng.permutation(np.flatnonzero(labels == label))
+        # each class begins where the one before ended, so that the folds are of one size
+        folds[indices] = (start + np.arange(len(indices))) % num_folds
+        start += len(indices)
+    return folds
+
+
+def _cross_validate(
+    features: FloatArray,
+    labels: NDArray[np.int64],
+    folds: NDArray[np.int64],
+    *,
+    strengths: Sequence[float],
+    balanced: bool,
+) -> tuple[FloatArray, FloatArray]:
+    """Of each strength the mean log loss and the accuracy on the images that were left out."""
+    losses = np.zeros(len(strengths))
+    num_correct = np.zeros(len(strengths))
+    for fold in range(folds.max() + 1):
+        is_out = folds == fold
+        out_labels = labels[is_out]
+        path = fit_path(features[~is_out], labels[~is_out], strengths, balanced=balanced)
+        for place, (weight, bias, classes) in enumerate(path):
+            logits = features[is_out] @ weight.T + bias
+            log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            # an image of a class that is left out as a whole is a mistake of every readout
+            known = np.flatnonzero(np.isin(out_labels, classes))
+            columns = np.searchsorted(classes, out_labels[known])
+            losses[place] -= log_probabilities[known, columns].sum()
+            num_correct[place] += (classes[logits.argmax(axis=1)] == out_labels).sum()
+    count = (folds >= 0).sum()
+    return losses / count, num_correct / count
+
+
+def fit_path(
+    features: FloatArray,
+    labels: NDArray[np.int64],
+    strengths: Sequence[float],
+    *,
+    balanced: bool,
+) -> list[tuple[FloatArray, FloatArray, NDArray[np.int64]]]:
+    """Of each strength, weakest first, the weight [C, D], bias [C] and classes [C] of a logistic
+    regression on standardised features, for features as they are."""
+    # scikit-learn takes a second to import
+    from sklearn.linear_model import LogisticRegression
+
+    standardised, mean, std = _standardise(features)
+    # each fit starts from the one before, which is near it
+    model = LogisticRegression(
+        max_iter=1000, warm_start=True, class_weight="balanced" if balanced else None
+    )
+    path = []
+    for strength in strengths:
+        model.set_params(C=strength).fit(standardised, labels)
+        weight, bias = model.coef_, model.intercept_
+        if len(weight) == 1:
+            # of two classes scikit-learn has one logit, the second class's
+            weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+        weight = weight / std
+        path.append((weight, bias - weight @ mean, model.classes_))
+    return path
+
+
+def as_array(features: Features, readout: Readout) -> FloatArray:
+    """float64 [n, D], at one readout."""
+    values: FloatArray = features[readout].numpy().astype(np.float64)
+    return values

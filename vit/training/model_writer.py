@@ -1,0 +1,92 @@
+"""The model file of a run, written whenever its model is the best so far."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from vit.bundle import MODEL_FILE, save_bundle
+from vit.config import values_to_save
+from vit.model.model_file import read_model_file
+from vit.runtime.background_writer import BackgroundWriter
+from vit.runtime.device import copy_to_host
+from vit.runtime.processes import Process
+from vit.training.data import TrainingData
+from vit.training.trainer import ModelWriter
+
+
+@dataclass(frozen=True, eq=False)
+class BundleWriter(ModelWriter):
+    """Writes a bundle: a file that needs nothing else.
+
+    Args:
+        directory: of the run.
+        data: what the model was trained on, with the configuration.
+        process: the main one writes.
+        run_id: of the run.
+        writer: of the run's files.
+    """
+
+    directory: Path
+    data: TrainingData
+    process: Process
+    run_id: str
+    writer: BackgroundWriter
+
+    def write(self, model: nn.Module) -> None:
+        state = model.state_dict()
+        weights = copy_to_host(state)
+        if not self.process.is_main:
+            return
+        # those of a model on a CPU are its own, which the next step changes
+        if weights is state:
+            weights = copy.deepcopy(state)
+        data = self.data
+        config = values_to_save(data.config)
+        # whatever becomes of the file that they are from
+        config["data"]["class_names"] = data.splits.renamed_classes or None
+        config["data"]["corrections"] = dict(data.splits.corrections) or None
+        datasets = {"train": data.train}
+        if data.validation is not None:
+            datasets["validation"] = data.decoded_validation
+        hashes = None
+        if data.train.hashes is not None:
+            # safetensors takes nothing else
+            exact, perceptual = np.ascontiguousarray(data.train.hashes)
+            hashes = (exact, perceptual)
+        save_bundle(
+            self.directory / MODEL_FILE,
+            model,
+            weights=weights,
+            preprocess=data.preprocess,
+            class_names=data.train.class_names,
+            config=config,
+            run_id=self.run_id,
+            data={
+                "name": data.train.name,
+                "fingerprint": data.train.fingerprint,
+                "splits": {
+                    split: {"num_images": len(dataset), "fingerprint": dataset.fingerprint}
+                    for split, dataset in datasets.items()
+                },
+                "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
+                "notes": list(data.train.notes),
+            },
+            training_hashes=hashes,
+            submit=self.writer.submit,
+        )
+
+    def has_written(self) -> bool:
+        """Whether the model file is there and intact. Raises ValueError for one of another run."""
+        path = self.directory / MODEL_FILE
+        try:
+            run_id = read_model_file(path).metadata.get("run_id")
+        except (OSError, ValueError):
+            return False
+        if run_id != self.run_id:
+            raise ValueError(
+                f"{path} is of run {run_id}, this is run {self.run_id}; move it away and resume"
+            )
+        return True

@@ -1,0 +1,115 @@
+"""What the user is told before a training run starts: what it will do, and what may go wrong."""
+
+import numpy as np
+import torch
+
+from vit.data.statistics import MAX_RATIO, compute_class_ratio, measure_shorter_side
+from vit.runtime.console import build_console, build_table
+from vit.runtime.device import describe_device
+from vit.training.run import Run
+
+_FEW_STEPS = 200
+# of the images' shorter side, in units of data.image_size
+_MIN_SCALE = 0.5
+_MAX_SCALE = 8
+# images whose sizes are read
+_SAMPLE = 200
+
+
+def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
+    """Show what a run will do, its unreadable images and its warnings on standard error.
+
+    Args:
+        run: before it starts.
+        choices: what was chosen for its images, with reasons, by name; and the estimate of its
+            duration.
+        resumed: whether it continues; then there are no warnings.
+    """
+    console = build_console(stderr=True)
+    rows = summarize_run(run) | choices
+    console.print(build_table(rows.items(), num_text_columns=2))
+    for dataset in (run.data.train, run.data.validation):
+        if dataset is None:
+            continue
+        for name, reason in dataset.unreadable:
+            console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
+    if resumed:
+        step = run.trainer.progress.step
+        console.print(f"resuming after step {step} of {run.trainer.plan.total_steps}")
+    else:
+        for sentence in list_warnings(run):
+            console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
+
+
+def summarize_run(run: Run) -> dict[str, str]:
+    """The run's images, model, device and length, as text by name."""
+    plan = run.trainer.plan
+    train_step = run.trainer.train_step
+    data = run.data
+    num_steps = plan.steps_per_epoch
+
+    images = f"{len(data.train):,} training"
+    if data.validation is not None:
+        images += f", {len(data.validation):,} validation"
+    decoded = [dataset for dataset in (data.train, data.validation) if dataset is not None]
+    num_unreadable = sum(len(dataset.unreadable) for dataset in decoded)
+
+    num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
+    device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
+    compiled = "compiled" if train_step.compile else "not compiled"
+    length = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
+    length += f", {plan.total_steps:,} steps in all"
+    if not plan.total_steps:
+        length = "the probe alone"
+    facts = {
+        "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
+        "files": data.splits.describe_files(num_unreadable),
+        "splits": "; ".join(data.splits.describe_splits()),
+        "fingerprint": data.train.fingerprint[:16],
+        "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
+        "class balance": f"{data.class_balance} ({data.class_balance_reason})",
+        "model": f"{num_parameters:,} parameters",
+        "device": f"{device}, {train_step.precision}, {compiled}",
+        "run": length,
+    }
+    if run.probe is not None:
+        facts["probe"] = run.probe.describe()
+        if run.probe.curve is not None:
+            facts["more photos"] = run.probe.curve.describe()
+    # of other sets there are no files
+    if not facts["files"]:
+        del facts["files"]
+    return facts
+
+
+def list_warnings(run: Run) -> list[str]:
+    """One sentence for each thing that may go wrong with the run."""
+    data = run.data
+    warnings = list(data.train.notes)
+
+    total_steps = run.trainer.plan.total_steps
+    # a model that starts from a probe is a good one already
+    if total_steps < _FEW_STEPS and not run.trainer.keeps_first_model:
+        warnings.append(
+            f"the run has {total_steps} steps, and fewer than {_FEW_STEPS} rarely train well: "
+            "raise train.epochs or lower train.batch_size"
+        )
+
+    if compute_class_ratio(data.train.labels) > MAX_RATIO and data.class_balance == "none":
+        counts = np.bincount(data.train.labels)
+        names = data.train.class_names
+        warnings.append(
+            f"classes of more than {MAX_RATIO}:1: {names[counts.argmax()]} has {counts.max():,} "
+            f"training images and {names[counts.argmin()]} has {counts.min():,}; "
+            "train.class_balance=auto balances them"
+        )
+
+    # of the files, whatever was decoded of them
+    image_size = min(data.preprocess.image_size)
+    side = measure_shorter_side(data.splits.split("train"), count=_SAMPLE)
+    sizes = f"({side:.0f} px) than data.image_size {image_size}"
+    if side < _MIN_SCALE * image_size:
+        warnings.append(f"the images are much smaller {sizes}; a smaller one trains faster")
+    if side > _MAX_SCALE * image_size:
+        warnings.append(f"the images are much larger {sizes}; a larger one shows more of them")
+    return warnings

@@ -1,0 +1,205 @@
+"""The linear probe that a run of pretrained weights starts from."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from vit.analysis.learning_curve.curve import LearningCurve, measure_learning_curve
+from vit.config import Config
+from vit.data.dataset import ImageDataset
+from vit.model.block_features import cut_model
+from vit.model.model_file import MODEL_FILE, read_model_file
+from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import build_to_fit
+from vit.prediction.features import Features, compute_features
+from vit.runtime.console import build_console
+from vit.runtime.processes import current_process
+from vit.training.cross_validation import assign_group_folds
+from vit.training.data import TrainingData
+from vit.training.linear_probe import NUM_FOLDS, LinearProbe, fit_probe
+from vit.training.model import set_up_training
+from vit.training.validation import build_predictor
+
+_POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
+
+
+@dataclass(frozen=True)
+class FittedProbe:
+    """A probe and what it took.
+
+    Attributes:
+        probe: Of the training images.
+        depth: Blocks of the model that it was fitted on.
+        num_images: It was fitted on.
+        num_training_images: Among which those were chosen.
+        features: Of the images that it was fitted on, float32 [n, D], which its head reads.
+        feature_seconds: Of the forward pass, or of reading its results from the cache.
+        fit_seconds: Of the regressions.
+        curve: How its accuracy grows with the images; None in other processes than the main one.
+    """
+
+    probe: LinearProbe
+    depth: int
+    num_images: int
+    num_training_images: int
+    features: Float[np.ndarray, "n D"]
+    feature_seconds: float
+    fit_seconds: float
+    curve: LearningCurve | None = None
+
+    def describe(self) -> str:
+        """What was chosen, how accurate it is and how long it took, for the user."""
+        depth, pool = self.probe.readout
+        text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
+        if self.probe.top1 is not None:
+            text += f"; top-1 in cross-validation {self.probe.top1:.1%}"
+        count = f"{self.num_images:,}"
+        if self.num_images < self.num_training_images:
+            count += f" of {self.num_training_images:,}"
+        text += f" ({count} training images; features {self.feature_seconds:.0f} s,"
+        return f"{text} regressions {self.fit_seconds:.0f} s)"
+
+
+def uses_probe(config: Config) -> bool:
+    """Whether a run starts from a probe, as one of random weights can't."""
+    return bool(config.model.probe) and config.model.init is not None
+
+
+def is_probe_alone(config: Config) -> bool:
+    """Whether nothing is trained after the probe: its regression is the best head of a frozen
+    backbone."""
+    return uses_probe(config) and config.model.freeze == "backbone"
+
+
+def fit_to_data(
+    config: Config,
+    model: VisionTransformer,
+    data: TrainingData,
+    *,
+    device: torch.device,
+) -> FittedProbe:
+    """Fit a probe on the training images.
+
+    Args:
+        config: Of the run; `model.probe` says on how many images, of each class as many as of the
+            others.
+        model: With the pretrained weights, on its device.
+        data: Of the run.
+        device: The model's.
+    """
+    dataset = data.train
+    max_images = config.model.probe
+    # True is all of them, and a number as well
+    if max_images is not True and max_images < len(dataset):
+        dataset = dataset.subset(_choose_evenly(dataset, max_images))
+    # of images that are decoded as training goes, the unreadable ones are left out here
+    dataset = data.decode(dataset)
+    started_at = time.perf_counter()
+    predictor = build_predictor(data, model, device=device)
+    features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
+
+    computed_at = time.perf_counter()
+    process = current_process()
+    probe = None
+    if process.is_main:
+        folds = None
+        if dataset.groups is not None:
+            folds = assign_group_folds(dataset.labels, dataset.groups, num_folds=NUM_FOLDS)
+            # a class of one group can't be left out as a whole
+            if folds.max() < 1:
+                folds = None
+        probe = fit_probe(
+            features,
+            dataset.labels,
+            num_classes=len(dataset.class_names),
+            balanced=data.class_balance != "none",
+            folds=folds,
+        )
+    # others' libraries might round another way
+    probe = process.broadcast(probe)
+    assert probe is not None
+    fit_seconds = time.perf_counter() - computed_at
+    curve = None
+    if process.is_main:
+        curve = _measure_curve(features, dataset, probe, balanced=data.class_balance != "none")
+    return FittedProbe(
+        probe,
+        depth=len(model.blocks),
+        num_images=len(dataset),
+        num_training_images=len(data.train),
+        features=features[probe.readout].numpy(),
+        feature_seconds=computed_at - started_at,
+        fit_seconds=fit_seconds,
+        curve=curve,
+    )
+
+
+def _measure_curve(
+    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
+) -> LearningCurve | None:
+    try:
+        return measure_learning_curve(
+            features,
+            dataset.labels,
+            probe,
+            class_names=dataset.class_names,
+            groups=dataset.groups,
+            balanced=balanced,
+        )
+    except Exception as error:  # what only informs must not cost the run
+        message = f"warning: no learning curve: {type(error).__name__}: {error}"
+        build_console(stderr=True).print(message, style="yellow", soft_wrap=True)
+        return None
+
+
+def build_probed_model(
+    config: Config, model: VisionTransformer, probe: LinearProbe
+) -> VisionTransformer:
+    """The model that ends at the probe's block, with the probe as its head, to be trained as the
+    configuration says."""
+    probed = cut_model(
+        model,
+        probe.readout,
+        weight=torch.from_numpy(probe.weight).float(),
+        bias=torch.from_numpy(probe.bias).float(),
+    )
+    set_up_training(config, probed)
+    return probed
+
+
+def load_probed_model(config: Config, directory: Path) -> VisionTransformer | None:
+    """The model of the run in `directory`, which is to be resumed: of the probe's architecture, its
+    weights those of the probe until a better model was found. None where there is none."""
+    path = directory / MODEL_FILE
+    try:
+        content = read_model_file(path)
+    except (OSError, ValueError):
+        return None
+    # another program's weights, or a module that isn't ours
+    if "architecture" not in content.metadata:
+        return None
+    architecture = dict(content.metadata["architecture"])
+    architecture["drop_path_rate"] = config.model.drop_path_rate
+    model = build_to_fit(architecture, content.weights, origin=str(path))
+    model.load_state_dict(content.weights)
+    set_up_training(config, model)
+    return model
+
+
+def _choose_evenly(dataset: ImageDataset, count: int) -> np.ndarray:
+    """The indices of at most `count` images: the first of each class in an order shuffled by seed 0,
+    then the second, and so on."""
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(len(dataset))
+    labels = dataset.labels[shuffled]
+    order = np.argsort(labels, kind="stable")
+    # of each image its place within its class
+    starts = np.searchsorted(labels[order], np.unique(labels))
+    places = np.empty(len(dataset), dtype=np.int64)
+    class_sizes = np.diff([*starts, len(dataset)])
+    places[order] = np.arange(len(dataset)) - np.repeat(starts, class_sizes)
+    return np.sort(shuffled[np.argsort(places, kind="stable")[:count]])

@@ -1,0 +1,147 @@
+"""Validation while a model trains: the numbers that `vit evaluate` would report."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vit.evaluation.metrics import Floats, Scores, compute_metrics, score_logits
+from vit.prediction.predictor import LogitArray, Predictor, choose_batch_size
+from vit.runtime.device import choose_precision
+from vit.training.data import TrainingData, choose_evenly
+from vit.training.plan import NO_VALIDATION, SelectBy, Validation
+from vit.training.trainer import Validator
+
+# of logits that outlast the epochs: 8 MiB in every checkpoint
+_MAX_LOGITS = 1 << 21
+
+
+@dataclass(eq=False)
+class HeldAside:
+    """Logits of validation images that did not choose the epoch they are from.
+
+    The images are divided by hashes of their pixels. Each has its logits at the epoch that the
+    other half alone would have chosen so far: what is found out with them (thresholds of prediction
+    sets, a temperature) is not flattered by the choice, and all of them count.
+
+    Args:
+        select_by: the measure of the best model.
+    """
+
+    select_by: SelectBy
+    # [n], of the right class; none before the first validation
+    probabilities: Floats = field(default_factory=lambda: np.zeros(0))
+    # [k, C], of the images `indices`: all, or of many that are evenly spaced
+    logits: LogitArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    # of the half without and with the last bit of the hash
+    best: list[Validation] = field(default_factory=list)
+
+    @property
+    def indices(self) -> list[int]:
+        """The images whose logits are kept, [k]."""
+        return choose_evenly(len(self.probabilities), len(self.logits))
+
+    def update(self, scores: Scores, logits: LogitArray, digests: np.ndarray) -> None:
+        """Take what an epoch gives, for the half whose other half finds it the best.
+
+        Args:
+            scores: of all validation images.
+            logits: that they are of, [n, C].
+            digests: hashes of the images, [n].
+        """
+        if not self.best:
+            num_kept = min(len(scores), max(1, _MAX_LOGITS // logits.shape[1]))
+            self.probabilities = np.zeros(len(scores))
+            self.logits = np.zeros((num_kept, logits.shape[1]), np.float32)
+            self.best = [NO_VALIDATION, NO_VALIDATION]
+        is_second = digests % 2 == 1
+        for number, half in enumerate((~is_second, is_second)):
+            # all images in one half: that of one image, say
+            chosen_by = half if half.any() else ~half
+            validation = measure(scores.subset(chosen_by))
+            is_first = self.best[number] == NO_VALIDATION
+            if is_first or validation.rank(self.select_by) > self.best[number].rank(self.select_by):
+                self.best[number] = validation
+                self.probabilities[~half] = scores.label_probability[~half]
+                indices = np.array(self.indices)
+                is_other = ~half[indices]
+                self.logits[is_other] = logits[indices[is_other]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As checkpoints hold it."""
+        return {
+            "probabilities": torch.from_numpy(self.probabilities.copy()),
+            "logits": torch.from_numpy(self.logits.copy()),
+            "best": [tuple(validation) for validation in self.best],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state_dict` gave."""
+        self.probabilities = state["probabilities"].numpy().copy()
+        self.logits = state["logits"].numpy().copy()
+        self.best = [Validation(*values) for values in state["best"]]
+
+
+def measure(scores: Scores) -> Validation:
+    """The measures of the epoch's choice."""
+    return Validation(
+        loss=float(scores.loss.mean()),
+        top1=float(scores.correct.mean()),
+        macro_f1=compute_metrics(scores)["macro_f1"],
+    )
+
+
+def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.device) -> Predictor:
+    """A model of a run, under the conditions of the run."""
+    return Predictor(
+        model=model.eval(),
+        preprocess=data.preprocess,
+        num_classes=len(data.train.class_names),
+        batch_size=choose_batch_size(device),
+        device=device,
+        precision=choose_precision(data.config.train.precision, device),
+    )
+
+
+@dataclass(eq=False)
+class ImageValidator(Validator):
+    """Measures a model on the validation images.
+
+    Args:
+        data: with validation images.
+        device: of the model.
+        held_aside: logits that outlast the epochs.
+        last_scores: of the last evaluation.
+    """
+
+    data: TrainingData
+    device: torch.device
+    held_aside: HeldAside
+    last_scores: Scores | None = None
+
+    def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
+        dataset = self.data.decoded_validation
+        # in the first call, unless they were decoded before: then the plan of the run names them
+        if self.last_scores is None and self.data.validation is not dataset:
+            for name, reason in dataset.unreadable:
+                warn(f"skipped validation image {name}: {reason}")
+
+        preprocess = self.data.preprocess
+        images = dataset.pixels
+        assert images is not None, "validation images are always decoded"
+        predictor = build_predictor(self.data, model, device=self.device)
+        logits = predictor.predict(
+            lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
+        )
+        self.last_scores = score_logits(logits, dataset.labels)
+        self.held_aside.update(self.last_scores, logits, dataset.digests)
+        return measure(self.last_scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held_aside.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.held_aside.load_state_dict(state)
