@@ -1,6 +1,7 @@
 """Model files: self-sufficient, whole, without pickle, the same bytes for the same model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import vit
 from vit.bundle import Bundle, load_bundle, load_model, save_bundle, update_metadata
@@ -209,3 +211,18 @@ class TestModules:
         assert load_model(make_model()).class_names[0] == "class 0"
         with pytest.raises(ValueError, match="random_weights needs a model file"):
             load_model(bundle, random_weights=True)
+
+
+def test_a_bundle_keeps_what_is_found_once_about_its_model() -> None:
+    bundle = Bundle.from_model(make_model())
+    assert bundle.device == torch.device("cpu")
+    searches: list[str] = []
+
+    def find_names(model: nn.Module) -> list[str]:
+        searches.append("search")
+        return [name for name, _ in model.named_modules()]
+
+    assert bundle.find_once(find_names) is bundle.find_once(find_names)
+    assert len(searches) == 1
+    other = replace(bundle, model=nn.Sequential(nn.Linear(2, 2)))
+    assert other.find_once(find_names) == ["", "0"]

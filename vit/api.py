@@ -3,11 +3,10 @@
 Each function makes an options record (`vit.options`) of its arguments, as the commands do of theirs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,17 @@ from vit.analysis.class_summary.run import SummaryResult, run_summary
 from vit.analysis.compare.comparison import Comparison, compare_evaluations
 from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.analysis.faithfulness.result import FaithfulnessResult
-from vit.bundle import Bundle, collect_versions, load_model
+from vit.bundle import ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
-from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.images import load_images, select_correct_images, select_images
+from vit.evaluation.images import (
+    check_data,
+    load_images,
+    open_data,
+    select_correct_images,
+    select_images,
+)
 from vit.evaluation.report.report import render_pages
 from vit.explanation.best_method import choose_methods, write_best_method
 from vit.explanation.explainer import Explainer, choose_explain_batch_size
@@ -41,7 +45,6 @@ from vit.explanation.targets import (
 )
 from vit.explanation.writer import MapWriter
 from vit.model.logits import compute_logits
-from vit.model.model_info import keep_mode
 from vit.options import (
     TTA,
     AuditOptions,
@@ -59,34 +62,18 @@ from vit.prediction.embeddings import check_embeddings_file, embed_images, save_
 from vit.prediction.predictor import Prediction, PredictionResult, predict_images
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_choice, check_kind
-from vit.runtime.device import choose_device, describe_device
+from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output
-from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import join_processes
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
 
-ModelLike = str | Path | Bundle | nn.Module
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
 
 _CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
-
-
-def _keeps_mode(function: _Function) -> _Function:
-    """A function that puts a model into evaluation mode, and gives a user's module back in the mode
-    it came in, whatever happens."""
-
-    @wraps(function)
-    def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
-        with keep_mode(model.model if isinstance(model, Bundle) else model):
-            return function(model, *args, **kwargs)
-
-    return cast("_Function", run)
 
 
 def train(
@@ -178,7 +165,7 @@ def train(
     return train_model(config, overrides, expand_home(output), options, objects)
 
 
-@_keeps_mode
+@keeps_mode
 def evaluate(
     model: ModelLike,
     *,
@@ -238,7 +225,7 @@ def evaluate(
         >>> result = vit.evaluate("runs/digits", tta="hflip")
         >>> result.evaluation.top1, result.evaluation.intervals["top1"]
     """
-    _check_data(data, dataset)
+    check_data(data, dataset)
     options = pick(EvaluateOptions, locals())
     check_choice(tta, TTA, name="tta")
     # the temperature is fitted on the validation images: they can't be measured on as well
@@ -247,8 +234,8 @@ def evaluate(
         raise ValueError(_CALIBRATION_HINT)
     # in a process group all processes share the images
     with join_processes(device) as (process, device_name):
-        bundle = _load(model, device_name)
-        data_splits = _open_data(bundle, data, root, dataset, class_names)
+        bundle = open_model(model, device=device_name)
+        data_splits = open_data(bundle, data, root, dataset, class_names)
         data_splits = replace(data_splits, check_cache=check_cache)
         if calibrate and (split or data_splits.default_split) == "validation":
             raise ValueError(_CALIBRATION_HINT)
@@ -308,7 +295,7 @@ def audit(
     return run_audit(data, options)
 
 
-@_keeps_mode
+@keeps_mode
 def predict(
     model: ModelLike,
     images: ImageInputs,
@@ -361,7 +348,7 @@ def iterate_predictions(
     model: ModelLike, images: ImageInputs, options: PredictOptions
 ) -> Iterator[Prediction]:
     """`predict` for any number of images, one batch in memory at a time."""
-    bundle = _load(model, options.device)
+    bundle = open_model(model, device=options.device)
     predictions = predict_images(
         bundle,
         images,
@@ -389,7 +376,7 @@ def iterate_predictions(
     save_embeddings(path, yielded)
 
 
-@_keeps_mode
+@keeps_mode
 def embed(
     model: ModelLike,
     images: ImageInputs,
@@ -418,11 +405,11 @@ def embed(
         >>> features = vit.embed("runs/digits", ["photo.png", "other.png"])
         >>> features.shape  # (2, D)
     """
-    bundle = _load(model, device)
+    bundle = open_model(model, device=device)
     return embed_images(bundle, images, batch_size=batch_size, precision=precision)
 
 
-@_keeps_mode
+@keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
 def explain(
     model: ModelLike,
@@ -494,7 +481,7 @@ def explain(
     """
     if max_side < 0:
         raise ValueError(f"max_side {max_side} is negative; 0 means no limit")
-    bundle = _load(model, device, random_weights=random_weights)
+    bundle = open_model(model, device=device, random_weights=random_weights)
     # listed once: a folder of many images takes a while
     inputs = None
     num_images = count
@@ -564,7 +551,7 @@ def summarize_classes(
     Example:
         >>> vit.summarize_classes("runs/photos", "photos/test").summary.flagged
     """
-    bundle = _load(model, device)
+    bundle = open_model(model, device=device)
     inputs = None if images is None else list(list_images(images))
     return run_summary(bundle, inputs, method=method, masks=masks, batch_size=batch_size)
 
@@ -590,7 +577,7 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     return compare_evaluations(evaluations)
 
 
-@_keeps_mode
+@keeps_mode
 def measure_faithfulness(
     model: ModelLike,
     *,
@@ -642,16 +629,16 @@ def measure_faithfulness(
         >>> result = vit.measure_faithfulness("runs/digits", methods=("rollout", "gae"), count=64)
         >>> print(result.table)
     """
-    _check_data(data, dataset)
+    check_data(data, dataset)
     methods = as_tuple(methods)
     pick(FaithfulnessOptions, locals())
     names = list(METHODS) if methods == ("all",) else list(methods)
     # a wrong name is said before the model is loaded
     find_methods(names)
-    bundle = _load(model, device, random_weights=random_weights)
-    source = _open_data(bundle, data, root, dataset, class_names).split(split)
+    bundle = open_model(model, device=device, random_weights=random_weights)
+    source = open_data(bundle, data, root, dataset, class_names).split(split)
     batch_size = batch_size or choose_explain_batch_size(
-        bundle.preprocess.image_size, next(bundle.model.parameters()).device
+        bundle.preprocess.image_size, bundle.device
     )
     kind = find_output_kind(bundle.model, bundle.class_names)
     if target == "auto" and kind == "classes":
@@ -685,7 +672,7 @@ def measure_faithfulness(
         "target": describe_target(target),
         "num_images": len(ids),
         "seed": seed,
-        "device": describe_device(next(bundle.model.parameters()).device),
+        "device": describe_device(bundle.device),
         "precision": benchmark.precision,
         "versions": collect_versions(),
     }
@@ -694,17 +681,6 @@ def measure_faithfulness(
     if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
         measurement.notes.append(write_best_method(bundle, result))
     return result
-
-
-def _load(model: ModelLike, device: str, *, random_weights: bool = False) -> Bundle:
-    # batches of one size after another would give memory back and fetch it again
-    keep_freed_memory()
-    module = model.model if isinstance(model, Bundle) else model
-    torch_device = choose_device(device)
-    # a model in memory stays where it is unless a device is named
-    if device == "auto" and isinstance(module, nn.Module):
-        torch_device = next(module.parameters()).device
-    return load_model(model, device=torch_device, random_weights=random_weights)
 
 
 @torch.no_grad()
@@ -721,26 +697,3 @@ def _choose_classes(
     if classes.shape[1] != 1:
         raise ValueError("faithfulness is measured of one class of each image; name one, or auto")
     return classes[:, 0]
-
-
-def _check_data(data: str | Path | None, dataset: Any) -> None:
-    if data is None:
-        return
-    expected = "a name or path; pass images from Python as dataset=…"
-    check_kind(data, (str, Path), name="data", expected=expected)
-    if dataset is not None:
-        raise ValueError("data names images and dataset passes others; give one of them")
-
-
-def _open_data(
-    bundle: Bundle,
-    data: str | Path | None,
-    root: str | Path | None,
-    dataset: Any,
-    class_names: Sequence[str] | None,
-) -> DatasetSplits:
-    if dataset is not None:
-        return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
-    if data is None and bundle.passed_images is not None:
-        return bundle.passed_images
-    return open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))

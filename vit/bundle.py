@@ -5,10 +5,10 @@ import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ from vit.model.model_info import (
     count_classes,
     find_class_names,
     find_preprocess,
+    keep_mode,
     unwrap_model,
 )
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit, check_fit
 from vit.runtime.arguments import check_kind
+from vit.runtime.device import choose_device
 from vit.runtime.files import compute_sha256
+from vit.runtime.memory import keep_freed_memory
 from vit.runtime.version import __version__
 
 # models that come with the package, as NAME.safetensors
@@ -41,6 +44,8 @@ PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
 
 Device = str | torch.device
 Values = Mapping[str, Any]  # as JSON has them
+Found = TypeVar("Found")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ class Bundle:
     training_hashes: Hashes | None = None
     likeness: Likeness | None = None
     passed_images: DatasetSplits | None = None
+    _found: dict[Callable[[nn.Module], Any], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_model(
@@ -118,14 +126,63 @@ class Bundle:
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device on which the model's weights are."""
+        return next(self.model.parameters()).device
+
+    def find_once(self, find: Callable[[nn.Module], Found]) -> Found:
+        """Return `find(model)`, computed by the first call and kept for later ones.
+
+        Args:
+            find: A function of a module, whose answer depends on the model's structure alone, not
+                on its weights, mode or device.
+        """
+        if find not in self._found:
+            self._found[find] = find(self.model)
+        return cast(Found, self._found[find])
+
+    @property
     def temperature(self) -> float:
         """What the logits are divided by before the softmax; 1 unless it was fitted on validation
         images."""
         return float(self.metadata.get("temperature", 1.0))
 
 
+ModelLike = str | Path | Bundle | nn.Module
+
+
+def keeps_mode(function: Function) -> Function:
+    """Decorate a public function whose first parameter is a model. It may put the model into
+    evaluation mode; afterwards a user's module is in the mode that it was in before."""
+
+    @wraps(function)
+    def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
+        with keep_mode(model.model if isinstance(model, Bundle) else model):
+            return function(model, *args, **kwargs)
+
+    return cast(Function, run)
+
+
+def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool = False) -> Bundle:
+    """Load a model for a public function, onto the device that its user named.
+
+    Args:
+        model: As in `load_model`.
+        device: "cpu", "cuda" or "cuda:N". "auto" leaves a module where it is, and takes a GPU for
+            anything else if there is one.
+        random_weights: As in `load_bundle`.
+    """
+    # batches of one size after another would give memory back and fetch it again
+    keep_freed_memory()
+    module = model.model if isinstance(model, Bundle) else model
+    torch_device = choose_device(device)
+    if device == "auto" and isinstance(module, nn.Module):
+        torch_device = next(module.parameters()).device
+    return load_model(model, device=torch_device, random_weights=random_weights)
+
+
 def load_model(
-    model: str | Path | Bundle | nn.Module,
+    model: ModelLike,
     *,
     device: Device = "cpu",
     random_weights: bool = False,

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +20,10 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
-from vit.data.open import DatasetSplits, open_for_model
+from vit.data.open import DatasetSplits, open_for_model, open_passed
 from vit.evaluation.metrics import Ints
 from vit.prediction.predictor import Pixels, Predictor
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.processes import current_process
 
 # below which an interval says nothing
@@ -273,3 +275,33 @@ def _read_shuffled(
         # an unreadable one
         with suppress(ValueError, OSError):
             yield index, preprocess.to_uint8(dataset.image(index))
+
+
+def check_data(data: str | Path | None, dataset: Any) -> None:
+    """Check the arguments `data` and `dataset` of a public function, before its model is loaded.
+
+    Raises:
+        ValueError: Both are given, or `data` is neither a name nor a path.
+    """
+    if data is None:
+        return
+    expected = "a name or path; pass images from Python as dataset=…"
+    check_kind(data, (str, Path), name="data", expected=expected)
+    if dataset is not None:
+        raise ValueError("data names images and dataset passes others; give one of them")
+
+
+def open_data(
+    bundle: Bundle,
+    data: str | Path | None,
+    root: str | Path | None,
+    dataset: Any,
+    class_names: Sequence[str] | None,
+) -> DatasetSplits:
+    """Open the images that a model is measured on: those that the user passes or names, otherwise
+    those that it was trained on."""
+    if dataset is not None:
+        return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
+    if data is None and bundle.passed_images is not None:
+        return bundle.passed_images
+    return open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
