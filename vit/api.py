@@ -55,13 +55,12 @@ from vit.options import (
     PredictOptions,
     TargetLike,
     TrainOptions,
-    as_tuple,
     pick,
 )
 from vit.prediction.embeddings import check_embeddings_file, embed_images, save_embeddings
 from vit.prediction.predictor import Prediction, PredictionResult, predict_images
 from vit.prediction.sorting import PhotoSorter
-from vit.runtime.arguments import check_choice, check_kind
+from vit.runtime.arguments import as_tuple, check_choice, check_kind
 from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output
 from vit.runtime.processes import join_processes

@@ -5,7 +5,7 @@ help is its text under `Args:`. The functions of `vit.api` make a record from th
 what they call takes it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
@@ -249,15 +249,6 @@ class ExportOptions(DataOptions):
     precision: Literal["float32", "int8"] = "float32"
     attention: bool = False
     overwrite: bool = False
-
-
-def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    """One name, or several. Raises ValueError for what is neither."""
-    if isinstance(values, str):
-        return (values,)
-    if not isinstance(values, Iterable) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{shorten(repr(values))} is neither a name nor a list of names")
-    return tuple(values)
 
 
 def pick(record: type[Record], arguments: Mapping[str, Any]) -> Record:

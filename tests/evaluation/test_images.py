@@ -8,6 +8,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
+from vit.data.dataset import printable
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
 from vit.evaluation.images import (
@@ -15,7 +16,6 @@ from vit.evaluation.images import (
     count_duplicates,
     load_images,
     match_classes,
-    printable,
 )
 
 

@@ -226,6 +226,11 @@ class _JoinedReader(ImageReader):
         return _JoinedReader(readers, parts, new_indices)
 
 
+def printable(name: str) -> str:
+    """A file name as valid Unicode: bytes that are not UTF-8 become replacement characters."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction: float) -> None:
     """Refuse images of which too many can't be read.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vit.analysis.robustness.corruptions import measure_corruptions
 from vit.bundle import MODEL_FILE, Bundle, collect_versions
+from vit.data.dataset import printable
 from vit.evaluation.calibration import (
     calibrate,
     chose_epoch,
@@ -27,7 +28,7 @@ from vit.evaluation.calibration import (
     measure_calibration,
     save_temperature,
 )
-from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes, printable
+from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Scores,

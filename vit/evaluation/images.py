@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
 from vit.data.open import DatasetSplits, open_for_model, open_passed
@@ -110,11 +110,6 @@ def load_images(
         preprocess=preprocess,
         title=printable(dataset.title),
     )
-
-
-def printable(name: str) -> str:
-    """A file name as valid Unicode: bytes that are not UTF-8 become replacement characters."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vit.bundle import Bundle
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, printable
 from vit.data.open import DatasetSplits, open_dataset
 from vit.data.sources.base import find_split_folders
-from vit.evaluation.images import printable
 from vit.explanation.render.page import encode_photo
 from vit.prediction.conformal import Similar, check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.bundle import Bundle
+from vit.data.dataset import printable
 from vit.data.images import ImageInputs
-from vit.evaluation.images import printable
 from vit.model.logits import count_features
 from vit.prediction.predictor import Prediction, predict_images
 from vit.runtime.files import write_atomically

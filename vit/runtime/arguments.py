@@ -1,7 +1,7 @@
 """Checks of arguments, and text for messages about them."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import FunctionType
 from typing import Literal
 
@@ -107,6 +107,15 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int, hint: str =
     """Raise ValueError where a value is not a multiple of another."""
     if value % unit:
         raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}{hint}")
+
+
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
+    """One name, or several. Raises ValueError for what is neither."""
+    if isinstance(values, str):
+        return (values,)
+    if not isinstance(values, Iterable) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{shorten(repr(values))} is neither a name nor a list of names")
+    return tuple(values)
 
 
 def describe_kind(value: object) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from vit.config import Config
-from vit.evaluation.images import printable
+from vit.data.dataset import printable
 from vit.prediction.features import compute_features
 from vit.runtime.files import write_json
 from vit.training.cross_validation import CROSS_VALIDATION_FILE, CrossValidation, cross_validate

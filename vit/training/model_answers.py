@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, printable
 from vit.evaluation.calibration import cross_fit_temperature
-from vit.evaluation.images import printable
 from vit.model.logits import compute_logits_and_features, count_features, has_features
 from vit.model.model_file import Likeness
 from vit.model.vision_transformer import VisionTransformer

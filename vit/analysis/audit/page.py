@@ -14,8 +14,7 @@ from torch import Tensor
 from vit.analysis.audit.suspects import Audit, LabelError
 from vit.bundle import Bundle
 from vit.data.corrections import COLUMNS
-from vit.data.dataset import ImageDataset
-from vit.evaluation.images import printable
+from vit.data.dataset import ImageDataset, printable
 from vit.explanation.methods.registry import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map, render_page
 from vit.explanation.targets import build_target

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
-from vit.evaluation.images import printable
 from vit.evaluation.metrics import Floats, Ints, find_label_errors, score_logits
 from vit.prediction.conformal import normalize_rows
 

@@ -21,9 +21,10 @@ from vit.analysis.class_summary.summary import (
     summarize_classes,
 )
 from vit.bundle import Bundle
+from vit.data.dataset import printable
 from vit.data.images import Preprocess
 from vit.data.open import open_for_model
-from vit.evaluation.images import match_classes, printable
+from vit.evaluation.images import match_classes
 from vit.explanation.best_method import choose_methods
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images

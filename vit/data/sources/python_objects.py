@@ -15,8 +15,7 @@ from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
 from vit.data.sources.base import ImageReader
-from vit.options import as_tuple
-from vit.runtime.arguments import describe_kind, shorten
+from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
 # the data.name of such a run
 FROM_PYTHON = "from-python"

@@ -11,7 +11,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.images import printable
+from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import VERDICTS, count_agreeing
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ClassValues, ImageResult, MapResult
