@@ -53,7 +53,6 @@ notebooks: $(VENV)/.installed-dev
 # The tables and pictures of the pages, from the result files
 results: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --write
-	$(BIN)/python research/study_tables.py --write
 
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
@@ -63,7 +62,7 @@ soak: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200 --output benchmarks/results
 
-# What a GPU machine without a network needs for benchmarks/gpu.py, in wheels/: packages for its Python, the project, and
+# What a GPU machine without a network needs for research/gpu.py, in wheels/: packages for its Python, the project, and
 # the name of the commit
 WHEELS := albucore albumentations annotated-types beartype braceexpand pydantic pydantic-core simsimd stringzilla \
 	typing-extensions typing-inspection

@@ -1,11 +1,10 @@
-"""Write the tables of README.md, SECURITY.md and three pages of docs/ from the result files; draw
-the learning curves.
+"""Write the tables of README.md, SECURITY.md, docs/benchmarks.md and benchmarks/results/README.md
+from the result files, and draw the learning curves.
 
     python benchmarks/tables.py            # print them
-    python benchmarks/tables.py --write    # into these pages, between their marks; and the picture
+    python benchmarks/tables.py --write    # write them into these pages, and draw the picture
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`. A recipe without a result is
-listed as not measured.
+In a page, a table lies between the marks `<!-- results: NAME -->` and `<!-- end -->`.
 """
 
 import argparse
@@ -17,17 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import attention_programs
-import audit
 import evaluation
-import explanation_memory
 import faithfulness
-import gpu
-import intervals
-import planted_evidence
-import pretrained
-import sets
-import shortcuts
-import step_cost
 import train_throughput
 from conditions import name_processor
 
@@ -37,8 +27,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     ROOT / "docs" / "benchmarks.md",
-    ROOT / "docs" / "benchmark-record.md",
-    ROOT / "docs" / "gpu.md",
+    RESULTS / "README.md",
 )
 CURVES = ROOT / "docs" / "images" / "learning-curves.png"
 RECIPE = "cifar10-cpu"  # how the names of those begin whose curves are drawn
@@ -152,13 +141,6 @@ def build_recipes(results: Results) -> str:
             f"{format_accuracy(ours.get('test_top1_mirrored') if mirrors else None)} | {times} | "
             f"{ours['seeds']} | {result['machine']['device']} | `{name}.json` |"
         )
-    measured = {result["recipe"] for result in results.values()}
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
-        recipe = path.relative_to(ROOT).as_posix()
-        if recipe not in measured:
-            needs_gpu = "# Needs a GPU" in path.read_text()
-            state = "needs a GPU, not measured" if needs_gpu else "not measured"
-            lines.append(f"| `{recipe.removeprefix('configs/')}` | | {state} | | | | | |")
     return "\n".join(lines)
 
 
@@ -215,37 +197,6 @@ def build_minutes(results: Results) -> str:
                 lines.append(
                     f"| {variant} | {name_processor(result['machine']['device'])} | {cells} |"
                 )
-    return "\n".join(lines)
-
-
-def build_ablation(ablations: Results) -> str:
-    """The recipe of each ablation, and what one change each makes of it."""
-    lines: list[str] = []
-    for file, ablation in ablations.items():
-        recipe = name_recipe(ablation | {"overrides": ablation["settings"]})
-        lines += [""] if lines else []
-        lines += [
-            f"| {recipe} | validation top-1 | difference, points | processor seconds | seeds |",
-            "|---|---|---|---|---|",
-        ]
-        for name, step in ablation["steps"].items():
-            if not (found := step.get("summary")):
-                continue
-            half = (
-                "" if found["half_interval"] is None else f" ± {100 * found['half_interval']:.1f}"
-            )
-            unchanged = (
-                not (step["overrides"] or step.get("changes_code")) or found["difference"] is None
-            )
-            difference = (
-                "" if unchanged else f"{100 * found['difference']:+.1f}{half}".replace("-", "−")
-            )
-            seconds = (
-                "" if found["processor_seconds"] is None else round(found["processor_seconds"])
-            )
-            top1 = format_accuracy(found["validation_top1"])
-            lines.append(f"| {name} | {top1} | {difference} | {seconds} | {found['seeds']} |")
-        lines += ["", f"{ablation['machine']['device']}: `{file}.json`."]
     return "\n".join(lines)
 
 
@@ -400,10 +351,6 @@ def build_tables() -> dict[str, str]:
         "front": build_summary(choose_repeated(choose_machines(choose_unchanged(recipes)))),
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
-        "ablation": build_ablation(load_results("ablation")),
-        "audit": join_tables(audit.build_table, "audit"),
-        "sets": join_tables(sets.build_table, "sets"),
-        "shortcuts": join_tables(shortcuts.build_table, "shortcuts"),
         "attention-programs": join_tables(attention_programs.build_tables, attention_programs.NAME),
         "evaluation": join_tables(evaluation.build_table, evaluation.NAME),
         "faithfulness": join_tables(
@@ -411,19 +358,9 @@ def build_tables() -> dict[str, str]:
         ),
         "faithfulness-summary": build_faithfulness_summary(load_results(faithfulness.NAME)),
         "explanation-speed": build_explanation_speed(load_results(attention_programs.NAME)),
-        "explanation-memory": join_tables(explanation_memory.build_table, explanation_memory.NAME),
         "fuzz": build_fuzz(load_results("fuzz")),
-        "gpu": gpu.build_tables(load_results),
-        "intervals": join_tables(intervals.build_table, intervals.NAME),
-        "false-positives": join_tables(intervals.build_false_positive_table, intervals.NAME),
-        "planted-evidence": join_tables(planted_evidence.build_table, "planted-evidence"),
-        "pretrained": join_tables(pretrained.build_table, pretrained.NAME),
-        "step-cost": join_tables(step_cost.build_tables, step_cost.NAME),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
         "training-speed": build_training_speed(load_results("train-throughput")),
-        "sanity-checks": "\n\n".join(
-            path.read_text().strip() for path in sorted(RESULTS.glob("sanity-checks-*.md"))
-        ),
     }
 
 
@@ -439,22 +376,17 @@ def fill_page(page: str, tables: dict[str, str]) -> str:
     return page
 
 
-def write_or_print(tables: dict[str, str], *, description: str | None) -> bool:
-    """What the command line asks for; whether the pages were written."""
-    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into the pages")
-    options = parser.parse_args()
-    if options.write:
-        for page in PAGES:
-            page.write_text(fill_page(page.read_text(), tables))
-    else:
-        print("\n\n".join(tables.values()))
-    return bool(options.write)
-
-
 def main() -> None:
-    if write_or_print(build_tables(), description=__doc__):
-        draw_curves(choose_unchanged(load_results("recipe"), RECIPE), CURVES)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
+    options = parser.parse_args()
+    tables = build_tables()
+    if not options.write:
+        print("\n\n".join(tables.values()))
+        return
+    for page in PAGES:
+        page.write_text(fill_page(page.read_text(), tables))
+    draw_curves(choose_unchanged(load_results("recipe"), RECIPE), CURVES)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from tests.browser import browser, named_bundle
 from tests.evaluation.conftest import bundle, images, make_evaluation, make_predictions
-from tests.explanation.conftest import build, from_timm, ours, planted, trained
+from tests.explanation.conftest import build, from_timm, ours, trained
 
 __all__ = [
     "browser",
@@ -14,6 +14,5 @@ __all__ = [
     "make_predictions",
     "named_bundle",
     "ours",
-    "planted",
     "trained",
 ]

@@ -78,7 +78,7 @@ def test_an_evaluation_without_errors_may_still_have_met_luck() -> None:
 @pytest.mark.parametrize("accuracy", [0.8, 0.99])
 @pytest.mark.parametrize("count", [20, 100])
 def test_intervals_hold_the_truth_near_the_edge_too(accuracy: float, count: int) -> None:
-    """benchmarks/intervals.py measures the same to a per cent."""
+    """research/intervals.py measures the same to a per cent."""
     generator = np.random.default_rng(0)
     sharpness = {0.8: 5.26, 0.99: 104.0}[accuracy]
 

@@ -1,11 +1,9 @@
 """Small models with weights large enough that attention is not uniform, and one that was
 trained."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 
 from tests.browser import browser, named_bundle
 from tests.conftest import BuildOnce
-from tests.explanation import model_zoo
+from tests.explanation import model_zoo, planted_evidence
 
 __all__ = ["browser", "named_bundle"]
 
@@ -57,20 +55,14 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def planted() -> ModuleType:
-    """`benchmarks/planted_evidence.py`."""
-    return importlib.import_module("planted_evidence")
-
-
-@pytest.fixture(scope="session")
-def trained(planted: ModuleType, build_once: BuildOnce) -> Trained:
+def trained(build_once: BuildOnce) -> Trained:
     """Ten seconds of training."""
 
     def build(folder: Path) -> None:
         folder.mkdir()
-        torch.save(planted.train(), folder / "trained.pt")
+        torch.save(planted_evidence.train(), folder / "trained.pt")
 
     file = build_once("planted", build) / "trained.pt"
     model, images, classes, glyph = torch.load(file, weights_only=False)
-    assert len(images) > 0.8 * planted.HELD_OUT
+    assert len(images) > 0.8 * planted_evidence.HELD_OUT
     return Trained(model, images, classes, glyph)

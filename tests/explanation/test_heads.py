@@ -1,6 +1,5 @@
 """The effect of a head is the derivative of its gate, and ranks heads as ablating them does."""
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from tests.conftest import BuildOnce
+from tests.explanation import planted_evidence
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.bundle import Bundle
 from vit.data.images import Preprocess
@@ -81,16 +81,15 @@ def test_torchvisions_heads_are_told_apart(build: Callable[..., tuple[nn.Module,
 def train_on_digits() -> tuple[nn.Module, Tensor, Tensor]:
     """A model of 24 heads, and held-out images that it gets right with their classes. A few
     seconds."""
-    planted = importlib.import_module("planted_evidence")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planted, "EPOCHS", 8)
-        build = planted.VisionTransformer
+        patch.setattr(planted_evidence, "EPOCHS", 8)
+        build = planted_evidence.VisionTransformer
         patch.setattr(
-            planted,
+            planted_evidence,
             "VisionTransformer",
             lambda **sizes: build(**sizes | {"depth": 4, "num_heads": 6}),
         )
-        model, images, classes, _ = planted.train()
+        model, images, classes, _ = planted_evidence.train()
     return model, images, classes
 
 

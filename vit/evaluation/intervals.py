@@ -2,7 +2,7 @@
 
 Intervals of metrics say how far a metric varies with the choice of test images, not with the training seed.
 Coverage, the fraction of test sets whose interval holds the true value, is measured by
-benchmarks/intervals.py.
+research/intervals.py.
 """
 
 from collections.abc import Sequence

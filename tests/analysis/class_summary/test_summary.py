@@ -35,7 +35,7 @@ SIZE = 8
 
 @pytest.fixture(scope="session")
 def shortcuts() -> ModuleType:
-    """`benchmarks/shortcuts.py`."""
+    """`research/shortcuts.py`."""
     return importlib.import_module("shortcuts")
 
 

@@ -13,7 +13,7 @@ The alternatives are the map itself, moved around the edges by whole patches and
 its values and smoothness. All are compared once more without what a quadratic in the position
 explains, so that a map of the middle does not pass for one of the object.
 
-benchmarks/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian
+research/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian
 agree."""
 
 import copy

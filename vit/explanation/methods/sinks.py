@@ -28,7 +28,7 @@ from vit.explanation.capture.layers import Attention, AttentionLayer
 # moves from others: ‖v W_O‖ weighted by it (Kobayashi et al. 2020). Of patches that draw that much
 # from nearly all, those in the first layer of ViT-S/14 (32 photos, 34 of 36 patches) have 0.24 to
 # 0.49, the others and those of a model of Imagenette (64 photos) 0.53 to 1.8, around 1; models of
-# CIFAR-10 (64 images) and of planted glyphs have none. benchmarks/rollout_variants.py measures it.
+# CIFAR-10 (64 images) and of planted glyphs have none. research/rollout_variants.py measures it.
 MIN_DRAWN = 12.0
 MAX_VARIATION = 1.0
 MAX_MOVED = 0.5

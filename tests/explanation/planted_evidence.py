@@ -1,33 +1,20 @@
-"""The one case where the correct explanation is known: a glyph that alone decides a class.
+"""A model for which the correct explanation is known: a glyph on one patch alone decides a class.
 
-Scanned digits, a sixth of them with a glyph on a patch drawn at random; those belong to an eleventh
-class. Where a model gives that class, the evidence is the glyph's patch, and a map is correct when
-its maximum is there.
-
-    python benchmarks/planted_evidence.py --seeds 3 --output benchmarks/results
-
-prints each method's fraction of correct maps (chance: 1 in 16). `train` also makes larger grids,
-whose glyph covers several patches.
+Scanned digits, a sixth of them with a glyph on a patch that is drawn at random. Those belong to an
+eleventh class. Where the model predicts that class, the evidence is the glyph's patch, and a map is
+correct when its maximum is there.
 """
 
-import argparse
-from pathlib import Path
-from typing import Any
-
 import torch
-from conditions import describe_conditions, write_result
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from vit.analysis.faithfulness.map_metrics import to_markdown
-from vit.explanation.checks.token_ablation import build_predictor, leave_one_out, tile_patches
-from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
 GLYPH_CLASS, GRID, PATCH = 10, 4, 6
-# pixels a side: of the pattern that a glyph is made of, and of a scanned digit
+# Side in pixels of the pattern that a glyph repeats, and of a scanned digit.
 PATTERN, DIGIT = 3, 8
-# of grids with patches of 4 pixels: patches a side of a glyph
+# Patch side in pixels and glyph side in patches, for grids larger than the default.
 LARGE_PATCH, LARGE_GLYPH = 4, 3
 HELD_OUT = 397
 EPOCHS, BATCH = 20, 50
@@ -107,50 +94,3 @@ def train(
         logits = torch.cat([model(batch) for batch in images.split(BATCH)])
     right = logits.argmax(dim=1) == classes
     return model, images[right], classes[right], glyphs[right]
-
-
-def measure_pointing(
-    model: nn.Module, images: Tensor, classes: Tensor, glyphs: Tensor
-) -> dict[str, float]:
-    """The fraction of glyphs on which the maximum of each method is, and of leave-one-out with
-    either operator."""
-    images, classes, glyphs = (values[glyphs >= 0] for values in (images, classes, glyphs))
-    accuracy = {}
-    for method in METHODS:
-        _, _, (maps,) = compute_maps(model, images, methods=[method])
-        accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
-    for fill, name in {"auto": "leave-one-out", "mean": "leave-one-out, mean fill"}.items():
-        predict = build_predictor(model, images, classes, grid=(GRID, GRID), fill=fill)
-        falls = leave_one_out(
-            predict, batch=len(images), groups=tile_patches((GRID, GRID), 1), device=images.device
-        )
-        accuracy[name] = float((falls.argmax(dim=1) == glyphs).float().mean())
-    return accuracy
-
-
-def build_table(result: dict[str, Any]) -> str:
-    """A row for each map, a column for each model."""
-    runs = result["pointing"]
-    names = sorted(runs[0], key=lambda name: -sum(run[name] for run in runs))
-    rows = [[name, *(f"{100 * run[name]:.0f} %" for run in runs)] for name in names]
-    return to_markdown(["map", *(f"seed {seed}" for seed in range(len(runs)))], rows)
-
-
-def main() -> None:
-    """Train, measure, print and write."""
-    parser = argparse.ArgumentParser(description="Do the maps point at evidence that was planted?")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder for planted-evidence-<machine>.json")
-    options = parser.parse_args()
-    machine = describe_conditions("cpu")
-    result = {
-        "machine": machine,
-        "pointing": [measure_pointing(*train(seed=seed)) for seed in range(options.seeds)],
-    }
-    print(build_table(result))
-    if options.output:
-        write_result(options.output, "planted-evidence", result)
-
-
-if __name__ == "__main__":
-    main()

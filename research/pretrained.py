@@ -1,7 +1,7 @@
 """What pretrained weights bring with few photos, at equal minutes: a linear probe, fine-tuning after
 it, fine-tuning without it, low-rank adapters after it, and training from scratch.
 
-    python benchmarks/pretrained.py --weights WEIGHTS --weights-name "ViT-S/14 of …" --photos IMAGENETTE \\
+    python research/pretrained.py --weights WEIGHTS --weights-name "ViT-S/14 of …" --photos IMAGENETTE \\
         --small-images CIFAR10 --seeds 3 --time-limit 75 --output benchmarks/results
 
 The photos are class folders below train/ and val/ (or test/). Each set of training images is drawn

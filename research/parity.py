@@ -1,7 +1,7 @@
 """The same training steps on a device and on the CPU, from equal weights and batches: how far do
 they agree?
 
-    python benchmarks/parity.py --device cuda --output benchmarks/results
+    python research/parity.py --device cuda --output benchmarks/results
 
 Of each recipe (two blocks, eight images) the losses of a few steps, the logits and the rollout of
 the model that they give, in float32 and in bfloat16. Differences are relative to the largest value

@@ -1,10 +1,10 @@
 """How often is the sanity check of a map wrong, and are the maps that it doesn't support worse?
 
-    python benchmarks/sanity_checks.py --models runs/digits runs/photos=/data/photos planted \
+    python research/sanity_checks.py --models runs/digits runs/photos=/data/photos planted \
         planted-16 --output benchmarks/results
 
 A model is a training directory, tested on its own test split or on the images after =; `planted` is
-that of benchmarks/planted_evidence.py, `planted-14` and `planted-16` the same on grids of so many
+that of research/planted_evidence.py, `planted-14` and `planted-16` the same on grids of so many
 patches a side. Evidence is what `vit explain` takes: single patches, or the groups that the model
 reacts to.
 

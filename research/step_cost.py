@@ -1,6 +1,6 @@
 """What a training step of each packaged recipe costs on paper, and what bounds it on two GPUs.
 
-    python benchmarks/step_cost.py --output benchmarks/results
+    python research/step_cost.py --output benchmarks/results
 
 No GPU is used: the recipe's own step runs at its own batch size on tensors without memory (torch's
 FakeTensorMode), as it would on a GPU, and every operation is counted as it goes by:

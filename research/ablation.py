@@ -1,7 +1,7 @@
 """What each part of the CIFAR-10 CPU recipe is worth: the recipe with one thing changed, on its
 validation images.
 
-    python benchmarks/ablation.py data.name=folder data.root=ROOT --seeds 3 --output benchmarks/results
+    python research/ablation.py data.name=folder data.root=ROOT --seeds 3 --output benchmarks/results
 
 Runs have one thread each, as many at once as there are cores. A change's difference is that to the recipe with the same
 seed: the mean over the seeds and Student's 95 % interval of it. The test images are not used. Seconds are the

@@ -1,10 +1,10 @@
 """Does another rollout show more of the object than the published one?
 
-    python benchmarks/rollout_variants.py runs/photos=/data/photos/val planted --images 16 --size 4 \
+    python research/rollout_variants.py runs/photos=/data/photos/val planted --images 16 --size 4 \
         --output benchmarks/results
 
 Each model is a training directory, then = and a folder of images in one folder a class; `planted` is
-the model of benchmarks/planted_evidence.py. A map's values, summed over groups of patches, are
+the model of research/planted_evidence.py. A map's values, summed over groups of patches, are
 compared with what the model loses without each group, its tokens left out or painted over with the
 mean colour: Spearman's correlation, the mean over the images with its 95 % interval. What is lost
 is the probability of the class, and the cosine of the features with those of the whole image: a

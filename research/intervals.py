@@ -1,7 +1,7 @@
 """How often a 95 % interval of `vit evaluate` holds the true value, and how often `vit compare`
 calls no difference significant.
 
-    python benchmarks/intervals.py --output benchmarks/results     # 6 minutes on one core
+    python research/intervals.py --output benchmarks/results     # 6 minutes on one core
 
 Test sets of 20 to 10,000 images of ten classes are drawn for models of known accuracy. A label is
 drawn from the model's own probabilities; half of the draws measure these, half the probabilities of

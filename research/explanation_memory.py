@@ -1,6 +1,6 @@
 """What a map of a large image takes: seconds and memory of a process of its own.
 
-    python benchmarks/explanation_memory.py --before CHECKOUT --output benchmarks/results
+    python research/explanation_memory.py --before CHECKOUT --output benchmarks/results
 
 ViT-B/16 with random weights, one image of 1,024 pixels a side (4,096 patches), one thread. Each
 method runs in a fresh process, the package of this checkout and that of an earlier one by turns.

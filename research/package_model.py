@@ -1,6 +1,6 @@
 """Makes the small model that comes with the package, from a run: weights in half precision.
 
-    python benchmarks/package_model.py RUN --root IMAGENETTE --output benchmarks/results
+    python research/package_model.py RUN --root IMAGENETTE --output benchmarks/results
 
 RUN is a run of `vit train imagenette/cpu …`, IMAGENETTE the folder of its images. What is written,
 `vit/pretrained/imagenette.safetensors`, is evaluated as it is shipped, on the images of val/, beside
@@ -49,7 +49,7 @@ trained. MIT licence, as the code.
 | precision | half: the right class's probability differs by at most {difference:.4f} from float32 |
 | limits | {limits} |
 
-`python benchmarks/package_model.py` made this file and the model beside it.
+`python research/package_model.py` made this file and the model beside it.
 """
 
 

@@ -1,7 +1,7 @@
 """Are swapped labels found? A twentieth of the labels of Imagenette's photos are swapped; the suspects
 of `vit audit` beside those of cleanlab, on the same features of a pretrained model.
 
-    python benchmarks/audit.py --photos DATA/imagenette --weights DATA/vits14 \\
+    python research/audit.py --photos DATA/imagenette --weights DATA/vits14 \\
         --output benchmarks/results
 
 prints the precision and recall of the suspects, and the accuracy of a linear classifier on the

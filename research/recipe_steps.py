@@ -1,7 +1,7 @@
 """Training steps of the packaged recipes on their own: images a second, share of the device's
 matmul rate, memory.
 
-    python benchmarks/recipe_steps.py cifar10/speedrun cifar10/best --device cuda --output benchmarks/results
+    python research/recipe_steps.py cifar10/speedrun cifar10/best --device cuda --output benchmarks/results
 
 Batches are random and lie on the device, so that nothing but the step is timed. The variants are
 

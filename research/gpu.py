@@ -1,7 +1,7 @@
 """What only a GPU can show, in three calls of at most ten minutes each.
 
-    python3 benchmarks/gpu.py --call 1 --images IMAGES --wheels WHEELS --output RESULTS
-    python3 benchmarks/gpu.py --device cpu --small --output RESULTS      # a rehearsal of all calls, in minutes
+    python3 research/gpu.py --call 1 --images IMAGES --wheels WHEELS --output RESULTS
+    python3 research/gpu.py --device cpu --small --output RESULTS      # a rehearsal of all calls, in minutes
 
 IMAGES is CIFAR-10 as an image folder (train/ and test/ with a folder for each class), or a tar
 archive of one. WHEELS is a folder of wheels (`make wheels`) with what vit needs and the machine

@@ -1,8 +1,8 @@
 """Is a planted shortcut found? Scanned digits about the middle of noisy images, on which a small
 model is trained; a mark stands in the corner of some of the images of one class.
 
-    python benchmarks/shortcuts.py --seeds 10 --output benchmarks/results
-    python benchmarks/shortcuts.py --clean imagenette=DATA/imagenette/val --output benchmarks/results
+    python research/shortcuts.py --seeds 10 --output benchmarks/results
+    python research/shortcuts.py --clean imagenette=DATA/imagenette/val --output benchmarks/results
 
 prints how often the summary of what each class is recognised by flags the mark, for three sizes of
 it, how far the model depends on the mark, what it flags beside the mark, and what it flags without

@@ -1,7 +1,7 @@
 """Fine-tuning by low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in the place of the
-weights: a way of benchmarks/pretrained.py.
+weights: a way of research/pretrained.py.
 
-    python benchmarks/low_rank.py PHOTOS --weights WEIGHTS --minutes 4 --seed 0 --output RUN
+    python research/low_rank.py PHOTOS --weights WEIGHTS --minutes 4 --seed 0 --output RUN
 
 All but the adapters is as `vit train PHOTOS --init WEIGHTS --minutes 4` has it: the probe that it
 starts from, images, augmentation, batch, loss, schedule, and the best model on the validation images,

@@ -2,11 +2,11 @@
 found? Small models, one a seed and split; of a second one, two of ten classes are held out of the
 training.
 
-    python benchmarks/sets.py --seeds 3 --output benchmarks/results
-    python benchmarks/sets.py --data cifar10=DATA/cifar10 --per-class 400 --output benchmarks/results
-    python benchmarks/sets.py --data imagenette=DATA/imagenette --weights DATA/vits14 --side 224 \\
+    python research/sets.py --seeds 3 --output benchmarks/results
+    python research/sets.py --data cifar10=DATA/cifar10 --per-class 400 --output benchmarks/results
+    python research/sets.py --data imagenette=DATA/imagenette --weights DATA/vits14 --side 224 \\
         --per-class 100 --output benchmarks/results
-    python benchmarks/sets.py --data fashion_mnist=/usr/share/datasets/fashion-mnist \\
+    python research/sets.py --data fashion_mnist=/usr/share/datasets/fashion-mnist \\
         --strangers digits --side 28 --per-class 400 --output benchmarks/results
 
 prints the coverage of the sets beside the interval that holds it with 95 % where the promise is kept
