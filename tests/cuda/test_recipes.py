@@ -3,15 +3,14 @@ image size, with patches dropped."""
 
 import pytest
 import torch
-from recipe_step import build, draw_batch, list_sizes, load_recipe
 
+from tests.recipe_step import RECIPE_NAMES, build, draw_batch, list_sizes, load_recipe
 from vit.runtime.device import use_deterministic_algorithms
-from vit.training.recipe import list_recipes
 
 SHORT = ["model.depth=2", "train.batch_size=8", "train.compile=false"]
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_recipe_trains(device: torch.device, name: str) -> None:
     config = load_recipe(name, *SHORT)
     step = build(config, device=device)

@@ -94,9 +94,7 @@ def train_on_digits() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.extended
-def test_heads_are_ranked_as_real_ablation_ranks_them(
-    planted: object, build_once: BuildOnce
-) -> None:
+def test_heads_are_ranked_as_real_ablation_ranks_them(build_once: BuildOnce) -> None:
     def build(folder: Path) -> None:
         folder.mkdir()
         torch.save(train_on_digits(), folder / "heads.pt")

@@ -12,7 +12,6 @@ import jaxtyping
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from recipe_step import build, draw_batch, list_sizes, load_recipe
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,9 +20,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.recipe_step import RECIPE_NAMES, build, draw_batch, list_sizes, load_recipe
 from vit.model import cpu_kernels
 from vit.model.attention import MultiHeadAttention
-from vit.training.recipe import list_recipes
 
 # two narrow blocks, one without drop path, one with it, of which some recipes read the first token
 # only: all others have the structure of one of these
@@ -40,7 +39,7 @@ COMMON_RECIPES = ("cifar10/cpu", "cifar10/speedrun")
 COMPILED_RECIPE = "cifar10/speedrun"
 RECIPES = [
     pytest.param(name, marks=[] if name in COMMON_RECIPES else pytest.mark.extended)
-    for name in list_recipes()
+    for name in RECIPE_NAMES
 ]
 
 
@@ -52,7 +51,7 @@ def flatten(model: torch.nn.Module) -> Tensor:
     "name",
     [
         pytest.param(name, marks=[] if name == COMPILED_RECIPE else pytest.mark.extended)
-        for name in list_recipes()
+        for name in RECIPE_NAMES
     ],
 )
 def test_forward_loss_and_backward_are_one_graph_for_each_image_size(

@@ -56,7 +56,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def list_recipes() -> dict[str, Recipe]:
-    """The packaged recipes by name."""
+    """Return the packaged recipes that have a result, by name."""
     folder = _recipe_folder()
     recipes = {}
     for path in sorted(folder.rglob("*.yaml")):
@@ -64,14 +64,13 @@ def list_recipes() -> dict[str, Recipe]:
         comment = " ".join(line[2:] for line in lines if line.startswith("# "))
         accuracy = re.search(r"([\d.]+(?: ± [\d.]+)? %) test top-1", comment)
         time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
-        unmeasured = "not measured"
-        if "Needs a GPU" in comment:
-            unmeasured = "needs a GPU"
+        # A recipe without a result is not offered; its file can still be named.
+        if accuracy is None:
+            continue
         recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
             task=re.split(r"[.:] ", comment)[0],
-            accuracy=accuracy[1] if accuracy else unmeasured,
-            # of a recipe that was not measured, seconds are an estimate
-            time=time[1] if time and accuracy else "",
+            accuracy=accuracy[1],
+            time=time[1] if time else "",
         )
     return recipes
 

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,12 @@ from vit.training.plan import TrainingPlan
 from vit.training.recipe import find_recipe
 from vit.training.run import build_plan, build_train_step
 from vit.training.train_step import TrainStep
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+# Every packaged recipe, also those without a result, which `vit recipes` doesn't list.
+RECIPE_NAMES = sorted(
+    str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")
+)
 
 # weights are downloaded, and the architecture is timm's
 NO_DOWNLOAD = {"folder/finetune": ["model.init=null", "model.preset=vit_small_patch16_224"]}
