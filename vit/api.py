@@ -64,10 +64,16 @@ from vit.runtime.arguments import as_tuple, check_choice, check_kind
 from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output
 from vit.runtime.processes import join_processes
+from vit.runtime.products import register_product
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
+
+# The core calls these functions of products if they are there; it imports none of them.
+register_product("corruptions", "vit.analysis.robustness.corruptions:measure_corruptions")
+register_product("learning curve", "vit.analysis.learning_curve.curve:measure_learning_curve")
+register_product("report section", "vit.analysis.learning_curve.section:build_section")
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64

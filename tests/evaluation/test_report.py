@@ -18,13 +18,6 @@ from PIL import Image
 
 import vit
 from tests.browser import find_low_contrast, find_unnamed, phone
-from vit.analysis.learning_curve.curve import (
-    ClassGain,
-    CurvePoint,
-    Forecast,
-    LearningCurve,
-    save_learning_curve,
-)
 from vit.analysis.robustness.corruptions import CORRUPTIONS
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
@@ -48,7 +41,6 @@ from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
     DrawnMap,
     build_report,
-    find_learning_curve,
     load_history,
     render_markdown,
 )
@@ -159,7 +151,6 @@ def build(
     history: list[dict[str, Any]] | None = None,
     explain: Callable = draw_red,
     contrasts: list[ConfusedPair] | None = None,
-    curve: LearningCurve | None = None,
 ) -> str:
     sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
     with (
@@ -167,7 +158,6 @@ def build(
         patch(
             "vit.evaluation.report.report.explain_confusions", lambda *_: (contrasts or [], None)
         ),
-        patch("vit.evaluation.report.report.find_learning_curve", return_value=curve),
         patch("vit.evaluation.report.report.describe_in_plain_words", return_value=sentences),
         patch("vit.evaluation.report.report.draw_maps", lambda bundle, pictures: explain(pictures)),
     ):
@@ -288,52 +278,6 @@ def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Pat
         {"epoch": 1, "step": 5},
         {"epoch": 2, "step": 10},
     ]
-
-
-CURVE = LearningCurve(
-    num_images=800,
-    num_groups=None,
-    num_folds=5,
-    points=[
-        CurvePoint(0.1, 64, 0.71, (0.68, 0.74)),
-        CurvePoint(0.5, 320, 0.88, (0.86, 0.90)),
-        CurvePoint(1.0, 640, 0.91, (0.89, 0.93)),
-    ],
-    forecast=Forecast(1600, 0.94, (0.92, 0.95), top1_now=0.914, a=0.0, b=1.99, c=0.475),
-    gains=[ClassGain(NASTY, 0.8, 0.9), ClassGain("horn", 0.85, 0.9)],
-)
-
-
-def test_the_learning_curve_has_a_chart_and_a_sentence(case: EvaluationResult) -> None:
-    page = build(case, curve=CURVE)
-    assert "Learning curve: accuracy against training images" in page
-    sentence = "With twice as many photos (1,600) about 94% (92–95%) instead of 91%"
-    # among the plain sentences and beside the chart
-    assert page.count(sentence) == 2
-    assert "1,600 images: 94.0% expected, 92.0% to 95.0% with 95 % confidence" in page
-    # with a circle, and an interval behind it
-    assert page.count("1,600 images: 94.0% expected") == 2
-    assert NASTY not in page
-    assert "+10.0" in page
-
-    unknown = CURVE.model_copy(update={"forecast": None, "gains": []}).give_up("too few photos")
-    page = build(case, curve=unknown)
-    assert "Whether more photos would help: too few photos." in page
-    assert "inverse power law" not in page
-    without_points = unknown.model_copy(update={"points": []})
-    assert 'id="learning-curve"' not in build(case, curve=without_points)
-    assert "More photos" not in build(case)
-
-
-def test_a_learning_curve_is_found_beside_the_model_and_a_damaged_one_is_none(
-    tmp_path: Path,
-) -> None:
-    assert find_learning_curve(str(tmp_path)) is None
-    assert find_learning_curve("timm:vit_tiny_patch16_224") is None
-    save_learning_curve(CURVE, tmp_path)
-    assert find_learning_curve(str(tmp_path / "model.safetensors")) == CURVE
-    (tmp_path / "learning_curve.json").write_text("{")
-    assert find_learning_curve(str(tmp_path)) is None
 
 
 def make_pair(label: int, predicted: int) -> ConfusedPair:

@@ -207,7 +207,7 @@ def test_a_learning_curve_that_fails_costs_the_curve_alone(
     def fail(*arguments: object, **settings: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("vit.training.probe.measure_learning_curve", fail)
+    monkeypatch.setattr("vit.analysis.learning_curve.curve.measure_learning_curve", fail)
     run = tmp_path / "run"
     outcome = cli.succeed(
         "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
@@ -422,7 +422,7 @@ def test_images_of_one_group_are_in_one_fold(
         return measure_learning_curve(*args, **options)
 
     monkeypatch.setattr("vit.training.probe.fit_probe", fit)
-    monkeypatch.setattr("vit.training.probe.measure_learning_curve", measure)
+    monkeypatch.setattr("vit.analysis.learning_curve.curve.measure_learning_curve", measure)
     vit.train(
         "folder/finetune",
         output=tmp_path / "run",

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.analysis.robustness.corruptions import measure_corruptions
 from vit.bundle import MODEL_FILE, Bundle, collect_versions
 from vit.data.dataset import printable
 from vit.evaluation.calibration import (
@@ -54,6 +53,7 @@ from vit.prediction.predictor import LogitArray, Predictor
 from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.files import expand_home, prepare_output, write_atomically, write_text
 from vit.runtime.processes import current_process
+from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 
 _WARM_UP = 3
@@ -190,6 +190,9 @@ def evaluate_bundle(
     corruptions = None
     mean_corruption_error = None
     if options.corruptions:
+        measure_corruptions = find_product("corruptions")
+        if measure_corruptions is None:
+            raise ValueError("this installation of vit can't measure corruptions; leave them out")
         corruptions = measure_corruptions(predictor, images)
         # here not divided by a baseline's
         errors = [1 - top1 for severities in corruptions.values() for top1 in severities]

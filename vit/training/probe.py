@@ -3,12 +3,12 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from vit.analysis.learning_curve.curve import LearningCurve, measure_learning_curve
 from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.model.block_features import cut_model
@@ -18,6 +18,7 @@ from vit.model.weights import build_to_fit
 from vit.prediction.features import Features, compute_features
 from vit.runtime.console import build_console
 from vit.runtime.processes import current_process
+from vit.runtime.products import find_product
 from vit.training.cross_validation import assign_group_folds
 from vit.training.data import TrainingData
 from vit.training.linear_probe import NUM_FOLDS, LinearProbe, fit_probe
@@ -25,6 +26,16 @@ from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
 _POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
+
+
+class ProbeMeasurement(Protocol):
+    """A product's measurement of a probe, such as its learning curve."""
+
+    def save(self, directory: Path) -> None:
+        """Write its file into a run's directory."""
+
+    def describe(self) -> str:
+        """Return the result in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class FittedProbe:
     features: Float[np.ndarray, "n D"]
     feature_seconds: float
     fit_seconds: float
-    curve: LearningCurve | None = None
+    curve: ProbeMeasurement | None = None
 
     def describe(self) -> str:
         """What was chosen, how accurate it is and how long it took, for the user."""
@@ -140,9 +151,12 @@ def fit_to_data(
 
 def _measure_curve(
     features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
-) -> LearningCurve | None:
+) -> ProbeMeasurement | None:
     try:
-        return measure_learning_curve(
+        measure = find_product("learning curve")
+        if measure is None:
+            return None
+        curve: ProbeMeasurement = measure(
             features,
             dataset.labels,
             probe,
@@ -150,6 +164,7 @@ def _measure_curve(
             groups=dataset.groups,
             balanced=balanced,
         )
+        return curve
     except Exception as error:  # what only informs must not cost the run
         message = f"warning: no learning curve: {type(error).__name__}: {error}"
         build_console(stderr=True).print(message, style="yellow", soft_wrap=True)

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vit.analysis.learning_curve.curve import save_learning_curve
 from vit.bundle import PRETRAINED_FOLDER, list_pretrained
 from vit.config import (
     Config,
@@ -116,7 +115,7 @@ def train_model(
         if process.is_main and not options.dry_run and not resumed:
             write_text(output / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:
-                save_learning_curve(run.probe.curve, output)
+                run.probe.curve.save(output)
 
         if shows_plan and options.dry_run:
             # its steps train, and all processes take part in them

@@ -14,7 +14,6 @@ from vit.analysis.learning_curve.curve import (
     _fit_power_law,
     load_learning_curve,
     measure_learning_curve,
-    save_learning_curve,
 )
 from vit.training.linear_probe import LinearProbe, fit_path
 
@@ -183,7 +182,7 @@ def test_the_file_is_the_same_each_time_and_is_read_again(tmp_path: Path) -> Non
     values, labels = GaussianClasses(0).draw(40)
     contents = []
     for _ in range(2):
-        save_learning_curve(measure(values, labels), tmp_path)
+        measure(values, labels).save(tmp_path)
         contents.append((tmp_path / LEARNING_CURVE_FILE).read_bytes())
     assert contents[0] == contents[1]
     curve = load_learning_curve(tmp_path)

@@ -124,6 +124,10 @@ class LearningCurve(BaseModel):
         """The same without a forecast, for a reason."""
         return self.model_copy(update={"reason": reason})
 
+    def save(self, directory: Path) -> None:
+        """Write learning_curve.json into a run's directory."""
+        write_json(directory / LEARNING_CURVE_FILE, self.model_dump(mode="json"))
+
     def describe(self) -> str:
         """The forecast in a sentence."""
         forecast = self.forecast
@@ -299,11 +303,6 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
         b=float(b[0]),
         c=float(c[0]),
     )
-
-
-def save_learning_curve(curve: LearningCurve, directory: Path) -> None:
-    """Write learning_curve.json into a run's directory."""
-    write_json(directory / LEARNING_CURVE_FILE, curve.model_dump(mode="json"))
 
 
 def load_learning_curve(directory: Path) -> LearningCurve | None:

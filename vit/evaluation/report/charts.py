@@ -8,15 +8,11 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from vit.analysis.learning_curve.curve import LearningCurve
 from vit.evaluation.metrics import Bin, Floats
 
 Points = Sequence[tuple[float, float]]
 _MIN_ANSWERED = 10
 _MAX_POINTS = 200
-# of the learning curve: pixels, and points of the power law, so few that its end has a circle
-_INTERVAL_WIDTH = 4
-_NUM_FITTED = 25
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: st
     """A chart of one or more series of (epoch, value)."""
     epochs = [epoch for points in series.values() for epoch, _ in points]
     values = [value for points in series.values() for _, value in points]
-    place_x, x_ticks = _fit_axis(epochs, Chart.left, Chart.right, is_count=True)
-    place_y, y_ticks = _fit_axis(values, Chart.bottom, Chart.top)
+    place_x, x_ticks = fit_axis(epochs, Chart.left, Chart.right, is_count=True)
+    place_y, y_ticks = fit_axis(values, Chart.bottom, Chart.top)
     lines = []
     for style, (name, points) in enumerate(series.items()):
         marks = [
@@ -78,8 +74,8 @@ def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: st
 
 def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     """Accuracy against confidence."""
-    place_x, x_ticks = _fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = _fit_axis((0, 1), Chart.bottom, Chart.top)
+    place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
+    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
     bars = []
     for bin in bins:
         if bin.count == 0:
@@ -108,8 +104,8 @@ def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Cha
     # the curve of a few images jumps
     ends = ends[counts[ends] >= min(_MIN_ANSWERED, len(order))]
     ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
-    place_x, x_ticks = _fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = _fit_axis([*accuracy[ends].tolist(), 1.0], Chart.bottom, Chart.top)
+    place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
+    place_y, y_ticks = fit_axis([*accuracy[ends].tolist(), 1.0], Chart.bottom, Chart.top)
     marks = []
     for end in ends.tolist():
         share = counts[end] / len(order)
@@ -122,39 +118,7 @@ def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Cha
     )
 
 
-def build_learning_curve_chart(curve: LearningCurve) -> Chart:
-    """Accuracy against the number of training images, with intervals, and the power law's forecast
-    for twice as many."""
-    measured = [(point.num_images, point.top1, point.interval) for point in curve.points]
-    shown = [*measured]
-    if forecast := curve.forecast:
-        shown.append((forecast.num_images, forecast.top1, forecast.interval))
-    place_x, x_ticks = _fit_axis([count for count, _, _ in shown], Chart.left, Chart.right)
-    ends = [end for _, _, interval in shown for end in interval]
-    place_y, y_ticks = _fit_axis(ends, Chart.bottom, Chart.top)
-
-    intervals = []
-    marks = []
-    for place, (count, top1, (low, high)) in enumerate(shown):
-        kind = "of the images left out are correct" if place < len(measured) else "expected"
-        text = f"{count:,} images: {top1:.1%} {kind}, {low:.1%} to {high:.1%} with 95 % confidence"
-        x = place_x(count)
-        marks.append(Mark(x, place_y(top1), text))
-        left = x - _INTERVAL_WIDTH / 2
-        intervals.append(
-            Mark(left, place_y(high), text, _INTERVAL_WIDTH, place_y(low) - place_y(high))
-        )
-    lines = [Line("measured, with 95 % interval", marks[: len(measured)], style=0)]
-    if forecast:
-        sizes = np.geomspace(measured[0][0], forecast.num_images, _NUM_FITTED).tolist()
-        fitted = [Mark(place_x(size), place_y(forecast.compute_top1(size))) for size in sizes[:-1]]
-        lines.append(Line("inverse power law, and its forecast", [*fitted, marks[-1]], style=1))
-    return Chart(
-        "Learning curve", "training images", "accuracy", x_ticks, y_ticks, lines, intervals
-    )
-
-
-def _fit_axis(
+def fit_axis(
     values: Sequence[float], start: float, stop: float, *, is_count: bool = False
 ) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
     """From values to pixels between `start` and `stop`, and the ticks; a count ends at its values

@@ -9,20 +9,19 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
 from vit.bundle import Bundle
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.report.charts import (
     Chart,
     build_history_chart,
-    build_learning_curve_chart,
     build_reliability_chart,
     build_selective_chart,
 )
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions
 from vit.evaluation.report.plain import describe_in_plain_words
+from vit.evaluation.report.section import Section, find_run
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
@@ -31,6 +30,7 @@ from vit.explanation.render.page import encode_picture, name_model, render_page,
 from vit.explanation.training_photos import TrainingPhotos
 from vit.options import ExplainOptions
 from vit.prediction.predictor import Pixels
+from vit.runtime.products import find_product
 from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _TEMPLATES = Path(__file__).parent
@@ -60,12 +60,10 @@ def build_report(result: EvaluationResult) -> str:
     errors = [example.path for example in evaluation.examples.most_confident_errors]
     nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
     sentences = describe_in_plain_words(result)
-    curve = find_learning_curve(evaluation.model)
-    curve_chart = None
-    if curve is not None:
-        sentences.append(curve.describe())
-        if curve.points:
-            curve_chart = build_learning_curve_chart(curve)
+    build_section = find_product("report section")
+    section: Section | None = build_section(result) if build_section else None
+    if section is not None:
+        sentences.append(section.sentence)
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
@@ -75,8 +73,7 @@ def build_report(result: EvaluationResult) -> str:
         "classes": _choose_classes(evaluation),
         "metrics": _list_metrics(evaluation),
         "history": _chart_history(load_history(evaluation.model)),
-        "curve": curve,
-        "curve_chart": curve_chart,
+        "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "contrasts": contrasts,
         "class_names": class_names,
@@ -100,25 +97,11 @@ def render_markdown(result: EvaluationResult) -> str:
 
 def load_history(model: str) -> list[dict[str, Any]]:
     """The epochs in the metrics file beside a model file; none where there is no such file."""
-    if model.startswith("timm:"):
-        return []
+    run = find_run(model)
     # a damaged file costs the chart, not the evaluation
     with suppress(ValueError):
-        return load_metrics(_find_folder(model) / METRICS_FILE)
+        return load_metrics(run / METRICS_FILE) if run else []
     return []
-
-
-def find_learning_curve(model: str) -> LearningCurve | None:
-    """The learning curve beside a model file; None where there is none, or a damaged one."""
-    if model.startswith("timm:"):
-        return None
-    with suppress(OSError, ValueError):
-        return load_learning_curve(_find_folder(model))
-    return None
-
-
-def _find_folder(model: str) -> Path:
-    return Path(model) if Path(model).is_dir() else Path(model).parent
 
 
 class DrawnMap(NamedTuple):

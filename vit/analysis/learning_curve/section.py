@@ -1,0 +1,62 @@
+"""The section of a report that shows the learning curve of the run that trained the model."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
+from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.report.charts import Chart, Line, Mark, fit_axis
+from vit.evaluation.report.section import Section, find_run
+from vit.explanation.render.page import render_page
+
+_TEMPLATE = Path(__file__).with_name("learning_curve.html.jinja")
+# pixels
+_INTERVAL_WIDTH = 4
+# points of the fitted curve; a line of more than 30 has no circles, and its end should have one
+_NUM_FITTED = 25
+
+
+def build_section(result: EvaluationResult) -> Section | None:
+    """Show the curve in the directory of the evaluated model; None if it has none, or a damaged one."""
+    curve = None
+    run = find_run(result.evaluation.model)
+    with suppress(OSError, ValueError):
+        curve = load_learning_curve(run) if run else None
+    if curve is None:
+        return None
+    html = ""
+    if curve.points:
+        html = render_page(_TEMPLATE, {"curve": curve, "chart": build_chart(curve)})
+    return Section("learning-curve", "More photos", html, curve.describe())
+
+
+def build_chart(curve: LearningCurve) -> Chart:
+    """Draw accuracy against the number of training images, with intervals and the forecast."""
+    shown = [(point.num_images, point.top1, point.interval) for point in curve.points]
+    num_measured = len(shown)
+    if forecast := curve.forecast:
+        shown.append((forecast.num_images, forecast.top1, forecast.interval))
+    place_x, x_ticks = fit_axis([count for count, _, _ in shown], Chart.left, Chart.right)
+    ends = [end for _, _, interval in shown for end in interval]
+    place_y, y_ticks = fit_axis(ends, Chart.bottom, Chart.top)
+
+    intervals = []
+    marks = []
+    for place, (count, top1, (low, high)) in enumerate(shown):
+        kind = "of the images left out are correct" if place < num_measured else "expected"
+        text = f"{count:,} images: {top1:.1%} {kind}, {low:.1%} to {high:.1%} with 95 % confidence"
+        x = place_x(count)
+        marks.append(Mark(x, place_y(top1), text))
+        left = x - _INTERVAL_WIDTH / 2
+        height = place_y(low) - place_y(high)
+        intervals.append(Mark(left, place_y(high), text, _INTERVAL_WIDTH, height))
+    lines = [Line("measured, with 95 % interval", marks[:num_measured], style=0)]
+    if forecast:
+        sizes = np.geomspace(shown[0][0], forecast.num_images, _NUM_FITTED).tolist()
+        fitted = [Mark(place_x(size), place_y(forecast.compute_top1(size))) for size in sizes[:-1]]
+        lines.append(Line("inverse power law, and its forecast", [*fitted, marks[-1]], style=1))
+    return Chart(
+        "Learning curve", "training images", "accuracy", x_ticks, y_ticks, lines, intervals
+    )
