@@ -27,7 +27,7 @@ from scipy import stats
 from time_to_accuracy import describe_config
 
 from vit.config import load_config
-from vit.training.run_directory import METRICS_FILE, load_metrics
+from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 
 NAME = "ablation-cifar10-cpu"
 RECIPE = "configs/cifar10/cpu.yaml"

@@ -15,7 +15,7 @@ from tests.conftest import Launcher
 from vit.config import Config, load_config
 from vit.model.model_file import check_metadata
 from vit.runtime.documents import parse_json, parse_yaml
-from vit.training.run_directory import load_metrics
+from vit.runtime.metrics_file import load_metrics
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(

@@ -13,8 +13,8 @@ from tests.explanation.conftest import from_timm, ours
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet, load_images
-from vit.evaluation.metrics import Ints
 from vit.prediction.predictor import LogitArray
+from vit.prediction.probabilities import Ints
 
 __all__ = ["browser", "from_timm", "named_bundle", "ours"]
 

@@ -36,6 +36,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
+from vit.evaluation.prediction_sets import SetMetrics
 from vit.evaluation.report.contrast import ConfusedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
@@ -49,7 +50,6 @@ from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.options import ExplainOptions
-from vit.prediction.conformal import SetMetrics
 from vit.prediction.predictor import Pixels, Prediction, PredictionResult
 
 NASTY = "<img src=x onerror=document.title='owned'>"

@@ -12,18 +12,18 @@ from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import load_images
-from vit.evaluation.metrics import compute_log_probabilities
 from vit.model.model_file import Likeness
 from vit.prediction.conformal import (
     answer_images,
     build_sets,
-    compute_distances,
     compute_p_values,
     count_needed,
     explain_missing,
     find_threshold,
 )
+from vit.prediction.neighbours import compute_distances
 from vit.prediction.predictor import Predictor
+from vit.prediction.probabilities import compute_log_probabilities
 
 
 def test_a_threshold_by_hand() -> None:

@@ -12,7 +12,7 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.model.model_file import Likeness
-from vit.prediction.conformal import check_similar, find_similar
+from vit.prediction.neighbours import check_similar, find_similar
 from vit.training.result import TrainingResult
 
 NUM_PHOTOS = 24

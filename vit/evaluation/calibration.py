@@ -8,8 +8,9 @@ from scipy.special import log_softmax
 
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import Ints, chunk_rows, compute_metrics, score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.predictor import LogitArray
+from vit.prediction.probabilities import Ints, chunk_rows
 from vit.runtime.files import compute_sha256
 
 # of fewer images in a half, no noise can be estimated

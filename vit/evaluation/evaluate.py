@@ -38,6 +38,7 @@ from vit.evaluation.metrics import (
     plot_confusion,
     score_logits,
 )
+from vit.evaluation.prediction_sets import measure_sets
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -48,7 +49,6 @@ from vit.evaluation.schema import (
 )
 from vit.model.logits import compute_logits
 from vit.options import EvaluateOptions
-from vit.prediction.conformal import measure_sets
 from vit.prediction.predictor import LogitArray, Predictor
 from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.files import expand_home, prepare_output, write_atomically, write_text

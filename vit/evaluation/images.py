@@ -21,8 +21,8 @@ from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_duplicates
 from vit.data.images import Preprocess
 from vit.data.open import DatasetSplits, open_for_model, open_passed
-from vit.evaluation.metrics import Ints
 from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.processes import current_process
 

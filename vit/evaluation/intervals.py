@@ -11,14 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtr, betaincinv, gammaincinv, ndtri, stdtr, stdtrit
 
-from vit.evaluation.metrics import (
-    NUM_BINS,
-    Floats,
-    Ints,
-    Scores,
-    compute_metrics,
-    find_bins,
-)
+from vit.evaluation.metrics import NUM_BINS, Scores, compute_metrics, find_bins
+from vit.prediction.probabilities import Floats, Ints
 
 # a difference is significant if chance alone makes one as large in fewer tests than this
 SIGNIFICANCE = 0.05

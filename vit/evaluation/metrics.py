@@ -7,24 +7,20 @@ those of a resample one bootstrap replicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, log_softmax
+from scipy.special import betaincinv
+
+from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 NUM_BINS = 15
-# images scored at a time, and their logits: bounds the float64 copies
-_CHUNK_IMAGES = 4096
-_CHUNK_LOGITS = 2**22
 # a ratio without a denominator is 0
 _TINY = np.finfo(float).tiny
 # classes whose counts are still legible in the cells
@@ -132,17 +128,6 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
         )
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return Scores(labels=labels, num_classes=logits.shape[1], temperature=temperature, **columns)
-
-
-def chunk_rows(logits: NDArray[np.float32]) -> Iterator[slice]:
-    """Slices of [n, C] that together are all rows: fewer at a time of many classes."""
-    size = min(_CHUNK_IMAGES, max(_CHUNK_LOGITS // logits.shape[1], 1))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
-
-
-def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
-    """log softmax(logits / temperature) of [n, C]."""
-    return np.asarray(log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1))
 
 
 def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, float]:

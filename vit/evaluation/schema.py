@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vit.evaluation.calibration import Calibration
 from vit.evaluation.images import TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Examples, Scores
-from vit.prediction.conformal import SetMetrics
+from vit.evaluation.prediction_sets import SetMetrics
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
 from vit.runtime.files import write_json, write_text

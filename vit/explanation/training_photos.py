@@ -13,7 +13,7 @@ from vit.data.dataset import ImageDataset, printable
 from vit.data.open import DatasetSplits, open_dataset
 from vit.data.sources.base import find_split_folders
 from vit.explanation.render.page import encode_photo
-from vit.prediction.conformal import Similar, check_similar, find_similar
+from vit.prediction.neighbours import Similar, check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor
 
 

@@ -27,13 +27,8 @@ from vit.model.logits import (
     count_features,
 )
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.conformal import (
-    Similar,
-    answer_images,
-    check_similar,
-    find_similar,
-    read_threshold,
-)
+from vit.prediction.conformal import answer_images, read_threshold
+from vit.prediction.neighbours import Similar, check_similar, find_similar
 from vit.runtime.device import (
     Precision,
     autocast,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vit.evaluation.intervals import compute_clustered_interval
-from vit.evaluation.metrics import Ints, compute_metrics, score_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features
+from vit.prediction.probabilities import Ints
 from vit.training.linear_probe import assign_folds, fit_probe
 
 CROSS_VALIDATION_FILE = "cross_validation.json"

@@ -17,8 +17,9 @@ from vit.evaluation.calibration import cross_fit_temperature
 from vit.model.logits import compute_logits_and_features, count_features, has_features
 from vit.model.model_file import Likeness
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.conformal import LEVELS, compute_distances, find_threshold, normalize_rows
+from vit.prediction.conformal import LEVELS, find_threshold
 from vit.prediction.features import compute_features
+from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.prediction.predictor import Pixels, Predictor
 from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process

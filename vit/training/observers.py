@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from vit.runtime.background_writer import BackgroundWriter
+from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.progress import Advance, show_progress
-from vit.training.run_directory import METRICS_FILE, append_metrics
 
 LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
 _LINE_SECONDS = 10  # between lines of epochs: a run of half a minute has a few, metrics.jsonl all

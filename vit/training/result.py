@@ -12,7 +12,7 @@ from torch import nn
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
 from vit.data.open import DatasetSplits
 from vit.runtime.files import prepare_output
-from vit.training.run_directory import METRICS_FILE, load_metrics
+from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 
 
 @dataclass(frozen=True)

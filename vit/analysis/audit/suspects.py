@@ -12,8 +12,9 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
-from vit.evaluation.metrics import Floats, Ints, find_label_errors, score_logits
-from vit.prediction.conformal import normalize_rows
+from vit.evaluation.metrics import find_label_errors, score_logits
+from vit.prediction.neighbours import convert_to_distances, find_nearest
+from vit.prediction.probabilities import Floats, Ints
 
 AUDIT_FILE = "audit.json"
 NUM_FOLDS = 5
@@ -28,8 +29,6 @@ _MIN_CONFUSED = 3
 _FENCE = 3.0
 # pixels of the longer side on which brightness and sharpness are measured
 _SIDE = 128
-# similarities computed at once: 32 MiB
-_BLOCK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,8 @@ def audit_images(
     assert dataset.hashes is not None
     probabilities = predict_out_of_fold(features, labels, dataset.digests, num_classes=len(names))
     suspects, suggested = find_suspects(probabilities, labels)
-    nearest, distances = _find_neighbours(features)
+    nearest, cosines = find_nearest(features, features, NUM_NEIGHBOURS, skip_self=True)
+    distances = convert_to_distances(cosines[:, -1])
 
     label_errors = []
     for index, label in zip(suspects.tolist(), suggested.tolist(), strict=True):
@@ -286,26 +286,6 @@ def find_confused(
             names = (class_names[first], class_names[second])
             pairs.append(ConfusedPair(names, confused, count))
     return sorted(pairs, key=lambda pair: -pair.confused / pair.count)
-
-
-def _find_neighbours(features: NDArray[np.float32]) -> tuple[Ints, Floats]:
-    """The nearest other images of each, int64 [n, k], and the distance to the k-th, [n]."""
-    units = normalize_rows(features)
-    count = len(units)
-    k = min(NUM_NEIGHBOURS, count - 1)
-    rows = max(1, _BLOCK // count)
-    nearest = []
-    distances = []
-    for start in range(0, count, rows):
-        cosines = units[start : start + rows] @ units.T
-        np.fill_diagonal(cosines[:, start:], -2)  # no image is its own neighbour
-        closest = np.argpartition(-cosines, k - 1, axis=1)[:, :k]
-        order = np.argsort(-np.take_along_axis(cosines, closest, axis=1), axis=1, kind="stable")
-        closest = np.take_along_axis(closest, order, axis=1)
-        last = np.take_along_axis(cosines, closest[:, -1:], axis=1)[:, 0]
-        nearest.append(closest)
-        distances.append(np.sqrt(np.maximum(2 - 2 * last, 0)))
-    return np.concatenate(nearest), np.concatenate(distances).astype(np.float64)
 
 
 def _find_odd(values: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -18,7 +18,6 @@ from vit.evaluation.intervals import (
     compute_mcnemar,
     compute_paired_interval,
 )
-from vit.evaluation.metrics import Floats
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
@@ -26,6 +25,7 @@ from vit.evaluation.schema import (
     load_evaluation,
     load_predictions,
 )
+from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.files import prepare_output, write_json
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.evaluation.intervals import SIGNIFICANCE, compute_clustered_interval, compute_mcnemar
-from vit.evaluation.metrics import Floats, Ints
 from vit.prediction.features import Features
+from vit.prediction.probabilities import Floats, Ints
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import write_json
 from vit.training.cross_validation import assign_group_folds, number_groups

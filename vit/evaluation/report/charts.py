@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from vit.evaluation.metrics import Bin, Floats
+from vit.evaluation.metrics import Bin
+from vit.prediction.probabilities import Floats
 
 Points = Sequence[tuple[float, float]]
 _MIN_ANSWERED = 10

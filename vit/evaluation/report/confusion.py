@@ -11,8 +11,9 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import Ints, Scores
+from vit.evaluation.metrics import Scores
 from vit.explanation.render.page import encode_picture
+from vit.prediction.probabilities import Ints
 
 _MAX_CLASSES = 40
 # most frequent errors below the matrix

@@ -30,8 +30,8 @@ from vit.explanation.render.page import encode_picture, name_model, render_page,
 from vit.explanation.training_photos import TrainingPhotos
 from vit.options import ExplainOptions
 from vit.prediction.predictor import Pixels
+from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.products import find_product
-from vit.training.run_directory import METRICS_FILE, load_metrics
 
 _TEMPLATES = Path(__file__).parent
 _PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")

@@ -1,0 +1,66 @@
+"""How often the prediction sets of a model hold the label, and how large they are."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.bundle import Bundle
+from vit.prediction.conformal import LEVELS, read_threshold
+from vit.prediction.probabilities import Ints, chunk_rows, compute_log_probabilities
+
+
+@dataclass(frozen=True)
+class SetMetrics:
+    """Prediction sets of one coverage, on labelled images."""
+
+    coverage: float
+    # validation images that the threshold is of
+    num_images: int
+    # share of the sets that hold the label
+    measured: float
+    # share of the sets that have one class, and share of those that are right; null where none has
+    single: float
+    single_correct: float | None
+    mean_size: float
+
+
+def measure_sets(
+    bundle: Bundle, logits: NDArray[np.float32], labels: Ints
+) -> list[SetMetrics] | None:
+    """The prediction sets of a model on images with labels, by coverage; None where its file holds
+    no threshold.
+
+    Args:
+        bundle: the model.
+        logits: [n, C].
+        labels: [n].
+    """
+    measured = []
+    for coverage in LEVELS:
+        threshold = read_threshold(bundle.metadata, coverage)
+        if threshold is None:
+            continue
+        sizes = []
+        holds = []
+        for rows in chunk_rows(logits):
+            in_set = np.exp(compute_log_probabilities(logits[rows], 1.0)) >= threshold
+            sizes.append(in_set.sum(axis=1))
+            holds.append(in_set[np.arange(len(in_set)), labels[rows]])
+        size = np.concatenate(sizes)
+        is_right = np.concatenate(holds)
+        is_single = size == 1
+        single_correct = None
+        if is_single.any():
+            single_correct = float(is_right[is_single].mean())
+        measured.append(
+            SetMetrics(
+                coverage=coverage,
+                num_images=bundle.metadata["conformal"]["num_images"],
+                measured=float(is_right.mean()),
+                single=float(is_single.mean()),
+                single_correct=single_correct,
+                mean_size=float(size.mean()),
+            )
+        )
+    return measured or None

@@ -1,0 +1,152 @@
+"""Nearest neighbours by the cosine of pooled features: the training images that are most like an
+image, and how far from them it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.bundle import Bundle
+from vit.model.model_file import NUM_NEIGHBOURS
+from vit.prediction.probabilities import Floats, Ints
+
+# cosines computed at once: 32 MiB
+_BLOCK = 1 << 23
+
+
+@dataclass(frozen=True)
+class Similar:
+    """A training image that is like an image.
+
+    Args:
+        path: its name, within the data set.
+        class_name: its label.
+        similarity: the cosine of the features, -1 to 1.
+    """
+
+    path: str
+    class_name: str
+    similarity: float
+
+
+def find_nearest(
+    features: NDArray[np.floating[Any]],
+    references: NDArray[np.floating[Any]],
+    count: int,
+    *,
+    skip_self: bool = False,
+) -> tuple[Ints, NDArray[np.float32]]:
+    """Find the rows of `references` that have the largest cosine with each row of `features`.
+
+    Args:
+        features: [n, D].
+        references: [m, D].
+        count: Number of neighbours k; m where there are fewer.
+        skip_self: Both are the same images, and none is its own neighbour.
+
+    Returns:
+        Indices and cosines of the neighbours, [n, k] each, the nearest first.
+    """
+    units = normalize_rows(references)
+    queries = units if skip_self else normalize_rows(features)
+    count = min(count, len(units) - skip_self)
+    rows = max(1, _BLOCK // len(units))
+    indices = []
+    nearest_cosines = []
+    # one block at least, so that no images have no neighbours
+    for start in range(0, max(len(queries), 1), rows):
+        cosines = queries[start : start + rows] @ units.T
+        if skip_self:
+            np.fill_diagonal(cosines[:, start:], -2)
+        nearest = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)
+        values = np.take_along_axis(cosines, nearest, axis=1)
+        # stable: the first of equal ones comes first
+        order = np.argsort(-values, axis=1, kind="stable")
+        indices.append(np.take_along_axis(nearest, order, axis=1))
+        nearest_cosines.append(np.take_along_axis(values, order, axis=1))
+    return np.concatenate(indices), np.concatenate(nearest_cosines)
+
+
+def compute_distances(
+    features: NDArray[np.floating[Any]], training_features: NDArray[np.floating[Any]]
+) -> Floats:
+    """Compute the distance of each image to its k-th nearest training image, of features of length
+    one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep nearest neighbors").
+
+    Args:
+        features: [n, D].
+        training_features: [m, D].
+
+    Returns:
+        [n], 0 to 2.
+    """
+    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
+    return convert_to_distances(cosines[:, -1])
+
+
+def convert_to_distances(cosines: NDArray[np.float32]) -> Floats:
+    """Distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
+    return np.sqrt(np.maximum(2 - 2 * cosines, 0)).astype(np.float64)
+
+
+def find_similar(
+    bundle: Bundle,
+    features: NDArray[np.float32],
+    count: int,
+    *,
+    class_index: int | None = None,
+) -> list[list[Similar]]:
+    """The training images that are most like each image, by the cosine of their features.
+
+    Args:
+        bundle: the model; of the training images that its file holds features of, at most 2,000.
+        features: [n, D].
+        count: of training images for each image.
+        class_index: of training images of this class alone. None: of all.
+
+    Returns:
+        For each image at most `count`, the most similar first.
+    """
+    check_similar(bundle)
+    assert bundle.likeness is not None
+    images = bundle.metadata["conformal"]["training_images"]
+    training_features = bundle.likeness.training_features
+    if class_index is not None:
+        chosen = [index for index, (_, label) in enumerate(images) if label == class_index]
+        images = [images[index] for index in chosen]
+        training_features = training_features[chosen]
+    if not images:
+        return [[] for _ in features]
+    indices, cosines = find_nearest(features, training_features, count)
+    return [
+        [
+            Similar(images[index][0], bundle.class_names[images[index][1]], cosine)
+            for index, cosine in zip(*neighbours, strict=True)
+        ]
+        for neighbours in zip(indices.tolist(), cosines.tolist(), strict=True)
+    ]
+
+
+def check_similar(bundle: Bundle) -> None:
+    """Raise ValueError for a model file that doesn't say which training images are like an image."""
+    recorded = bundle.metadata.get("conformal", {})
+    names = recorded.get("training_images")
+    if bundle.likeness is not None and names:
+        is_complete = len(names) == len(bundle.likeness.training_features)
+        if not is_complete or max(index for _, index in names) >= len(bundle.class_names):
+            raise ValueError(f"{bundle.name} is damaged: its features are of other training images")
+        return
+    reason = recorded.get("no_likeness")
+    if reason is None:
+        reason = "`vit train` puts them into the model file where there are validation images"
+    elif not reason:
+        reason = "its file has features without them"
+    raise ValueError(f"{bundle.name} names no training images: {reason}")
+
+
+def normalize_rows(features: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Rows of length one, float32; of zeros, zeros."""
+    rows = features.astype(np.float32)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.maximum(lengths, 1e-12))
