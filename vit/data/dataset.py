@@ -249,8 +249,3 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         raise ValueError(
             f"{text}, more than the allowed fraction of {fraction}; the first is {first}"
         )
-
-
-def printable(name: str) -> str:
-    """A file name as valid Unicode: bytes that are not UTF-8 become replacement characters."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
