@@ -82,7 +82,7 @@ class TestRefusal:
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
-            ValueError, match=r"it is not a plain vision transformer, .*; it holds conv1.weight"
+            ValueError, match=r"it is not a plain vision transformer .*; it holds conv1.weight"
         ):
             infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
 
@@ -171,7 +171,7 @@ class TestFiles:
 
     def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
         weights = {"vit.embeddings.cls_token": torch.zeros(1)}
-        with pytest.raises(ValueError, match="of Hugging Face's give the folder"):
+        with pytest.raises(ValueError, match="give the folder with its config.json"):
             infer_architecture(weights, origin="it")
 
     def test_a_file_without_tensors_is_refused(self, tmp_path):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from vit.model.cpu_kernels import Backend, ExplicitAttention, choose_backend
 from vit.runtime.arguments import check_choice
 
-# boolean, or integers 0 and 1; others are refused with a sentence
+# Boolean, or integers 0 and 1. Other masks raise a ValueError.
 Mask = Shaped[Tensor, "..."] | None
 Queries = Float[Tensor, "B Nq D"]
 Keys = Float[Tensor, "B Nk D"] | None
 
-# of every LayerNorm in the field's vision transformers; torch's own default is 1e-5
+# Vision transformers use this epsilon in every LayerNorm; torch's own default is 1e-5.
 NORM_EPS = 1e-6
 
 
@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
     Args:
         query, key: [..., N, K], with any leading axes.
         value: [..., Nk, V].
-        mask, causal: as in `compute_weights`.
+        mask, causal: See `compute_weights`.
 
     Returns:
         The output, and the weights that made it.
@@ -70,20 +70,20 @@ def compute_weights(
         The weights: each row is a distribution over the keys, or zeros where all are ignored.
 
     Raises:
-        ValueError: for a mask of floating point, with other integers, or that doesn't broadcast.
+        ValueError: The mask is floating point, holds other integers, or doesn't broadcast.
     """
     scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # [..., Nq, Nk]
     allowed = _allowed_keys(mask, shape=scores.shape, causal=causal, device=scores.device)
     if allowed is None:
         return scores.softmax(dim=-1)
-    # The lowest finite number and not -inf: a row without any key then stays finite, in its
-    # gradient too, until the second line empties it.
+    # The lowest finite number instead of -inf: a row without any key then stays finite, and so
+    # does its gradient, until the second line sets it to zero.
     weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(dim=-1)
     return weights.masked_fill(~allowed, 0.0)
 
 
 def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 1 Nk"]:
-    """Our mask from torch's `key_padding_mask`, where True is what to ignore."""
+    """Convert torch's `key_padding_mask`, where True means ignore, to a mask of ours."""
     if padding.dtype != torch.bool:
         raise ValueError(
             f"a key padding mask is boolean (True = ignored), not {padding.dtype}; "
@@ -93,7 +93,7 @@ def mask_from_key_padding(padding: Shaped[Tensor, "B Nk"]) -> Bool[Tensor, "B 1 
 
 
 def build_norm(width: int, *, enabled: bool = True) -> nn.Module:
-    """The field's LayerNorm, or nothing in its place."""
+    """Build a LayerNorm with the usual epsilon, or an Identity if it is not enabled."""
     return nn.LayerNorm(width, eps=NORM_EPS) if enabled else nn.Identity()
 
 
@@ -108,12 +108,12 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: Width of the tokens, D.
         num_heads: Number of heads, H, which divides the width.
-        qkv_bias, proj_bias: Whether the projections have biases.
+        qkv_bias, proj_bias: Give the projections biases.
         qk_norm: LayerNorm of each head's queries and keys (Dehghani et al. 2023).
-        backend: "fused" is torch's kernel, "explicit" two matrix products; "auto" the faster one.
+        backend: "fused" is torch's kernel, "explicit" two matrix products, "auto" the faster one.
 
     Raises:
-        ValueError: for a number of heads that doesn't divide the width, and an unknown backend.
+        ValueError: The number of heads doesn't divide the width, or the backend is unknown.
     """
 
     def __init__(
@@ -153,10 +153,13 @@ class MultiHeadAttention(nn.Module):
         *,
         causal: bool = False,
     ) -> Float[Tensor, "B Nq D"]:
-        """The output alone, by the faster backend. `mask` and `causal` as in `compute_weights`, for
-        weights [B, H, Nq, Nk]."""
+        """Return the output alone, by the faster backend.
+
+        See `compute_weights` for `mask` and `causal`; the weights are [B, H, Nq, Nk].
+        """
         q, k, v = self._project(query, key, value)  # [B, H, N, K] each
-        # two ways to the same output, of which the faster depends on device, precision and length
+        # Both backends give the same output. Which is faster depends on the device, the precision
+        # and the number of tokens.
         backend = self.backend
         if backend == "auto":
             needs_gradient = torch.is_grad_enabled() and v.requires_grad
@@ -165,7 +168,7 @@ class MultiHeadAttention(nn.Module):
         if backend == "fused":
             context = _attend_fused(q, k, v, mask, causal=causal)
         elif self.training and mask is None and not causal:
-            # the case of every encoder, with its backward pass written by hand
+            # Every encoder takes this path. Its backward pass is written by hand.
             context = ExplicitAttention.apply(q, k, v)
         else:
             context = compute_weights(q, k, mask, causal=causal) @ v
@@ -180,15 +183,20 @@ class MultiHeadAttention(nn.Module):
         *,
         causal: bool = False,
     ) -> tuple[Float[Tensor, "B Nq D"], Float[Tensor, "B H Nq Nk"]]:
-        """The output and every head's weights, whose rows sum to one."""
+        """Return the output and the weights of every head. Their rows sum to one."""
         q, k, v = self._project(query, key, value)
         context, weights = scaled_dot_product_attention(q, k, v, mask, causal=causal)
         return self._merge_heads(context), weights
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """The same layer as torch's, with its weights. Inputs and outputs here are always batch
-        first. Raises ValueError for kdim, vdim, add_bias_kv, add_zero_attn and dropout."""
+        """Convert torch's layer, with its weights.
+
+        Inputs and outputs are always batch first here.
+
+        Raises:
+            ValueError: The layer has kdim, vdim, add_bias_kv, add_zero_attn or dropout.
+        """
         has_other_keys = module.bias_k is not None or module.add_zero_attn
         if module.in_proj_weight is None or has_other_keys or module.dropout:
             raise ValueError(
@@ -201,21 +209,21 @@ class MultiHeadAttention(nn.Module):
             name.replace("in_proj_", "qkv.").replace("out_proj", "proj"): tensor
             for name, tensor in module.state_dict().items()
         }
-        # to its device and precision first
+        # The layer moves to the device and the precision of torch's layer first.
         layer.to(module.in_proj_weight).load_state_dict(weights)
         return layer.train(module.training)
 
     def _project(self, query: Queries, key: Keys, value: Keys) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of every head: [B, H, N, K] each."""
+        """Compute query, key and value of every head: [B, H, N, K] each."""
         if key is None and value is None:
-            # self-attention: one product for all three
+            # Self-attention needs one product for all three.
             packed = self.qkv(query)
             packed = packed.reshape(*query.shape[:2], 3, self.num_heads, -1)  # [B, N, 3, H, K]
             q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         elif key is None or value is None:
             raise ValueError("cross-attention needs both key and value; self-attention neither")
         else:
-            # cross-attention: each third of the packed projection for its own tokens
+            # Cross-attention applies each third of the packed projection to its own tokens.
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
             thirds = zip((query, key, value), self.qkv.weight.chunk(3), biases, strict=True)
             q, k, v = (
@@ -239,14 +247,15 @@ def _attend_fused(
     *,
     causal: bool,
 ) -> Float[Tensor, "B H Nq K"]:
-    """The formula by torch's kernel, which materialises no weights."""
+    """Compute the formula by torch's kernel, which never stores the weights."""
     if mask is None:
-        # without a mask the kernel may be one that doesn't read any
+        # Without a mask, torch can choose a faster kernel that supports none.
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
     allowed = _allowed_keys(mask, shape=shape, causal=causal, device=query.device)
     assert allowed is not None
-    # fused kernels disagree on rows without keys: give them keys, drop the result
+    # Fused kernels disagree on rows without keys: such a row attends to all keys here, and its
+    # result is set to zero.
     is_empty = ~allowed.any(dim=-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | is_empty)
     return context.masked_fill(is_empty, 0.0)

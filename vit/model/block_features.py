@@ -1,5 +1,7 @@
-"""Pooled features of each block, from one forward pass: what a model that ends there would classify
-by."""
+"""Pooled features of each block, from one forward pass.
+
+A model that ended at that block would classify by them.
+"""
 
 import torch
 from jaxtyping import Float
@@ -9,21 +11,21 @@ from vit.model.logits import at_least_float32
 from vit.model.model_info import count_classes
 from vit.model.vision_transformer import VisionTransformer
 
-# the number of blocks that an image has passed, and how its tokens are pooled: "token" is the class
-# token, "avg" the mean of the patches
+# A readout is a number of blocks and a pooling: "token" is the class token, "avg" the mean of the
+# patches.
 Readout = tuple[int, str]
-# of a model that isn't ours: what its last linear layer reads
+# The one readout of another library's model: the input of its last linear layer.
 PRE_LOGITS: Readout = (0, "pre_logits")
 
 
 def list_readouts(model: nn.Module) -> list[Readout]:
-    """What `compute_block_features` gives of a model, in its order: first block first."""
+    """List the readouts of `compute_block_features` in its order, first block first."""
     if not isinstance(model, VisionTransformer):
         return [PRE_LOGITS]
     poolings = ["token", "avg"]
     if model.cls_token is None:
         poolings = ["avg"]
-    # a distilled model can't read the mean
+    # A distilled model can't read the mean.
     elif model.dist_token is not None:
         poolings = ["token"]
     return [(depth, pool) for depth in range(1, len(model.blocks) + 1) for pool in poolings]
@@ -32,18 +34,18 @@ def list_readouts(model: nn.Module) -> list[Readout]:
 def compute_block_features(
     model: nn.Module, images: Float[Tensor, "B C height width"]
 ) -> Float[Tensor, "B R D"]:
-    """The features of images at each of the model's R readouts, float32.
+    """Compute the features of images at each of the model's R readouts, float32.
 
-    They are what the head of the model would read if it had only so many blocks: after its final
-    norm, or after the pooling's.
+    The head would read them if the model ended at that block. They are normed like the input of
+    the head.
 
     Args:
-        model: In evaluation mode. Of models that aren't ours there is one readout: what the last
-            linear layer reads.
-        images: Normalised, as the model takes them.
+        model: Model in evaluation mode. A model of another library has one readout: the input of
+            its last linear layer.
+        images: Images, normalised for the model.
 
     Raises:
-        ValueError: for a model that isn't ours without a last linear layer that reads [B, D].
+        ValueError: A model of another library has no last linear layer that reads [B, D].
     """
     if not isinstance(model, VisionTransformer):
         return _compute_pre_logits(model, images)[:, None]
@@ -51,7 +53,7 @@ def compute_block_features(
     features = []
     for tokens in model.forward_intermediates(images):
         normed = model.norm(tokens)
-        # as of `compute_logits`: the pooling and what follows run in float32
+        # See `compute_logits`: pooling and head run in float32.
         with torch.autocast(images.device.type, enabled=False):
             normed = at_least_float32(normed)
             features += [model.pool(normed, pool) for pool in poolings]
@@ -66,13 +68,14 @@ def cut_model(
     weight: Float[Tensor, "classes D"],
     bias: Float[Tensor, " classes"],
 ) -> VisionTransformer:
-    """A model that ends at a readout: its first blocks, the final norm, and a linear layer as head.
-    Its logits are that layer's of the features of `compute_block_features`.
+    """Build a model that ends at a readout, with a linear layer as its head.
+
+    Its logits are those of this layer for the features of `compute_block_features`.
 
     Args:
-        model: Whose weights are copied.
-        readout: The number of blocks that stay, and the pooling.
-        weight, bias: Of the head.
+        model: Model whose first blocks and final norm are copied.
+        readout: Number of blocks to keep, and the pooling.
+        weight, bias: Parameters of the head.
     """
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
@@ -81,7 +84,7 @@ def cut_model(
     weights = {name: value for name, value in model.state_dict().items() if name in kept}
     head = {"head.weight": weight, "head.bias": bias}
     if cut.head_dist is not None:
-        # the logits are the mean of two heads', of which the second is yet to learn
+        # A distilled model averages two heads, and the second starts at zero.
         head = {name: 2 * value for name, value in head.items()}
         head["head_dist.weight"] = torch.zeros_like(weight)
         head["head_dist.bias"] = torch.zeros_like(bias)
@@ -90,19 +93,19 @@ def cut_model(
 
 
 def count_channels(model: nn.Module) -> int:
-    """The width D of the features. Raises ValueError as `compute_block_features`."""
+    """Return the width D of the features. See `compute_block_features` for errors."""
     if isinstance(model, VisionTransformer):
         return model.embed_dim
     return _find_classifier(model).in_features
 
 
 def _find_classifier(model: nn.Module) -> nn.Linear:
-    """The last linear layer of a model that isn't ours, which makes its logits."""
+    """Find the last linear layer of another library's model, which computes its logits."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     num_classes = count_classes(model)
     if not linear or num_classes not in (None, linear[-1].out_features):
         raise ValueError(
-            f"{type(model).__name__} has no last linear layer, whose inputs would be its features; "
+            f"{type(model).__name__} has no last linear layer whose input could be its features; "
             "take a vision transformer of vit or timm"
         )
     return linear[-1]

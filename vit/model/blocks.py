@@ -16,12 +16,12 @@ class Block(nn.Module):
     """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens)).
 
     Args:
-        embed_dim, num_heads, qkv_bias, qk_norm: As in `MultiHeadAttention`.
+        embed_dim, num_heads, qkv_bias, qk_norm: See `MultiHeadAttention`.
         mlp_ratio: Width of the MLP's hidden layer in units of embed_dim.
-        mlp: Its activation, as in `Mlp`.
+        mlp: Activation of the MLP; see `Mlp`.
         init_values: LayerScale's initial value; None: no LayerScale.
         drop_path: Rate at which a branch is dropped from a sample.
-        attention_backend: As in `MultiHeadAttention`.
+        attention_backend: See `MultiHeadAttention`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Block(nn.Module):
         attention_backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        # what is off is an Identity, which has no parameters, so that names are timm's either way
+        # An Identity replaces a part that is off. It has no parameters, so names stay timm's.
         self.norm1 = build_norm(embed_dim)
         self.attn = MultiHeadAttention(
             embed_dim,
@@ -57,22 +57,22 @@ class Block(nn.Module):
     def forward(
         self, tokens: Tokens, *, num_out_tokens: int | None = None
     ) -> Float[Tensor, "B M D"]:
-        """The tokens after the block.
+        """Return the tokens after the block.
 
         Args:
             tokens: [B, N, D].
-            num_out_tokens: Only that many leading tokens go on, M of them, having attended to all;
-                None: all, M = N.
+            num_out_tokens: Number M of leading tokens to return; they attend to all tokens. None
+                returns all.
         """
         normed = self.norm1(tokens)
         if num_out_tokens is None:
             return self._add_branches(tokens, self.attn(normed))
-        # queries of those tokens, keys and values of all
+        # Queries come from the leading tokens, keys and values from all.
         attended = self.attn(normed[:, :num_out_tokens], normed, normed)
         return self._add_branches(tokens[:, :num_out_tokens], attended)
 
     def forward_with_weights(self, tokens: Tokens) -> tuple[Tokens, Float[Tensor, "B H N N"]]:
-        """The tokens and the attention weights, computed explicitly."""
+        """Return the tokens and the attention weights, computed explicitly."""
         attended, weights = self.attn.forward_with_weights(self.norm1(tokens))
         return self._add_branches(tokens, attended), weights
 
@@ -92,7 +92,7 @@ class Mlp(nn.Module):
             (Shazeer 2020).
 
     Raises:
-        ValueError: for an unknown activation, and an odd width of "swiglu".
+        ValueError: The activation is unknown, or the width of "swiglu" is odd.
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
@@ -109,13 +109,13 @@ class Mlp(nn.Module):
     def forward(self, tokens: Tokens) -> Tokens:
         hidden = self.fc1(tokens)
         if self.activation == "swiglu":
-            # one map holds both halves, the gate first, as timm packs them
+            # One map computes both halves. The gate comes first, as in timm.
             gate, hidden = hidden.chunk(2, dim=-1)
             hidden = F.silu(gate) * hidden
         elif self.activation == "gelu":
             hidden = F.gelu(hidden)
         elif self.training:
-            # the same numbers, with a backward pass written by hand
+            # The numbers are the same; the backward pass is written by hand.
             hidden = SquaredReLU.apply(hidden)
         else:
             hidden = F.relu(hidden).square()
@@ -149,24 +149,24 @@ class DropPath(nn.Module):
             return branch
         mask = branch.new_empty(branch.shape[0], 1, 1)
         mask.bernoulli_(1 - self.rate, generator=thread_generator())
-        # those that stay are scaled up, so that the expectation is the branch's
+        # Branches that stay are scaled up, so that the expected value doesn't change.
         return branch * mask / (1 - self.rate)
 
 
 def drop_patches(tokens: Tokens, rate: float, *, num_prefix_tokens: int) -> Float[Tensor, "B M D"]:
     """PatchDropout (Liu et al. 2022, arXiv 2208.07220): a random subset of each image's patches, in
-    random order, after the prefix tokens. They have their positions already.
+    random order, after the prefix tokens. Positions are added before.
 
     Args:
         tokens: [B, N, D], prefix tokens first.
-        rate: Fraction of the patches that is dropped, the same number in every image; at least one
-            patch stays.
-        num_prefix_tokens: Leading tokens that all stay.
+        rate: Fraction of patches to drop, from 0 to 1. Every image loses the same number, and at
+            least one patch stays.
+        num_prefix_tokens: Number of leading tokens that always stay.
     """
     prefix = tokens[:, :num_prefix_tokens]
     patches = tokens[:, num_prefix_tokens:]
     count = max(round(patches.shape[1] * (1 - rate)), 1)
-    # the order of random numbers is a random permutation of each image's patches
+    # Sorting random numbers gives a random permutation of each image's patches.
     noise = torch.empty(patches.shape[:2], device=patches.device)
     noise.uniform_(generator=thread_generator())
     chosen = noise.argsort(dim=1)[:, :count, None]  # [B, count, 1]

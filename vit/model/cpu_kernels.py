@@ -1,7 +1,6 @@
-"""What is computed in another way on a CPU, because that is faster there: the choice between two
-ways to attend, and every backward pass that is written by hand.
+"""Faster computations for CPUs: the choice of an attention backend, and backward passes by hand.
 
-Logits and gradients are those of the plain formula. Each gain is that of a forward and backward
+Logits and gradients equal those of the plain formulas. Speed-ups are for a forward and backward
 pass in bfloat16 on one core of a Zen 5 with avx512_bf16: 128 images of 64 tokens, 3 heads of 64.
 """
 
@@ -27,11 +26,11 @@ def choose_backend(
     num_tokens: int,
     training: bool,
 ) -> Backend:
-    """The faster of torch's fused kernel and two explicit products, by `research/attention.py`.
+    """Choose the faster of torch's fused kernel and two explicit products.
 
-    Fused but for bfloat16 on a CPU: there the fused backward pass takes two to five times as long
-    and, without AMX, inference is slower too. Beyond a few hundred tokens the explicit weights
-    exceed caches and memory.
+    The fused kernel is faster except for bfloat16 on a CPU. There its backward pass takes two to
+    five times as long, and without AMX inference is slower too. Beyond a few hundred tokens, the
+    explicit weights exceed the caches (`research/attention.py`).
     """
     if device_type != "cpu" or dtype != torch.bfloat16 or num_tokens > MAX_EXPLICIT_TOKENS:
         return "fused"
@@ -41,9 +40,11 @@ def choose_backend(
 
 
 class ExplicitAttention(torch.autograd.Function):
-    """softmax(Q Kᵀ / √d_k) V for training: 1.08 times as fast as by autograd, 3.8 times as fast as
-    torch's fused kernel. Each operand is copied into the products' layout once, and the products
-    take the factor 1 / √d_k."""
+    """softmax(Q Kᵀ / √d_k) V for training.
+
+    It is 1.08 times as fast as with autograd, and 3.8 times as fast as torch's fused kernel. Each
+    operand is copied into the layout of the products once, and the products apply 1 / √d_k.
+    """
 
     @staticmethod
     def forward(
@@ -54,7 +55,7 @@ class ExplicitAttention(torch.autograd.Function):
     ) -> Float[Tensor, "B H Nq V"]:
         q, k, v = (part.flatten(0, 1) for part in (query, key, value))  # [B·H, N, K]
         weights = _multiply(q, k.mT, scale=q.shape[-1] ** -0.5).softmax(dim=-1)
-        # the weights too: to compute them again takes longer than to read them
+        # Reading the weights takes less time than computing them again.
         ctx.save_for_backward(q, k, v, weights)
         return torch.unflatten(weights @ v, 0, query.shape[:2])
 
@@ -64,7 +65,7 @@ class ExplicitAttention(torch.autograd.Function):
         q, k, v, weights = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         grad_output = gradient.flatten(0, 1)  # [B·H, Nq, V]
-        # the operation that autograd runs: its own formula in Python rounds twice and is slower
+        # Autograd runs this operation. The same formula in Python rounds twice and is slower.
         grad_scores = torch.ops.aten._softmax_backward_data(
             grad_output @ v.mT, weights, -1, weights.dtype
         )
@@ -82,14 +83,16 @@ def _multiply(
     *,
     scale: float,
 ) -> Float[Tensor, "M R C"]:
-    """scale · left @ right, rounded once."""
+    """Compute scale · left @ right, rounded once."""
     ignored = left.new_empty(()).expand(left.shape[0], left.shape[1], right.shape[2])
     return torch.baddbmm(ignored, left, right, beta=0, alpha=scale)
 
 
 class SquaredReLU(torch.autograd.Function):
-    """max(x, 0)² for training: 1.8 times as fast as by autograd, whose backward pass reads and
-    writes its tensors three times; this one does it once."""
+    """max(x, 0)² for training, 1.8 times as fast as with autograd.
+
+    The backward pass of autograd reads and writes its tensors three times, this one once.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -105,16 +108,16 @@ class SquaredReLU(torch.autograd.Function):
 
 
 def apply_convolutions(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
-    """proj(stem(images)), by the faster kernels."""
-    # compiled max pooling takes longer than all the rest of a small model
+    """Compute proj(stem(images)) with the faster kernels."""
+    # Compiled max pooling takes longer than all the rest of a small model.
     compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
     convolve = _convolve_uncompiled if compiling and images.is_cpu else _convolve
 
-    # without bfloat16 instructions oneDNN's fallback for a convolution's weight gradient took 1.4
-    # to 2.0 s where float32 took 0.05 to 0.12 s (256 images, 32 px, 2 cores)
+    # Without bfloat16 instructions, the weight gradient of a convolution takes over ten times as
+    # long in bfloat16 as in float32 (256 images, 32 px, 2 cores).
     in_float32 = images.is_cpu and not _has_bfloat16()
     with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
-        # channels last: the faster layout of 3×3 convolutions, and the tokens are then a view
+        # Channels last is faster for 3×3 convolutions, and the tokens are then a view.
         return convolve(images.contiguous(memory_format=torch.channels_last), stem, proj)
 
 
@@ -123,11 +126,11 @@ def _convolve(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
     return features
 
 
-# torch.compiler.disable does the same, but imports torch's compiler first, 3 s
+# torch.compiler.disable does the same, but first imports torch's compiler, which takes 3 s.
 _convolve_uncompiled = torch._disable_dynamo(_convolve)  # type: ignore[attr-defined]
 
 
-# Constants, so that compiled code doesn't break where it would read them.
+# These are constants for the compiler: reading processor flags would break its graph.
 
 
 @constant_when_compiled

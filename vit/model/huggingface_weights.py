@@ -1,5 +1,7 @@
-"""Weights of Hugging Face's ViT, DeiT and DINOv2 (with and without registers), from the folders
-that its library writes, under our names. Its library is not needed."""
+"""Weights of Hugging Face's ViT, DeiT and DINOv2 (with and without registers), under our names.
+
+They are read from folders that its library writes. The library itself is not needed.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,12 +18,12 @@ from vit.runtime.documents import read_json
 
 CONFIG_FILE = "config.json"
 MODEL_TYPES = ("deit", "dinov2", "dinov2_with_registers", "vit")
-# as transformers writes them, the safe one first
+# File names of transformers, the one without pickle first.
 _WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
-# Pillow's numbers of its filters
+# Pillow's number → the filter.
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
-# (expression of theirs, ours), applied to each name in this order
+# (pattern of Hugging Face's name, our name), applied to each name in this order.
 _NAMES = (
     (r"^(vit|deit|dinov2|dinov2_with_registers)\.", ""),
     (r"^embeddings\.cls_token", "cls_token"),
@@ -43,12 +45,12 @@ _NAMES = (
     (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
-# of the training alone, or read by nothing that classifies
+# Parts that only pretraining needs, or that no classifier reads.
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder is one of Hugging Face's library: timm's config.json has no model_type."""
+    """Tell a folder of Hugging Face's library from one of timm, whose config.json has no model_type."""
     config = folder / CONFIG_FILE
     if not config.is_file():
         return False
@@ -57,15 +59,14 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str, Any]]:
-    """The weights of a folder, the architecture that they are of, and the values of its
-    `Preprocess`.
+    """Read the weights of a folder, their architecture, and the values of its `Preprocess`.
 
-    DINOv2's own classifier reads more than our head does and is left out; a DeiT without a head for
-    its distillation token has that as a register token, which computes the same.
+    DINOv2's own classifier reads more than our head does, so it is left out. A DeiT without a head
+    for its distillation token gets a register token instead, which computes the same.
 
     Raises:
-        ValueError: another kind of model, or weights that can't be read.
-        OSError: a file is missing.
+        ValueError: The model is of another kind, or the weights can't be read.
+        OSError: A file is missing.
     """
     config = _check_config(folder)
     path = next((folder / name for name in _WEIGHTS_FILES if (folder / name).is_file()), None)
@@ -84,7 +85,7 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
     elif "reg_token" in weights:
         add_class_position(weights)
 
-    # that the weights' positions are of
+    # The learned positions are for this size.
     size = config["image_size"]
     img_size = (size, size) if isinstance(size, int) else tuple(size)
     architecture = infer_architecture(weights, origin=str(folder), img_size=img_size)
@@ -93,7 +94,7 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
 
 
 def _check_config(folder: Path) -> Mapping[str, Any]:
-    """The values of config.json. Raises ValueError for a model that ours doesn't compute."""
+    """Read config.json. Raises ValueError for a model that ours can't compute."""
     path = folder / CONFIG_FILE
     config: Mapping[str, Any] = read_json(path)
     check_choice(str(config["model_type"]), MODEL_TYPES, name=f"model_type in {path}")
@@ -104,12 +105,12 @@ def _check_config(folder: Path) -> Mapping[str, Any]:
             raise ValueError(f"{path}: {name} is {shorten(repr(value))}, not a positive number")
     activation = config.get("hidden_act", "gelu")
     if activation != "gelu":
-        raise ValueError(f"{path}: hidden_act {activation!r}; only gelu is computed here")
+        raise ValueError(f"{path}: hidden_act {activation!r}; only gelu is supported")
     return config
 
 
 def _rename(theirs: StateDict) -> StateDict:
-    """Names of ours; queries, keys and values in one matrix."""
+    """Rename the weights, and join queries, keys and values in one matrix."""
     weights: StateDict = {}
     for name, tensor in theirs.items():
         for pattern, replacement in _NAMES:
@@ -126,7 +127,7 @@ def _rename(theirs: StateDict) -> StateDict:
 
 
 def _read_preprocess(folder: Path, img_size: tuple[int, ...]) -> Mapping[str, Any]:
-    """The values of a `Preprocess` from preprocessor_config.json; without, ViTImageProcessor's."""
+    """Read a `Preprocess` from preprocessor_config.json, else return ViTImageProcessor's defaults."""
     path = folder / "preprocessor_config.json"
     processor = read_json(path) if path.is_file() else {}
     if not isinstance(processor, dict):
@@ -137,7 +138,7 @@ def _read_preprocess(folder: Path, img_size: tuple[int, ...]) -> Mapping[str, An
         "std": processor.get("image_std", [0.5, 0.5, 0.5]),
         "interpolation": _INTERPOLATIONS.get(processor.get("resample", 2), "bicubic"),
     }
-    # DINOv2's positions are of 518 px, and its images are 224 px cut out of 256
+    # DINOv2 has positions for 518 px, and takes crops of 224 px out of 256.
     crop = processor.get("crop_size")
     edge = processor.get("size", {}).get("shortest_edge")
     if isinstance(crop, dict) and processor.get("do_center_crop", False):

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 def compute_logits(
     model: nn.Module, images: Float[Tensor, "B C height width"]
 ) -> Float[Tensor, "_ classes"]:
-    """The model's logits, in float32 (float64 stays) under any autocast, also where a tuple, a
-    dictionary or an output object holds them.
+    """Compute the logits of a model, in float32 under any autocast (float64 stays).
 
-    A separate head (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties
-    change top-1 by tenths of a percent.
+    The model may return a tensor, a tuple, a dictionary or an output object. A separate head
+    (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by
+    tenths of a percent.
 
     Args:
-        model: A classifier.
-        images: Normalised, as the model takes them.
+        model: Classifier.
+        images: Images, normalised for the model.
 
     Raises:
-        ValueError: for a model that doesn't give [images, classes], and for one that takes patches
-            in the place of images.
+        ValueError: The model doesn't return [images, classes], or it takes patches instead of
+            images.
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
@@ -33,7 +33,7 @@ def compute_logits(
     num_out_tokens = getattr(net, "num_out_tokens", None)
     if num_out_tokens is None:
         features = net.forward_features(images)
-    else:  # one of ours, whose last block can skip the other tokens
+    else:  # The last block of our models can skip the other tokens.
         features = net.forward_features(images, num_out_tokens=num_out_tokens)
     with torch.autocast(images.device.type, enabled=False):
         if isinstance(features, Tensor):
@@ -43,7 +43,7 @@ def compute_logits(
 
 
 def _call(model: nn.Module, images: Tensor) -> Any:
-    """The forward pass of any library's model. Some take images by name alone, or after others."""
+    """Call a model of any library. Some take images by keyword only."""
     try:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):  # compiled code
@@ -51,7 +51,7 @@ def _call(model: nn.Module, images: Tensor) -> Any:
     if "spatial_shapes" in parameters:
         raise ValueError(
             f"{type(model).__name__} takes patches with their spatial_shapes, not images; wrap it "
-            "in a module that makes them of images"
+            "in a module that turns images into patches"
         )
 
     kinds = {parameter.kind for parameter in parameters.values()}
@@ -60,7 +60,7 @@ def _call(model: nn.Module, images: Tensor) -> Any:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.VAR_POSITIONAL,
     }
-    # the name in Hugging Face
+    # Hugging Face calls the images pixel_values.
     if "pixel_values" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}:
         return model(pixel_values=images)
     if kinds.isdisjoint(positional):
@@ -69,7 +69,7 @@ def _call(model: nn.Module, images: Tensor) -> Any:
 
 
 def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
-    """The logits among what a forward pass gives."""
+    """Find the logits in the output of a forward pass."""
     if isinstance(output, Mapping):
         candidates = [output.get("logits")]
     elif isinstance(output, tuple | list) and not hasattr(output, "logits"):
@@ -86,19 +86,19 @@ def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
     name = type(model).__name__
     if matrices:
         raise ValueError(
-            f"{name} gives {len(matrices)} tensors that may be logits [images, classes]; let it give "
-            'one, or a dictionary with "logits"'
+            f"{name} returns {len(matrices)} tensors that may be logits [images, classes]; let it "
+            'return one, or a dictionary with "logits"'
         )
-    raise ValueError(f"{name} gives no logits [images, classes]; take it with a classifier")
+    raise ValueError(f"{name} returns no logits [images, classes]; use a model with a classifier")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Half precision as float32; others as they are."""
+    """Convert half precision to float32, and leave other tensors as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def has_features(model: nn.Module) -> bool:
-    """Whether `compute_logits_and_features` can take a model: one of ours, or of timm."""
+    """Tell if `compute_logits_and_features` supports a model. Ours and timm's are supported."""
     net: Any = model
     if hasattr(net, "num_out_tokens"):
         return True
@@ -107,9 +107,9 @@ def has_features(model: nn.Module) -> bool:
 
 
 def count_features(model: nn.Module) -> int:
-    """The width D of the features of `compute_logits_and_features`."""
+    """Return the width D of the features of `compute_logits_and_features`."""
     net: Any = model
-    # timm's name for them, which includes what a head adds
+    # timm's name for this width, which includes layers of the head.
     return int(
         getattr(net, "head_hidden_size", None) or getattr(net, "num_features", net.embed_dim)
     )
@@ -118,12 +118,13 @@ def count_features(model: nn.Module) -> int:
 def compute_logits_and_features(
     model: nn.Module, images: Float[Tensor, "B C height width"]
 ) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B D"]]:
-    """The logits of `compute_logits`, to the last bit, and the pooled features that the head reads,
-    from one forward pass.
+    """Compute logits and the pooled features that the head reads, in one forward pass.
+
+    The logits equal those of `compute_logits` to the last bit.
 
     Args:
-        model: For which `has_features` is true.
-        images: Normalised, as the model takes them.
+        model: Model for which `has_features` is true.
+        images: Images, normalised for the model.
     """
     net: Any = model
     is_ours = hasattr(net, "num_out_tokens")

@@ -1,5 +1,4 @@
-"""What a model of timm, torchvision or Hugging Face says about itself: the size and normalisation
-of its images, and the names of its classes."""
+"""Image size, normalisation and class names of a model of timm, torchvision or Hugging Face."""
 
 import json
 import warnings
@@ -14,8 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
-# `model_type` of a model of images and texts in Hugging Face → the image processor whose defaults
-# it was trained with
+# `model_type` of a Hugging Face model for images and texts → its image processor.
 _PROCESSORS = {
     "clip": "CLIPImageProcessor",
     "metaclip_2": "CLIPImageProcessor",
@@ -25,8 +23,11 @@ _PROCESSORS = {
 
 @contextmanager
 def keep_mode(model: object) -> Iterator[None]:
-    """Every submodule of a module is afterwards in training or evaluation mode as it was before;
-    of what isn't a module, nothing is kept."""
+    """Restore the training or evaluation mode of every submodule at the end.
+
+    Args:
+        model: Module, or another object, which is left alone.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:
@@ -37,30 +38,37 @@ def keep_mode(model: object) -> Iterator[None]:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model within torch.compile, DistributedDataParallel, DataParallel or peft's model. It
-    computes the same (peft's adapters lie in its layers), and says what it is."""
+    """Unwrap a model from torch.compile, DistributedDataParallel, DataParallel or peft.
+
+    The inner model computes the same: peft keeps its adapters in the layers.
+    """
     net: Any = model
     while True:
         if isinstance(net, DataParallel | DistributedDataParallel):
             net = net.module
-        elif hasattr(net, "_orig_mod"):  # torch.compile's name for it
+        elif hasattr(net, "_orig_mod"):  # torch.compile's name for the inner model
             net = net._orig_mod
-        elif hasattr(net, "get_base_model"):  # peft's
+        elif hasattr(net, "get_base_model"):  # peft's models have this method
             net = net.get_base_model()
         else:
             return cast("nn.Module", net)
 
 
 def count_classes(model: nn.Module) -> int | None:
-    """The number of logits; None where it is unknown."""
+    """Return the number of logits, or None if it is unknown."""
     config_count = getattr(getattr(model, "config", None), "num_labels", None)
     count = getattr(model, "num_classes", config_count)
     return count if isinstance(count, int) else None
 
 
 def find_class_names(model: nn.Module) -> tuple[str, ...]:
-    """timm's, torchvision's or Hugging Face's (`config.id2label`) names of the classes, otherwise
-    "class 0" and so on. Raises ValueError where the number of classes is unknown."""
+    """Return the class names of timm, torchvision or Hugging Face (`config.id2label`).
+
+    Other models get "class 0" and so on.
+
+    Raises:
+        ValueError: The number of classes is unknown.
+    """
     net: Any = model
     count = count_classes(model)
     if count is None:
@@ -78,19 +86,19 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
-    """The values of the `Preprocess` that the weights were trained with, as far as they are known.
+    """Return the known values of the `Preprocess` that the weights were trained with.
 
     - timm: its pretrained_cfg.
-    - torchvision: the transforms of its weights for this architecture and image size; of several,
+    - torchvision: the transforms of its weights for this architecture and image size, by default
       IMAGENET1K_V1.
-    - Hugging Face: preprocessor_config.json beside the weights or among the downloads, else the
-      defaults of its image processor for CLIP, MetaCLIP 2 and SigLIP, for others of
-      ViTImageProcessor. It changes the aspect ratio of images that aren't square; we crop them.
-    - others: the image size alone.
+    - Hugging Face: preprocessor_config.json next to the weights or among the downloads, else the
+      defaults of the image processor of CLIP, MetaCLIP 2 or SigLIP, else of ViTImageProcessor.
+      Hugging Face changes the aspect ratio of images that aren't square; we crop them.
+    - other models: the image size alone.
 
     Raises:
-        ValueError: where the image size is unknown, and for another model of images and texts
-            without preprocessor_config.json.
+        ValueError: The image size is unknown, or another model for images and texts has no
+            preprocessor_config.json.
     """
     library = _find_library(model)
     if library == "timm":
@@ -105,7 +113,7 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
             "interpolation": transform.interpolation.value,
         }
 
-    # Hugging Face: models of images and texts have a configuration for each
+    # Hugging Face: a model for images and texts has a configuration for each.
     config = getattr(model, "config", None)
     tower = getattr(config, "vision_config", None)
     size: Any = getattr(tower or config, "image_size", getattr(model, "image_size", None))
@@ -135,8 +143,7 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _find_timm_names(model: Any) -> tuple[str, ...] | None:
-    """The names in a timm model's pretrained_cfg, ImageNet's descriptions, or None for other
-    classes."""
+    """Return the names in a timm model's pretrained_cfg or ImageNet's, or None for other classes."""
     from timm.data import ImageNetInfo, infer_imagenet_subset  # a second to import
 
     config = getattr(model, "pretrained_cfg", None)
@@ -161,7 +168,7 @@ def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
             "here images keep their aspect ratio and are cropped at the centre",
             stacklevel=2,
         )
-    # that of the model itself may be another
+    # The model may have been built for another size.
     img_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     return {
         "image_size": list(img_size or config["input_size"][1:]),
@@ -173,9 +180,11 @@ def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _find_processor(config: Any) -> Mapping[str, Any] | None:
-    """The values of a Hugging Face model's image processor, empty for ViTImageProcessor's defaults;
-    None where they are unknown."""
-    import transformers  # it made the model, so that it is loaded already
+    """Return the values of a Hugging Face model's image processor.
+
+    They are empty for the defaults of ViTImageProcessor, and None if they are unknown.
+    """
+    import transformers  # The model comes from it, so it is imported already.
     from transformers.utils.hub import cached_file
 
     name = config.name_or_path
@@ -190,19 +199,18 @@ def _find_processor(config: Any) -> Mapping[str, Any] | None:
     elif family in _PROCESSORS:
         values = getattr(transformers, _PROCESSORS[family])().to_dict()
     elif hasattr(config, "vision_config"):
-        values = None  # another model of images and texts
+        values = None  # The values of other models for images and texts are unknown.
     return values
 
 
 def _find_library(model: nn.Module) -> str | None:
-    """Where the model's class, or one that it derives from, is defined."""
+    """Return the library that defines the model's class or one of its base classes."""
     modules = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
     return next((name for name in modules if name in ("timm", "torchvision", "transformers")), None)
 
 
 def _find_torchvision_weights(model: Any) -> "WeightsEnum | None":
-    """The first of torchvision's weights with this architecture, image size and number of
-    classes."""
+    """Return torchvision's first weights with this architecture, image size and class count."""
     from torchvision.models import get_model_weights, list_models
 
     letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))

@@ -1,5 +1,4 @@
-"""From pixels to patch tokens: patchify or a convolutional stem, and fixed or resampled position
-embeddings."""
+"""From pixels to patch tokens: a linear map or a convolutional stem, and position embeddings."""
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +24,21 @@ class PatchEmbed(nn.Module):
     - "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide, the last D
       (Hassani et al. 2021, CCT).
     - "conv_pool_residual": the same, then features + relu(conv3×3(features)) (He et al. 2016).
-    - "conv_residual": on the pixels, and again after each max pooling, a 3×3 convolution with ReLU
-      and such a residual one, widths doubling up to D.
+    - "conv_residual": a 3×3 convolution with ReLU and a residual one, on the pixels and again after
+      each max pooling, with widths doubling up to D.
 
     Args:
         img_size: Pixels of both sides, or (height, width); the patch must divide the image.
-        patch_size: As `img_size`.
+        patch_size: See `img_size`.
         in_chans: Channels of the images.
         embed_dim: Width of the tokens.
-        stem: One of the above.
+        stem: One of the names above.
 
     Raises:
-        ValueError: for an unknown stem, and for sides that don't fit.
+        ValueError: The stem is unknown, or the sides don't fit.
 
     Attributes:
-        dynamic_img_size: Lets images of other sizes through, for training on a few sizes.
+        dynamic_img_size: Accept images of other sizes, for training on several sizes.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class PatchEmbed(nn.Module):
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
 
     def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
-        """Take images, and cut patches, of other sizes from now on. Raises ValueError as
-        `VisionTransformer.set_input_size`."""
+        """Change the size of images and patches. See `VisionTransformer.set_input_size`."""
         sides = as_pair(img_size, name="img_size")
         patches = self.patch_size
         if patch_size is not None:
@@ -93,8 +91,10 @@ class PatchEmbed(nn.Module):
         self.img_size = sides
 
     def _resample_patches(self, patch_size: tuple[int, int]) -> None:
-        """Make of the kernel the one that gives resized patches nearly the same embedding, by the
-        pseudo-inverse of the resizing (Beyer et al. 2023, FlexiViT, equation 4)."""
+        """Resample the kernel, so that resized patches get nearly the same embedding.
+
+        The pseudo-inverse of the resizing does this (Beyer et al. 2023, FlexiViT, equation 4).
+        """
         if patch_size == self.patch_size:
             return
         if not isinstance(self.stem, nn.Identity):
@@ -102,7 +102,7 @@ class PatchEmbed(nn.Module):
                 f"a convolutional stem makes patches of {self.patch_size}, which can't be resampled "
                 f"to {patch_size}; set patch_size to {list(self.patch_size)}"
             )
-        # timm, which takes seconds to import
+        # timm takes seconds to import.
         from timm.layers import resample_patch_embed
 
         assert isinstance(self.proj, nn.Conv2d)
@@ -126,8 +126,11 @@ class PatchEmbed(nn.Module):
         return features.flatten(2).transpose(1, 2)  # [B, P, D]
 
     def _patchify(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
-        """`proj` as one matrix product over flattened patches, equal to a convolution whose stride
-        is its kernel, and 1.3 times as fast on a CPU (measured as in `cpu_kernels`)."""
+        """Apply `proj` as one matrix product over flattened patches.
+
+        It equals a convolution whose stride is its kernel size, and is 1.3 times as fast on a CPU
+        (measured as in `cpu_kernels`).
+        """
         assert isinstance(self.proj, nn.Conv2d)
         height, width = self.patch_size
         rows = images.shape[2] // height
@@ -139,15 +142,18 @@ class PatchEmbed(nn.Module):
 
 
 def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:
-    """Fixed 2-D positions: a quarter of the width each for sin(x), cos(x), sin(y), cos(y), with
-    frequencies 10000^(-i / (D/4 - 1)), x the column and y the row (Beyer et al. 2022, "Better plain
-    ViT baselines")."""
+    """Build fixed 2-D positions (Beyer et al. 2022, "Better plain ViT baselines").
+
+    A quarter of the width each holds sin(x), cos(x), sin(y) and cos(y), with x the column, y the row
+    and frequencies 10000^(-i / (D/4 - 1)).
+    """
     if embed_dim % 4:
         raise ValueError(
             f"sincos positions need an embed_dim that is a multiple of 4, not {embed_dim}; "
             f"try {embed_dim // 4 * 4 + 4}"
         )
-    # on the CPU for a model on "meta" too: to compute there, torch imports its compiler, 3 s
+    # A model on "meta" computes them on the CPU too: on "meta", torch would import its compiler,
+    # which takes 3 s.
     rows, columns, exponents = (
         torch.arange(count, dtype=torch.float64, device="cpu")
         for count in (*grid_size, embed_dim // 4)
@@ -168,12 +174,12 @@ def resample_positions(
     new_grid: tuple[int, int],
     num_prefix_tokens: int,
 ) -> Float[Tensor, "1 M D"]:
-    """Learned positions for another grid: antialiased bicubic interpolation, as timm's.
+    """Resample learned positions to another grid, by antialiased bicubic interpolation as in timm.
 
     Args:
-        positions: [1, N, D], those of the prefix tokens first, then row by row.
-        old_grid, new_grid: (rows, columns) of patches.
-        num_prefix_tokens: Leading positions that stay as they are.
+        positions: [1, N, D], the prefix tokens first, then the patches row by row.
+        old_grid, new_grid: Rows and columns of patches.
+        num_prefix_tokens: Number of leading positions that stay as they are.
     """
     assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]
     if old_grid == new_grid:
@@ -190,8 +196,10 @@ def resample_positions(
 def _build_resampling_weights(
     old_length: int, new_length: int, device: torch.device
 ) -> Float[Tensor, "new old"]:
-    """Antialiased bicubic interpolation along one axis, as a matrix: `F.interpolate` has no
-    deterministic backward pass on GPUs, which `train.deterministic` asks for."""
+    """Build the matrix of antialiased bicubic interpolation along one axis.
+
+    `F.interpolate` has no deterministic backward pass on GPUs, and `train.deterministic` needs one.
+    """
     identity = torch.eye(old_length, device=device)[None, None]
     weights = F.interpolate(
         identity, size=(new_length, old_length), mode="bicubic", antialias=True, align_corners=False

@@ -1,5 +1,7 @@
 """Known architectures by name: timm's plain ones, and small ones for small images.
-`VisionTransformer(**PRESETS[name])`."""
+
+`VisionTransformer(**PRESETS[name])` builds one.
+"""
 
 import math
 
@@ -9,14 +11,14 @@ from torch import nn
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import as_pair
 
-# embed_dim, depth, num_heads of Dosovitskiy et al. 2021, and of Steiner et al. 2021
+# (embed_dim, depth, num_heads) from Dosovitskiy et al. 2021 and Steiner et al. 2021.
 _SIZES = {
     "tiny": (192, 12, 3),
     "small": (384, 12, 6),
     "base": (768, 12, 12),
     "large": (1024, 24, 16),
 }
-# for images of 32 pixels; mini has the shape of CCT's ViT-Lite-7/4
+# For images of 32 pixels; mini has the shape of CCT's ViT-Lite-7/4.
 _SMALL_SIZES = {"nano": (128, 4, 2), "micro": (192, 6, 3), "mini": (256, 7, 4)}
 
 
@@ -48,25 +50,25 @@ PRESETS = _build_presets()
 
 
 def compute_flops(architecture: Architecture) -> int:
-    """Floating-point operations of a forward pass of one image: twice the multiply-adds of its
-    matrix products and convolutions.
+    """Count the floating-point operations of a forward pass of one image.
 
-    From the sizes of the weights alone, which takes no longer for large models: torch's counter
-    runs a model, and imports torch's compiler, which takes 3 s.
+    They are twice the multiply-adds of its matrix products and convolutions, computed from the
+    sizes of the weights. torch's own counter would run the model and import torch's compiler, which
+    takes 3 s.
     """
     with torch.device("meta"):
         model = VisionTransformer(**architecture)
     num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
 
-    # weights from queries and keys, and weighted values
+    # Attention multiplies queries by keys, and weights by values.
     multiply_adds = 2 * len(model.blocks) * num_tokens**2 * model.embed_dim
-    # the linear maps: a head's for one token, the others for all
+    # The head maps one token, the other linear layers all of them.
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             num_rows = 1 if name.startswith("head") else num_tokens
             multiply_adds += num_rows * layer.weight.numel()
 
-    # each convolution runs once for every pixel that it gives
+    # A convolution runs once for every pixel of its output.
     num_pixels = math.prod(model.patch_embed.img_size)
     for layer in model.patch_embed.modules():
         if isinstance(layer, nn.Conv2d | nn.MaxPool2d):

@@ -1,6 +1,6 @@
 """Convolutional stems, which halve the image down to the patch grid.
 
-`vit export` copies this file into folders for timm, so that it takes torch alone.
+`vit export` copies this file into folders for timm, so it imports torch alone.
 """
 
 import torch.nn.functional as F
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 def build_stem(
     stem: str, in_chans: int, embed_dim: int, patch_size: tuple[int, int]
 ) -> tuple[nn.Sequential, nn.Module]:
-    """3×3 convolutions with ReLU, whose stride or max pooling halves the image, and what comes
-    after them on the patch grid: as in `PatchEmbed`, of patch sides that are powers of two."""
-    # a side that is on its grid already keeps its length for the remaining stages
+    """Build a stem, and the layer that follows it on the patch grid.
+
+    The stem has 3×3 convolutions with ReLU, whose stride or max pooling halves the image. See
+    `PatchEmbed`; patch sides are powers of two.
+    """
+    # A side that has reached the grid keeps its length in the remaining stages.
     row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
     num_stages = max(row_halvings, column_halvings)
     strides = [
@@ -32,8 +35,7 @@ def build_stem(
             layers.append(nn.Conv2d(in_chans, width, 3, stride, padding=1))
         else:
             layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
-            # pooling and ReLU give the same in either order; this one leaves ReLU a quarter of the
-            # values
+            # Pooling and ReLU commute. In this order ReLU has a quarter of the values.
             layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
         layers.append(nn.ReLU(inplace=True))
         in_chans = width
@@ -49,8 +51,10 @@ def build_stem(
 def _build_residual_stem(
     in_chans: int, embed_dim: int, strides: list[tuple[int, int]]
 ) -> nn.Sequential:
-    """On the grid of pixels, and after each pooling, a convolution and a residual one; their widths
-    double up to `embed_dim`."""
+    """Build a convolution and a residual one, on the pixels and after each pooling.
+
+    Their widths double up to `embed_dim`.
+    """
     layers: list[nn.Module] = []
     for stage in range(len(strides) + 1):
         width = max(embed_dim >> (len(strides) - stage), 8)

@@ -25,23 +25,23 @@ _LOCAL = "local-dir:"
 
 
 def create_timm(name: str, *, pretrained: bool) -> nn.Module:
-    """timm's own module in evaluation mode.
+    """Create a module of timm in evaluation mode.
 
     Args:
-        name: timm's name, or a folder with its config.json and weights, which may be written
-            `local-dir:FOLDER` as timm does.
-        pretrained: Load the weights, which downloads those of a name.
+        name: Name in timm, or a folder with timm's config.json and weights, also as
+            `local-dir:FOLDER`.
+        pretrained: Load the weights. A name downloads them.
 
     Raises:
-        ValueError: for what timm doesn't know or can't load.
-        OSError: where weights can't be downloaded.
+        ValueError: timm doesn't know the name, or can't load the model.
+        OSError: The weights can't be downloaded.
     """
     if Path(name).is_dir():
         name = f"{_LOCAL}{name}"
     is_local = name.startswith(_LOCAL)
     if not is_local and not timm.is_model(name):
         nearest = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3))
-        hint = f"near it: {nearest}" if nearest else "see timm.list_models()"
+        hint = f"similar names: {nearest}" if nearest else "see timm.list_models()"
         raise ValueError(f"timm has no model {name!r}; {hint}")
     downloads = pretrained and not is_local
     try:
@@ -56,27 +56,29 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
             f"the weights of {name!r} cannot be downloaded ({first_line(error)}); "
             f"download their file on another machine{command} and give its path"
         ) from error
-    except Exception as error:  # timm answers an odd config.json with nearly any
+    except Exception as error:  # An odd config.json raises almost any exception in timm.
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
     return module.eval()
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
-    """Our VisionTransformer with timm's weights, in evaluation mode.
+    """Load timm's weights into a VisionTransformer of vit.
 
     Args:
-        source: A module of timm, one of its names, a folder with its config.json or Hugging Face's
-            of a ViT, DeiT or DINOv2, or a file of weights (safetensors or torch; the names of timm,
-            torchvision or DINOv2's authors). A file doesn't tell the number of heads: 64 channels
-            each are assumed, as in every preset.
-        pretrained: False: a name gives the architecture with timm's random weights.
+        source: A module of timm, a name in timm, a folder with the config.json
+            of timm or of a Hugging Face ViT, DeiT or DINOv2, or a file of
+            weights (safetensors or torch, with the names of timm, torchvision
+            or DINOv2's authors). A file doesn't tell the number of heads, so
+            64 channels a head are assumed, as in every plain ViT.
+        pretrained: Load the weights. False keeps timm's random weights.
 
     Returns:
-        The model, which gives timm's logits.
+        The model in evaluation mode. It computes timm's logits.
 
     Raises:
-        ValueError: for what our VisionTransformer can't compute, and for a damaged file.
-        OSError: where weights can't be downloaded or read.
+        ValueError: VisionTransformer can't compute this model, or the file is
+            damaged.
+        OSError: The weights can't be downloaded or read.
 
     Example:
         >>> model = vit.load_timm("vit_small_patch16_224")
@@ -100,22 +102,22 @@ def load_pretrained(
     num_classes: int,
     drop_path_rate: float = 0.0,
 ) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """A model to go on training from. The architecture is the source's.
+    """Load a pretrained model for training.
 
     Args:
-        source: `timm:NAME`, a model file or training directory of ours, or what `load_timm` reads.
-        num_classes: The head is new where the source's number differs.
-        drop_path_rate: As in `VisionTransformer`.
+        source: `timm:NAME`, a model file or run of vit, or a source of `load_timm`.
+        num_classes: Number of classes. If the source has another number, the head is new.
+        drop_path_rate: See `VisionTransformer`.
 
     Returns:
-        The model, and the values of the `Preprocess` that its weights were trained with; None where
-        the file doesn't have them.
+        The model, and the values of the `Preprocess` that its weights were trained with, or None
+        if the file doesn't have them.
 
     Raises:
-        FileNotFoundError: where the source is not a file.
-        ValueError, OSError: as `load_timm`.
+        FileNotFoundError: There is no such file.
+        ValueError, OSError: See `load_timm`.
     """
-    # the source, as it is
+    # Load the source.
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         path = path / MODEL_FILE
@@ -134,7 +136,7 @@ def load_pretrained(
             f"{source} is not a file of weights, a training directory or timm:NAME"
         )
 
-    # and what the training changes in it
+    # Build the model again with the settings of the training.
     architecture = original.architecture | {"drop_path_rate": drop_path_rate}
     model = _build(architecture, original.state_dict(), origin=str(source))
     if model.num_classes != num_classes:
@@ -143,12 +145,14 @@ def load_pretrained(
 
 
 def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
-    """What a model file records of a module that isn't ours: its class, and timm's name where that
-    alone builds the module again."""
+    """Describe another library's module for a model file.
+
+    The description has its class, and its name in timm if that is enough to build it again.
+    """
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     timm_name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
     if timm.is_model(timm_name):
-        # a model that was changed after timm built it doesn't fit the one that its name builds
+        # A model that was changed after timm built it doesn't fit its name any more.
         takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
         values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
         with suppress(ValueError):
@@ -159,13 +163,16 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
 
 
 def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
-    """The module that `describe_module` described, without its weights. Raises ValueError for one
-    that timm can't build: its file needs `vit.load_bundle(path, model=…)`."""
+    """Build the module of a description of `describe_module`, without its weights.
+
+    Raises:
+        ValueError: timm can't build it. Its file needs `vit.load_bundle(path, model=…)`.
+    """
     name = values["timm"]
-    hint = "give vit.load_bundle(path, model=…)"
+    hint = "use vit.load_bundle(path, model=…)"
     if name is None or not timm.is_model(name):
         raise ValueError(f"{values['name']} can't be built from its file alone; {hint}")
-    # models whose size isn't an argument refuse it
+    # Some models take no image size.
     size = {"img_size": values["img_size"]} if values.get("img_size") else {}
     try:
         with torch.device(device):
@@ -178,8 +185,11 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
 
 
 def describe_timm(module: nn.Module) -> Architecture:
-    """The arguments that make our VisionTransformer compute what this timm model does. Raises
-    ValueError naming the first thing that ours doesn't have."""
+    """Return the arguments of a VisionTransformer that computes the same as a timm model.
+
+    Raises:
+        ValueError: The model has a feature that VisionTransformer lacks; the message names it.
+    """
     if not isinstance(module, timm_vit.VisionTransformer):
         raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
     feature = next(_list_features_without_counterpart(module), None)
@@ -188,7 +198,7 @@ def describe_timm(module: nn.Module) -> Architecture:
 
     block = module.blocks[0]
     has_scale = isinstance(block.ls1, layers.LayerScale)
-    # shapes tell all but four arguments
+    # The shapes tell all arguments but four.
     inferred = infer_architecture(
         module.state_dict(), origin="the timm model", img_size=module.patch_embed.img_size
     )
@@ -201,8 +211,7 @@ def describe_timm(module: nn.Module) -> Architecture:
 
 
 def _list_features_without_counterpart(module: timm_vit.VisionTransformer) -> Iterator[str]:
-    """What this timm model has and ours lacks, as far as it has no parameters of its own, which
-    `check_fit` would name."""
+    """List features of a timm model that ours lacks. `check_fit` names those with parameters."""
     block = module.blocks[0]
     if type(block) is not timm_vit.Block:
         yield f"a {type(block).__name__}"
@@ -237,13 +246,13 @@ def _build(architecture: Architecture, weights: StateDict, *, origin: str) -> Vi
 
 
 def _load_huggingface(folder: Path) -> tuple[VisionTransformer, Mapping[str, Any]]:
-    """The model of a folder, and the values of its `Preprocess`."""
+    """Load the model of a folder, with the values of its `Preprocess`."""
     weights, architecture, preprocess = read_huggingface(folder)
     return _build(architecture, weights, origin=str(folder)), preprocess
 
 
 def _load_file(path: Path) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """The model of a file of weights, and the values of its `Preprocess` where the file is ours."""
+    """Load a file of weights, with the values of its `Preprocess` if the file is ours."""
     content = read_weights(path)
     architecture = content.metadata.get("architecture")
     if architecture is None:

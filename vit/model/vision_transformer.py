@@ -1,8 +1,7 @@
-"""The vision transformer on one page: image → patch tokens → encoder blocks → pooled features →
-logits.
+"""The vision transformer on one page: image → patch tokens → encoder blocks → features → logits.
 
-Dosovitskiy et al. 2021, "An image is worth 16×16 words". Names of arguments and parameters are
-timm's, so that its weights load as they are.
+Dosovitskiy et al. 2021, "An image is worth 16×16 words". Arguments and parameters have timm's
+names, so that its weights load as they are.
 """
 
 import math
@@ -31,36 +30,36 @@ class VisionTransformer(nn.Module):
 
     Args:
         img_size: Pixels of both sides, or (height, width); the patch must divide the image.
-        patch_size: As `img_size`.
+        patch_size: See `img_size`.
         in_chans: Channels of the images.
         num_classes: 0 gives the pooled features instead of logits.
         embed_dim: Width of the tokens, D.
         depth: Number of blocks, L.
         num_heads: Attention heads, H, which divide the width.
         mlp_ratio: Width of the MLP's hidden layer in units of embed_dim.
-        mlp: Activation of the MLP, as in `Mlp`.
-        qkv_bias: Whether the projections to queries, keys and values have biases.
+        mlp: Activation of the MLP; see `Mlp`.
+        qkv_bias: Give the projections to queries, keys and values biases.
         qk_norm: LayerNorm of each head's queries and keys (Dehghani et al. 2023).
-        init_values: LayerScale's initial value; None: no LayerScale.
+        init_values: Initial value of LayerScale. None: no LayerScale.
         global_pool: "token" reads the class token, "avg" the mean of the patches.
-        class_token: None adds one exactly when it is read.
-        fc_norm: The last norm comes after the pooling, not before. None: with "avg", as in timm.
-        stem: How patches are embedded, as in `PatchEmbed`.
+        class_token: Add a class token. None: add one if the head reads it.
+        fc_norm: Apply the last norm after the pooling. None: with "avg", as in timm.
+        stem: Patch embedding; see `PatchEmbed`.
         pos_embed: "learned", or fixed 2-D "sincos".
-        no_embed_class: No positions for the prefix tokens; always so with "sincos".
+        no_embed_class: Give the prefix tokens no positions. "sincos" never does.
         reg_tokens: Number of registers, 0 to 8 (Darcet et al. 2024).
-        distilled: DeiT's second token and head, averaged (Touvron et al. 2021).
-        drop_path_rate: The last block's, growing linearly from 0 at the first.
-        attention_backend: As in `MultiHeadAttention`.
+        distilled: Add DeiT's second token and head, averaged (Touvron et al. 2021).
+        drop_path_rate: Rate of the last block; it grows linearly from 0 at the first.
+        attention_backend: See `MultiHeadAttention`.
 
     Raises:
-        ValueError: for values out of range and for those that contradict each other.
+        ValueError: Values are out of range or contradict each other.
 
     Attributes:
-        architecture: The arguments, with every None that has a default replaced.
+        architecture: The arguments, without the Nones that have a default.
         patch_drop_rate: Fraction of each image's patches that a training step leaves out.
         grad_checkpointing: Recompute each block's activations in the backward pass.
-        num_frozen_blocks: As of `freeze`.
+        num_frozen_blocks: Number of first blocks that `freeze` excludes from training.
 
     Example:
         >>> model = vit.VisionTransformer(img_size=32, patch_size=4, num_classes=10)
@@ -103,15 +102,34 @@ class VisionTransformer(nn.Module):
             fc_norm = global_pool == "avg"
         if pos_embed == "sincos":
             no_embed_class = True
-        # every argument, before there is any other local name
-        architecture = locals().copy()
-        del architecture["self"], architecture["__class__"]
-        _check_architecture(architecture)
-
         super().__init__()
-        self.architecture: Architecture = architecture
+        self.architecture: Architecture = {
+            "img_size": img_size,
+            "patch_size": patch_size,
+            "in_chans": in_chans,
+            "num_classes": num_classes,
+            "embed_dim": embed_dim,
+            "depth": depth,
+            "num_heads": num_heads,
+            "mlp_ratio": mlp_ratio,
+            "mlp": mlp,
+            "qkv_bias": qkv_bias,
+            "qk_norm": qk_norm,
+            "init_values": init_values,
+            "global_pool": global_pool,
+            "class_token": class_token,
+            "fc_norm": fc_norm,
+            "stem": stem,
+            "pos_embed": pos_embed,
+            "no_embed_class": no_embed_class,
+            "reg_tokens": reg_tokens,
+            "distilled": distilled,
+            "drop_path_rate": drop_path_rate,
+            "attention_backend": attention_backend,
+        }
+        _check_architecture(self.architecture)
 
-        # attributes that timm's models have too
+        # timm's models have these attributes too.
         self.embed_dim = embed_dim
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -150,7 +168,7 @@ class VisionTransformer(nn.Module):
             )
             for layer in range(depth)
         )
-        # tokens → logits, with one norm, before the pooling or after it
+        # tokens → logits, with one norm before the pooling or after it
         self.norm = build_norm(embed_dim, enabled=not fc_norm)
         self.fc_norm = build_norm(embed_dim, enabled=fc_norm)
         self.head = self._build_head()
@@ -159,33 +177,38 @@ class VisionTransformer(nn.Module):
 
     @property
     def grid_size(self) -> tuple[int, int]:
-        """(rows, columns) of patches: the shape of an attention map."""
+        """Rows and columns of patches: the shape of an attention map."""
         return self.patch_embed.grid_size
 
     @property
     def num_out_tokens(self) -> int | None:
-        """Leading tokens that the head reads, so that the last block may skip the others; None: it
-        reads them all."""
+        """Number of leading tokens that the head reads, or None if it reads all.
+
+        The last block can skip the other tokens.
+        """
         if self.global_pool != "token":
             return None
         return 1 if self.head_dist is None else 2
 
     def forward(self, images: Images | Tokens) -> Logits:
-        """Logits, or features where num_classes is 0; of images, or of their tokens as
-        `forward_frozen` gives them."""
-        # In training the last block skips the tokens that the head doesn't read: the same logits
-        # and gradients for less work. Hooks of a model in evaluation mode may want every token.
+        """Compute logits, or features if num_classes is 0.
+
+        Args:
+            images: Normalised images, or tokens of `forward_frozen`.
+        """
+        # In training the last block skips tokens that the head doesn't read: logits and gradients
+        # are the same. In evaluation mode, hooks may need every token.
         num_out_tokens = self.num_out_tokens if self.training else None
         return self.forward_head(self.forward_features(images, num_out_tokens=num_out_tokens))
 
     def forward_features(
         self, images: Images | Tokens, *, num_out_tokens: int | None = None
     ) -> Float[Tensor, "B M D"]:
-        """Tokens after the final norm: prefix tokens, then patches row by row.
+        """Compute the tokens after the final norm: prefix tokens, then patches row by row.
 
         Args:
-            images: Normalised, [B, C, height, width], or tokens of `forward_frozen`, [B, N, D].
-            num_out_tokens: Only that many leading tokens; None: all.
+            images: Normalised images [B, C, height, width], or tokens of `forward_frozen` [B, N, D].
+            num_out_tokens: Number of leading tokens to return. None returns all.
         """
         is_embedded = images.ndim == 3
         tokens = images if is_embedded else self._embed(images)
@@ -204,7 +227,7 @@ class VisionTransformer(nn.Module):
         return normed
 
     def forward_frozen(self, images: Images) -> Tokens:
-        """The tokens after the frozen blocks, which `forward` takes in place of the images."""
+        """Compute the tokens after the frozen blocks. `forward` takes them instead of images."""
         tokens = self._embed(images)
         for layer in range(self.num_frozen_blocks):
             tokens = self.blocks[layer](tokens)
@@ -220,8 +243,7 @@ class VisionTransformer(nn.Module):
         return logits
 
     def pool(self, tokens: Tokens, global_pool: str) -> Float[Tensor, "B D"]:
-        """What the head reads of the tokens of `forward_features`: "token" the class token, "avg"
-        the mean of the patches."""
+        """Pool the tokens of `forward_features`: the class token, or with "avg" the patches' mean."""
         if global_pool == "token":
             pooled = tokens[:, 0]
         else:
@@ -230,7 +252,7 @@ class VisionTransformer(nn.Module):
         return normed
 
     def forward_intermediates(self, images: Images) -> Iterator[Tokens]:
-        """The tokens after each block, first block first, before the final norm."""
+        """Yield the tokens after each block, first block first, before the final norm."""
         tokens = self._embed(images)
         for block in self.blocks:
             tokens = block(tokens)
@@ -239,14 +261,14 @@ class VisionTransformer(nn.Module):
     def forward_with_attention(
         self, images: Images
     ) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
-        """Logits and every layer's attention, first layer first."""
+        """Return the logits and the attention of every layer, first layer first."""
         tokens, attentions = self.forward_features_with_attention(images)
         return self.forward_head(tokens), attentions
 
     def forward_features_with_attention(
         self, images: Images
     ) -> tuple[Float[Tensor, "B N D"], list[Float[Tensor, "B H N N"]]]:
-        """Tokens after the final norm and every layer's attention, first layer first."""
+        """Return the tokens after the final norm and the attention of every layer."""
         tokens = self._embed(images)
         attentions = []
         for block in self.blocks:
@@ -256,15 +278,17 @@ class VisionTransformer(nn.Module):
         return self.norm(tokens), attentions
 
     def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
-        """Take images of another size from now on. Learned positions, and the kernel of patches of
-        another size, are resampled into a new Parameter: build the optimizer afterwards.
+        """Change the size of the images, and of the patches.
+
+        Learned positions and the kernel of the patches are resampled into new parameters, so build
+        the optimizer afterwards.
 
         Args:
-            img_size: pixels, both sides or (height, width).
-            patch_size: as `img_size`; None for the one that it has.
+            img_size: Pixels of both sides, or (height, width).
+            patch_size: See `img_size`. None keeps the patch size.
 
         Raises:
-            ValueError: the patches don't divide the image, or a convolutional stem makes them.
+            ValueError: The patches don't divide the image, or the stem is convolutional.
         """
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size, patch_size)
@@ -285,16 +309,23 @@ class VisionTransformer(nn.Module):
             self.pos_embed = positions.to(self.pos_embed)
 
     def reset_classifier(self, num_classes: int) -> None:
-        """A new, untrained head (both, when distilled) for another number of classes."""
+        """Replace the head (both heads of a distilled model) by an untrained one."""
         self.num_classes = num_classes
         self.architecture["num_classes"] = num_classes
         self.head = self._build_head()
         self.head_dist = self._build_head() if self.head_dist is not None else None
 
     def freeze(self, part: Literal["backbone"] | int) -> None:
-        """Stop training "backbone" (all but the head: a linear probe), or the embeddings and the
-        first n blocks. Raises ValueError for more blocks than there are."""
-        # by the beginnings of parameters' names
+        """Exclude a part of the model from training.
+
+        Args:
+            part: "backbone" freezes all but the head, as for a linear probe. A number n freezes
+                the embeddings and the first n blocks.
+
+        Raises:
+            ValueError: The model has fewer blocks.
+        """
+        # Names of parameters that are trained begin so.
         trained = ["head.", "head_dist."]
         if part != "backbone":
             if not 0 <= part <= len(self.blocks):
@@ -313,9 +344,9 @@ class VisionTransformer(nn.Module):
         return head.to(next(self.parameters()))
 
     def _embed(self, images: Images) -> Tokens:
-        """Patch embeddings with their positions, after the prefix tokens."""
+        """Embed the patches, add positions, and put the prefix tokens first."""
         tokens: Tensor = self.patch_embed(images)
-        # images of another size pass the patch embedding only with `dynamic_img_size`
+        # Only with `dynamic_img_size` does the patch embedding accept another size.
         height, width = images.shape[2:]
         rows, columns = self.patch_embed.patch_size
         positions = resample_positions(
@@ -344,7 +375,7 @@ def _empty_tokens(count: int, embed_dim: int) -> nn.Parameter | None:
 
 
 def _check_architecture(architecture: Architecture) -> None:
-    """Raise ValueError for values that contradict each other."""
+    """Raise ValueError if values contradict each other."""
     global_pool = architecture["global_pool"]
     check_choice(global_pool, ("avg", "token"), name="global_pool")
     check_choice(architecture["pos_embed"], ("learned", "sincos"), name="pos_embed")
@@ -362,11 +393,14 @@ def _check_architecture(architecture: Architecture) -> None:
 
 @torch.no_grad()
 def init_weights(module: nn.Module) -> None:
-    """As DeiT and timm: linear maps and learned positions truncated normal with σ = 0.02, biases
-    zero, tokens near 0. Convolutions are normal with the variance that keeps the signal's: LeCun et
-    al. 1998; before ReLU He et al. 2015."""
+    """Draw initial weights as DeiT and timm do.
+
+    Linear maps and learned positions are truncated normal with σ = 0.02, biases are zero, tokens are
+    near zero. Convolutions are normal with a variance that keeps the scale of the signal (LeCun et
+    al. 1998, before ReLU He et al. 2015).
+    """
     if any(parameter.is_meta for parameter in module.parameters()):
-        return  # there are no values, and to draw them torch imports its compiler, 3 s
+        return  # "meta" has no values, and drawing them would import torch's compiler (3 s)
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             nn.init.trunc_normal_(layer.weight, std=0.02)

@@ -1,5 +1,4 @@
-"""Weights of other programs: read without pickle, recognised, and loaded or refused with a
-reason."""
+"""Weights of other programs, read without pickle, and recognised or refused with a reason."""
 
 import math
 import re
@@ -20,7 +19,7 @@ from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
-# (torchvision's, ours) of parts of names, applied in this order
+# (part of torchvision's name, our name), applied in this order.
 _TORCHVISION_NAMES = (
     ("class_token", "cls_token"),
     ("conv_proj.", "patch_embed.proj."),
@@ -37,19 +36,20 @@ _TORCHVISION_NAMES = (
 
 
 def read_weights(path: Path) -> ModelFile:
-    """Read a safetensors file or, with `weights_only=True`, a torch file, without the wrappings
-    that trainers put around the weights. torchvision's names become ours.
+    """Read a safetensors file or, with `weights_only=True`, a torch file.
+
+    Wrappers that trainers put around the weights are removed, and torchvision's names become ours.
 
     Raises:
-        ValueError: for a file that is neither, and for weights that are not finite.
-        OSError: for one that isn't there or isn't a regular file.
+        ValueError: The file is of another kind, or its weights are not finite.
+        OSError: The file is missing or not a regular file.
     """
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         content = read_model_file(path)
         return content if content.metadata else ModelFile(_convert_names(content.weights))
     try:
         state = read_tensors(path)
-        # trainers put the weights under a key
+        # Trainers store the weights under a key.
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state, dict) and isinstance(state.get(key), dict):
                 state = state[key]
@@ -71,14 +71,14 @@ def read_weights(path: Path) -> ModelFile:
 def build_to_fit(
     architecture: Architecture, weights: StateDict, *, origin: str
 ) -> VisionTransformer:
-    """An untrained model of `architecture`, once it is known that the weights fit it.
+    """Build an untrained model of `architecture`, after a check that the weights fit it.
 
-    That is found out on "meta", without memory: what a damaged or malicious file says of its model
-    can't allocate more than the weights that are in the file.
+    The check runs on "meta", without memory. So a damaged or malicious file can't allocate more
+    memory than its own weights take.
 
     Raises:
-        ValueError: where arguments don't fit together, an image has more than 65,536 patches, or
-            the weights are of another model.
+        ValueError: The arguments contradict each other, an image has more than 65,536 patches, or
+            the weights belong to another model.
     """
     sides = zip(architecture["img_size"], architecture["patch_size"], strict=True)
     num_patches = math.prod(side // patch for side, patch in sides)
@@ -96,7 +96,7 @@ def build_to_fit(
 
 
 def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
-    """Raise ValueError where the weights are of another model, with the first differences."""
+    """Raise ValueError with the first differences if the weights belong to another model."""
     expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     actual = {name: list(tensor.shape) for name, tensor in weights.items()}
     names = [name for name in expected | actual if expected.get(name) != actual.get(name)]
@@ -107,7 +107,7 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
         f"and {expected.get(name, 'absent')} in the model"
         for name in names[:3]
     )
-    # of a model of another width every tensor differs
+    # With another width, every tensor differs.
     if len(names) > 3:
         message += f", and {len(names) - 3} more differ"
     raise ValueError(f"{origin} does not fit this model: {message}")
@@ -116,18 +116,18 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
 def infer_architecture(
     weights: StateDict, *, origin: str, img_size: tuple[int, int] | None = None
 ) -> Architecture:
-    """The arguments of the VisionTransformer whose weights these are, by their names and shapes.
+    """Infer the arguments of a VisionTransformer from the names and shapes of its weights.
 
     Args:
-        weights: With timm's names.
-        origin: What they are called in messages.
-        img_size: (height, width) of the images; None: the patch grid is square.
+        weights: Weights with timm's names.
+        origin: Name of the weights in messages.
+        img_size: Height and width of the images. None: the patch grid is square.
 
     Returns:
-        The arguments; 64 channels a head are assumed, as in every plain ViT.
+        The arguments. 64 channels a head are assumed, as in every plain ViT.
 
     Raises:
-        ValueError: for weights of another kind of network, and a grid that isn't square.
+        ValueError: The weights belong to another kind of network, or the grid isn't square.
     """
     try:
         embed_dim, in_chans, *patch_size = weights["patch_embed.proj.weight"].shape
@@ -137,9 +137,9 @@ def infer_architecture(
     except (KeyError, ValueError):
         hint = ""
         if any("embeddings.cls_token" in name for name in weights):
-            hint = "; of Hugging Face's give the folder, with its config.json"
+            hint = "; for Hugging Face's weights, give the folder with its config.json"
         raise ValueError(
-            f"{origin} is not a plain vision transformer, as of timm or torchvision, "
+            f"{origin} is not a plain vision transformer of timm or torchvision "
             f"with learned positions; it holds {', '.join(list(weights)[:3])} …{hint}"
         ) from None
 
@@ -148,7 +148,7 @@ def infer_architecture(
     reg_tokens = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     fc_norm = "fc_norm.weight" in weights
     num_prefix_tokens = class_token + distilled + reg_tokens
-    # a square number of positions has none for the prefix tokens
+    # If the number of positions is a square, the prefix tokens have none.
     no_embed_class = num_prefix_tokens > 0 and math.isqrt(num_positions) ** 2 == num_positions
     if img_size is None:
         num_patches = num_positions if no_embed_class else num_positions - num_prefix_tokens
@@ -182,9 +182,11 @@ def infer_architecture(
 
 
 def _convert_names(weights: StateDict) -> StateDict:
-    """The names of torchvision (`encoder.layers.encoder_layer_0.self_attention…`) and of DINOv2's
-    authors to ours; others pass unchanged. What DataParallel ("module."), torch.compile, Lightning
-    and others put before the names goes, and what they have beside the network with it."""
+    """Convert the names of torchvision and of DINOv2's authors to ours; others stay unchanged.
+
+    Prefixes of DataParallel ("module."), torch.compile, Lightning and others are removed, and so are
+    weights outside the network.
+    """
     for name in weights:
         match = re.fullmatch(r"(.+\.)(patch_embed\.proj|conv_proj)\.weight", name)
         if match:
@@ -208,7 +210,7 @@ def _convert_names(weights: StateDict) -> StateDict:
 
 
 def _convert_dinov2(weights: StateDict) -> StateDict:
-    """DINOv2's file: timm's names but for registers and SwiGLU, with a token for masked training."""
+    """Convert a file of DINOv2's authors. Registers and SwiGLU have other names than in timm."""
     converted = {}
     for name, tensor in weights.items():
         name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
@@ -221,8 +223,10 @@ def _convert_dinov2(weights: StateDict) -> StateDict:
 
 
 def add_class_position(weights: StateDict) -> None:
-    """Positions of DINOv2 with registers are of the class token and the patches, ours of all prefix
-    tokens or of none: the class token takes its own in."""
+    """Add the class token's position to the class token, for DINOv2 with registers.
+
+    DINOv2 has positions for the class token and the patches, ours for all prefix tokens or none.
+    """
     positions = weights["pos_embed"]
     weights["cls_token"] = weights["cls_token"] + positions[:, :1]
     weights["pos_embed"] = positions[:, 1:]

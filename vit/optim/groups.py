@@ -1,5 +1,4 @@
-"""Which parameters weight decay acts on, how fast each layer learns, and which matrices Muon
-updates."""
+"""Parameter groups: weight decay, learning rates of layers, and the matrices that Muon updates."""
 
 import re
 from typing import Any
@@ -17,20 +16,20 @@ def parameter_groups(
     layer_decay: float = 1.0,
     muon_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Every trainable parameter of a model once, in groups that share their settings.
+    """Put every trainable parameter of a model into one group of equal settings.
 
     Args:
-        model: with the names of timm's vision transformers.
-        lr: of a parameter of the last layer. One of layer i of L learns at
-            lr · layer_decay^(L + 1 − i) (BEiT, arXiv 2106.08254, appendix).
-        weight_decay: of matrices and kernels; norms, biases and embeddings have none.
-        layer_decay: from 0 to 1; 1 is one rate for all layers.
-        muon_lr: gives the matrices of the encoder's blocks and a stem's kernels, all but the first,
-            which reads the pixels, groups of their own with this rate. None has no such groups.
+        model: Model with the parameter names of timm's vision transformers.
+        lr: Learning rate of the last layer. Layer i of L has lr · layer_decay^(L + 1 − i) (BEiT,
+            arXiv 2106.08254, appendix).
+        weight_decay: Weight decay of matrices and kernels. Norms, biases and embeddings have none.
+        layer_decay: Factor from 0 to 1. With 1, all layers have one rate.
+        muon_lr: Learning rate of the groups for Muon: matrices of the blocks and kernels of the
+            stem, except the first, which reads the pixels. None: no such groups.
 
     Returns:
-        Groups with `params`, `lr`, `weight_decay` and `num_matrices`: how many matrices are packed
-        into one parameter, 3 for queries, keys and values, else 1; 0 in groups that are not Muon's.
+        Groups with `params`, `lr`, `weight_decay` and `num_matrices`, the number of matrices packed
+        into one parameter: 3 for queries, keys and values, else 1, and 0 in groups without Muon.
     """
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad

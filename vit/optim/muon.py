@@ -2,8 +2,8 @@
 
 Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum
 by the nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices
-of one shape go through one chain of batched products, on a CPU the wider ones each through its own;
-several processes divide the matrices among themselves.
+of one shape are multiplied in one batch, except wide ones on a CPU. Several processes divide the
+matrices among themselves.
 
 torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys
 and values as one matrix, has no float32 products and no `found_inf`, and computes every matrix in
@@ -25,16 +25,16 @@ from torch.optim.adamw import adamw
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
 
-# tuned for the steepest slope at zero: five steps bring singular values of 0.001 … 1 into about
-# 0.7 … 1.2
+# These are tuned for the steepest slope at zero: five steps bring singular values from 0.001 … 1 to
+# about 0.7 … 1.2.
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 _STEPS = 5
-MOMENTUM = 0.95  # Nesterov's
+MOMENTUM = 0.95  # Nesterov momentum
 _ADAMW_EPS = 1e-8
-# On a CPU one product after the other is faster for wider matrices (48 of 384×384 in bfloat16: 108
-# ms against 198).
+# On a CPU, wider matrices are faster one by one than in a batch (48 of 384×384 in bfloat16: 108 ms
+# against 198).
 _BATCHED_WIDTH = 128
 
 
@@ -43,12 +43,11 @@ def orthogonalize(
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
 
-    Iterates X ← aX + (bS + cS²)X with S = XXᵀ, on the wide side so that S is the smaller of the two
-    products.
+    It iterates X ← aX + (bS + cS²)X with S = XXᵀ, transposed if that makes S smaller.
 
     Args:
-        matrices: a stack of them.
-        dtype: of the products.
+        matrices: Stack of M matrices.
+        dtype: Data type of the products.
     """
     rows, columns = matrices.shape[-2:]
     is_tall = rows > columns
@@ -65,7 +64,7 @@ def orthogonalize(
 
 
 def _iterate(work: Tensor) -> Tensor:
-    """Newton–Schulz on a wide matrix [R, C], or on a stack of them [M, R, C]."""
+    """Run Newton–Schulz on a wide matrix [R, C], or on a stack [M, R, C]."""
     multiply_add = torch.addmm if work.ndim == 2 else torch.baddbmm
     for _ in range(_STEPS):
         gram = work @ work.mT
@@ -80,7 +79,7 @@ class _Stack:
 
     rows: int
     columns: int
-    # number of a group → its parameters of this shape
+    # number of a group → parameters of this shape in it
     members: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -88,11 +87,11 @@ class _Stack:
         return list(chain.from_iterable(self.members.values()))
 
     def join(self, tensors: list[Tensor]) -> Float[Tensor, "M R C"]:
-        """One for each parameter, as matrices."""
+        """Stack tensors, one for each parameter, as matrices."""
         return torch.cat([tensor.reshape(-1, self.rows, self.columns) for tensor in tensors])
 
     def split(self, matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
-        """The opposite of `join`."""
+        """Undo `join`."""
         parameters = self.parameters
         counts = [parameter.shape[0] // self.rows for parameter in parameters]
         parts = torch.split(matrices, counts)
@@ -103,31 +102,32 @@ class Muon(torch.optim.Optimizer):
     """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for
     both.
 
-    A Muon group's parameters are `num_matrices` matrices of equal size, one below the other; a
-    convolution's kernel [O, I, h, w] is the matrix [O, I·h·w], as in the original. The update is
-    scaled by sqrt(max(1, rows / columns)) as there, so a learning rate near 0.02 fits all shapes.
+    A parameter in a Muon group holds `num_matrices` matrices of equal size, one below the other. A
+    kernel [O, I, h, w] is the matrix [O, I·h·w], and the update is scaled by
+    sqrt(max(1, rows / columns)), both as in the original. So a learning rate near 0.02 fits all
+    shapes.
 
     Args:
-        params: groups as `vit.optim.groups.parameter_groups` gives them.
-        lr: of groups without one of their own.
-        betas: of AdamW.
-        weight_decay: of groups without one of their own.
-        dtype: of Muon's products: the iteration needs no more than bfloat16, which is several times
-            faster where the hardware has it, but then results depend on the order of a sum, and so
-            on the number of processes.
+        params: Groups of `vit.optim.groups.parameter_groups`.
+        lr: Learning rate of groups that have none.
+        betas: Decay rates of AdamW.
+        weight_decay: Weight decay of groups that have none.
+        dtype: Data type of Muon's products. The iteration needs no more than bfloat16, which is
+            several times faster on some hardware. Results then depend on the order of a sum, and
+            so on the number of processes.
 
     Attributes:
-        grad_scale: what gradients are divided by; as torch's fused optimizers read it.
-        found_inf: 1 where nothing is to change; read without waiting for the device.
-        threads: of a CPU that divide the matrices among themselves.
+        grad_scale: Divisor of the gradients, as in torch's fused optimizers.
+        found_inf: 1 if the step must change nothing. It is read without waiting for the device.
+        threads: CPU threads that divide the matrices among themselves.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     threads: BatchThreads | None = None
 
-    # torch keeps these out of what is compiled, and imports its compiler at their first call for
-    # that, which takes 3 s; what this project compiles doesn't call them
+    # torch excludes these from compilation, and imports its compiler (3 s) at their first call for
+    # that. No compiled code of this project calls them.
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
     zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
     state_dict = torch.optim.Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "num_matrices": 0,
-            # makes load_state_dict put AdamW's counts of steps on their parameters' device
+            # With it, load_state_dict puts AdamW's step counts on the device of the parameters.
             "fused": True,
         }
         super().__init__(params, defaults)
@@ -196,7 +196,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _stack_matrices(self) -> list[_Stack]:
-        """Muon's parameters that have a gradient, by the shape of their matrices."""
+        """Group Muon's parameters with a gradient by the shape of their matrices."""
         stacks: dict[tuple[int, int], _Stack] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -208,8 +208,10 @@ class Muon(torch.optim.Optimizer):
         return list(stacks.values())
 
     def _update_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
-        """Nesterov's updates, up to the factor 1 − μ, which the iteration's normalisation
-        removes."""
+        """Update the momentum and return Nesterov's updates.
+
+        The factor 1 − μ is left out, because the iteration normalises them.
+        """
         parameters = stack.parameters
         for parameter in parameters:
             if not self.state[parameter]:
@@ -224,16 +226,16 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             next_momentum = torch.where(self.found_inf > 0, momentum, next_momentum)
-        # one operation for all buffers: a loop would start a kernel for each
+        # One operation for all buffers: a loop would start a kernel for each.
         torch._foreach_copy_(buffers, stack.split(next_momentum))
         return gradient.lerp(next_momentum, MOMENTUM)
 
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
-        """weights ← weights − rate · (directions + decay · weights)."""
+        """Set weights ← weights − rate · (directions + decay · weights)."""
         changes = iter(stack.split(directions))
         for number, parameters in stack.members.items():
             group = self.param_groups[number]
-            # a few operations for all parameters: a loop would start three kernels for each
+            # A few operations for all parameters: a loop would start three kernels for each.
             group_changes = torch._foreach_add(
                 [next(changes) for _ in parameters], parameters, alpha=group["weight_decay"]
             )
@@ -244,7 +246,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(parameters, group_changes)
 
     def _orthogonalize(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
-        """`orthogonalize`, divided among processes or threads."""
+        """Call `orthogonalize`, divided among processes or threads."""
         compute = partial(orthogonalize, dtype=self._dtype)
         if self.threads is not None:
             parts = stack.chunk(self.threads.count)
@@ -253,7 +255,7 @@ class Muon(torch.optim.Optimizer):
         if process.world_size == 1:
             return compute(stack)
 
-        # every rank takes as many; the last ones repeat a matrix
+        # Every rank takes equally many; the last ones repeat a matrix.
         count = -(-len(stack) // process.world_size)
         first = process.rank * count
         numbers = torch.arange(first, first + count, device=stack.device)

@@ -21,18 +21,18 @@ def create_optimizer(
     muon_lr: float = 0.02,
     muon_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:
-    """An optimizer over all trainable parameters of a model.
+    """Create an optimizer for all trainable parameters of a model.
 
     Args:
-        name: "muon" updates hidden matrices by Muon and the rest by AdamW; "sgd" has
-            Nesterov's momentum of 0.95.
-        model: to train.
-        lr: of AdamW or SGD.
-        weight_decay: of matrices and kernels.
-        betas: of AdamW.
-        layer_decay: the factor of the learning rate from a layer to the one below.
-        muon_lr: of Muon.
-        muon_dtype: of Muon's products.
+        name: "muon" updates hidden matrices by Muon and the rest by AdamW. "sgd" has Nesterov
+            momentum of 0.95.
+        model: Model to train.
+        lr: Learning rate of AdamW or SGD.
+        weight_decay: Weight decay of matrices and kernels.
+        betas: Decay rates of AdamW.
+        layer_decay: Factor of the learning rate from a layer to the one below.
+        muon_lr: Learning rate of Muon.
+        muon_dtype: Data type of Muon's products.
     """
     groups = parameter_groups(
         model,
@@ -47,8 +47,8 @@ def create_optimizer(
         return AdamW(groups, lr=lr, betas=betas, fused=True)
 
     optimizer = SGD(groups, lr=lr, momentum=MOMENTUM, nesterov=True, fused=True)
-    # torch allocates the buffers in the first step, uninitialised where that step finds a gradient
-    # that is not finite
+    # torch allocates the buffers in the first step, uninitialised if that step finds a gradient that
+    # is not finite.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

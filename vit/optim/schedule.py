@@ -5,20 +5,20 @@ from typing import Literal
 
 ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 
-_COOLDOWN_FRACTION = 0.25  # of the run
+_COOLDOWN_FRACTION = 0.25  # last part of the run, in which the rate falls
 
 
 def schedule_factor(
     step: float, *, name: ScheduleName, warmup_steps: int, total_steps: int
 ) -> float:
-    """The factor of the learning rate in a step.
+    """Return the factor of the learning rate in a step.
 
     Args:
-        step: counted from 0; of a run that was shortened its place in the full one.
-        name: how the factor falls. "constant-cooldown" stays at 1 until the last quarter, then
-            falls linearly.
-        warmup_steps: the factor rises linearly and reaches 1 in step `warmup_steps`.
-        total_steps: the factor would reach 0 in this step, the first one after the run.
+        step: Number of the step, from 0. In a shortened run, its place in the full one.
+        name: Shape of the fall. "constant-cooldown" stays at 1 until the last quarter, then falls
+            linearly.
+        warmup_steps: Steps in which the factor rises linearly to 1.
+        total_steps: Number of steps. The factor reaches 0 after the last one.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

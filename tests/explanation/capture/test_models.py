@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no head": (
         lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
-        "gives no logits",
+        "returns no logits",
     ),
 }
 

@@ -219,11 +219,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two tensors": (
         lambda: Output(build("timm")[0], lambda logits: (logits, logits[:, :2])),
-        "gives 2 tensors that may be logits",
+        "returns 2 tensors that may be logits",
     ),
     "a dictionary without logits": (
         lambda: Output(build("timm")[0], lambda logits: {"scores": logits}),
-        "gives no logits",
+        "returns no logits",
     ),
     "patches in the place of images": (build_siglip2, "takes patches with their spatial_shapes"),
     "a permutation, by LeGrad": (permute_and_back, "can't classify a single patch"),
