@@ -22,19 +22,14 @@ from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import ArrayReader
-from vit.evaluation.schema import Cost
-from vit.evaluation.metrics import Examples
+from vit.evaluation.cost import Cost
+from vit.evaluation.examples import Examples
 from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import (
-    Scores,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
-from vit.evaluation.metrics import plot_confusion
+from vit.evaluation.metrics import Scores, compute_metrics, compute_reliability, score_logits
+from vit.evaluation.per_class import compute_per_class
+from vit.evaluation.confusion import plot_confusion
 from vit.evaluation.schema import Evaluation, save_predictions
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult

@@ -32,7 +32,7 @@ from vit.analysis.faithfulness.baselines import centre_maps
 from vit.analysis.faithfulness.map_metrics import find_order, to_markdown
 from vit.bundle import load_model
 from vit.data.open import open_for_model
-from vit.evaluation.images import select_correct_images
+from vit.analysis.faithfulness.images import select_correct_images
 from vit.explanation.capture.forward import Grid, run_forward
 from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,

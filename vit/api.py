@@ -17,18 +17,13 @@ from vit.analysis.audit.run import AuditResult, run_audit
 from vit.analysis.class_summary.run import SummaryResult, run_summary
 from vit.analysis.compare.comparison import Comparison, compare_evaluations
 from vit.analysis.faithfulness.benchmark import Benchmark
+from vit.analysis.faithfulness.images import select_correct_images, select_images
 from vit.analysis.faithfulness.result import FaithfulnessResult
 from vit.bundle import ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.images import (
-    check_data,
-    load_images,
-    open_data,
-    select_correct_images,
-    select_images,
-)
+from vit.evaluation.images import check_data, load_images, open_data
 from vit.evaluation.report.report import render_pages
 from vit.explanation.best_method import choose_methods, write_best_method
 from vit.explanation.explainer import Explainer, choose_explain_batch_size

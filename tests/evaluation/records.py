@@ -5,17 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.evaluation.metrics import (
-    Examples,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
+from vit.evaluation.cost import Cost
+from vit.evaluation.examples import Examples
+from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
+from vit.evaluation.per_class import compute_per_class
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
-    Cost,
     Evaluation,
     save_evaluation,
     save_predictions,

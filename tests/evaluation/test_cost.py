@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vit.bundle import Bundle
-from vit.evaluation.evaluate import measure_cost
+from vit.evaluation.cost import measure_cost
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 

@@ -3,11 +3,8 @@
 import numpy as np
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.metrics import (
-    choose_examples,
-    find_label_errors,
-    score_logits,
-)
+from vit.evaluation.examples import choose_examples, find_label_errors
+from vit.evaluation.metrics import score_logits
 
 
 def test_errors_fall_and_correct_predictions_rise_in_confidence(

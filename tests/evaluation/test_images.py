@@ -11,7 +11,8 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import printable
 from vit.data.images import Preprocess
 from vit.data.open import open_dataset
-from vit.evaluation.images import EvaluationSet, count_duplicates, load_images, match_classes
+from vit.evaluation.images import EvaluationSet, load_images, match_classes
+from vit.evaluation.overlap import count_duplicates
 
 
 def write_images(root: Path, *folders: str, count: int = 3) -> Path:

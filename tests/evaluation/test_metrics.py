@@ -6,13 +6,9 @@ from scipy.special import softmax
 from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.metrics import (
-    compute_confusion,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
+from vit.evaluation.confusion import compute_confusion
+from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
+from vit.evaluation.per_class import compute_per_class
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])

@@ -24,18 +24,15 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
+from vit.evaluation.confusion import compute_confusion
+from vit.evaluation.cost import Cost
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.examples import Example, Examples
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import (
-    Example,
-    Examples,
-    compute_confusion,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    score_logits,
-)
+from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
+from vit.evaluation.overlap import TrainTestOverlap
+from vit.evaluation.per_class import compute_per_class
 from vit.evaluation.prediction_sets import SetMetrics
 from vit.evaluation.report.contrast import ConfusedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
@@ -45,7 +42,7 @@ from vit.evaluation.report.report import (
     load_history,
     render_markdown,
 )
-from vit.evaluation.schema import Cost, Evaluation
+from vit.evaluation.schema import Evaluation
 from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos

@@ -18,7 +18,7 @@ from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.runtime.conftest import Counter
 from vit.bundle import load_bundle
 from vit.deploy.export.run import export_model
-from vit.evaluation import evaluate
+from vit.evaluation import cost
 
 CLOCKS = {
     "images_per_second",
@@ -35,8 +35,8 @@ Both = Callable[..., list[Any]]
 @pytest.fixture
 def both(npu: Counter, cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Both:
     """both(command, …) runs it on "npu" and on the CPU; gives its two outcomes and directories."""
-    monkeypatch.setattr(evaluate, "_MAX_REPETITIONS", 3)
-    monkeypatch.setattr(evaluate, "_WARM_UP", 1)
+    monkeypatch.setattr(cost, "_MAX_REPETITIONS", 3)
+    monkeypatch.setattr(cost, "_WARM_UP", 1)
 
     def run(*command: object, output: bool = True) -> list[Any]:
         found = []

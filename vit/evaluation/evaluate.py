@@ -3,20 +3,16 @@
 import datetime
 import hashlib
 import json
-import resource
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from vit.bundle import MODEL_FILE, Bundle, collect_versions
 from vit.data.dataset import printable
@@ -27,30 +23,25 @@ from vit.evaluation.calibration import (
     measure_calibration,
     save_temperature,
 )
-from vit.evaluation.images import EvaluationSet, count_duplicates, find_training_hashes
+from vit.evaluation.confusion import plot_confusion
+from vit.evaluation.cost import Cost, measure_cost
+from vit.evaluation.examples import choose_examples
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import (
-    Scores,
-    choose_examples,
-    compute_metrics,
-    compute_per_class,
-    compute_reliability,
-    plot_confusion,
-    score_logits,
-)
+from vit.evaluation.metrics import Scores, compute_metrics, compute_reliability, score_logits
+from vit.evaluation.overlap import count_duplicates, find_training_hashes
+from vit.evaluation.per_class import compute_per_class
 from vit.evaluation.prediction_sets import measure_sets
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
-    Cost,
     Evaluation,
     save_evaluation,
     save_predictions,
 )
-from vit.model.logits import compute_logits
 from vit.options import EvaluateOptions
 from vit.prediction.predictor import LogitArray, Predictor
-from vit.runtime.device import Precision, autocast, describe_device
+from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output, write_atomically, write_text
 from vit.runtime.processes import current_process
 from vit.runtime.products import find_product
@@ -259,64 +250,6 @@ def evaluate_bundle(
 def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> LogitArray:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
-
-
-@torch.inference_mode()
-def measure_cost(
-    model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision
-) -> Cost:
-    """Time and count forward passes; takes about five seconds.
-
-    Args:
-        model: on its device.
-        images: a batch as the model takes them, on the same device.
-        precision: "float32", "bfloat16" or "float16".
-    """
-    # imports Triton, which other commands don't need
-    from torch.utils.flop_counter import FlopCounterMode
-
-    device = images.device
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    with autocast(device, precision):
-        batch_seconds = _time_passes(model, images)
-        image_seconds = _time_passes(model, images[:1])
-        with FlopCounterMode(display=False) as counter:
-            # every token of every block, which is how FLOPs are quoted
-            features = cast(Any, model).forward_features(images[:1])
-            cast(Any, model).forward_head(features)
-
-    if on_cuda:
-        peak_memory_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Cost(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops_per_image=int(counter.get_total_flops()),
-        batch_size=len(images),
-        images_per_second=float(len(images) / np.median(batch_seconds)),
-        latency_p50_seconds=float(np.quantile(image_seconds, 0.5)),
-        latency_p95_seconds=float(np.quantile(image_seconds, 0.95)),
-        peak_memory_bytes=peak_memory_bytes,
-        peak_memory_of="device" if on_cuda else "process",
-        threads=torch.get_num_threads(),
-    )
-
-
-def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
-    """Seconds of each forward pass, to the last one done on the device."""
-    seconds: list[float] = []
-    for repetition in range(_WARM_UP + _MAX_REPETITIONS):
-        start = time.perf_counter()
-        # reading the logits waits for them
-        compute_logits(model, images).cpu()
-        if repetition >= _WARM_UP:
-            seconds.append(time.perf_counter() - start)
-        if len(seconds) >= _MIN_REPETITIONS and sum(seconds) > _SECONDS:
-            break
-    return seconds
 
 
 def _hash_recipe(config: Mapping[str, Any]) -> str | None:

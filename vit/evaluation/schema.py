@@ -10,14 +10,16 @@ import io
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.evaluation.calibration import Calibration
-from vit.evaluation.images import TrainTestOverlap
-from vit.evaluation.metrics import Bin, ClassMetrics, Examples, Scores
+from vit.evaluation.cost import Cost
+from vit.evaluation.examples import Examples
+from vit.evaluation.metrics import Bin, Scores
+from vit.evaluation.overlap import TrainTestOverlap
+from vit.evaluation.per_class import ClassMetrics
 from vit.evaluation.prediction_sets import SetMetrics
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
@@ -26,26 +28,6 @@ from vit.runtime.files import write_json, write_text
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one model on one device."""
-
-    parameters: int
-    # a multiply-add counts as two
-    flops_per_image: int
-    batch_size: int
-    # forward passes at that batch size, the images already in memory
-    images_per_second: float
-    # of one image
-    latency_p50_seconds: float
-    latency_p95_seconds: float
-    peak_memory_bytes: int
-    # "device": allocated there; "process": its largest resident set so far
-    peak_memory_of: str
-    # of the CPU
-    threads: int
 
 
 class Evaluation(BaseModel):

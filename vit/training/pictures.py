@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.data.loader import TrainLoader
-from vit.evaluation.metrics import plot_confusion
+from vit.evaluation.confusion import plot_confusion
 from vit.runtime.files import write_atomically
 from vit.training.observers import TensorBoard
 from vit.training.validation import ImageValidator

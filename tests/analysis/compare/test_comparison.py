@@ -15,11 +15,7 @@ from vit.analysis.compare.comparison import (
     group_seeds,
     load_evaluations,
 )
-from vit.evaluation.intervals import (
-    compare_seeds,
-    compute_mcnemar,
-    compute_paired_interval,
-)
+from vit.evaluation.significance import compare_seeds, compute_mcnemar, compute_paired_interval
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 

@@ -12,7 +12,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
-from vit.evaluation.metrics import find_label_errors, score_logits
+from vit.evaluation.examples import find_label_errors
+from vit.evaluation.metrics import score_logits
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
 

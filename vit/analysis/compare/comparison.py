@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.intervals import (
-    SIGNIFICANCE,
-    compare_seeds,
-    compute_mcnemar,
-    compute_paired_interval,
-)
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
     load_evaluation,
     load_predictions,
+)
+from vit.evaluation.significance import (
+    SIGNIFICANCE,
+    compare_seeds,
+    compute_mcnemar,
+    compute_paired_interval,
 )
 from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import check_kind, shorten

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.evaluate import EvaluationResult
-from vit.evaluation.metrics import ClassMetrics
+from vit.evaluation.per_class import ClassMetrics
 from vit.evaluation.report.charts import (
     Chart,
     build_history_chart,

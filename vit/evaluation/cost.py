@@ -1,0 +1,99 @@
+"""What a prediction costs: time, FLOPs and memory."""
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit.model.logits import compute_logits
+from vit.runtime.device import Precision, autocast
+
+_WARM_UP = 3
+# spent on each of latency and throughput
+_SECONDS = 2.0
+_MIN_REPETITIONS = 5
+_MAX_REPETITIONS = 200
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one model on one device."""
+
+    parameters: int
+    # a multiply-add counts as two
+    flops_per_image: int
+    batch_size: int
+    # forward passes at that batch size, the images already in memory
+    images_per_second: float
+    # of one image
+    latency_p50_seconds: float
+    latency_p95_seconds: float
+    peak_memory_bytes: int
+    # "device": allocated there; "process": its largest resident set so far
+    peak_memory_of: str
+    # of the CPU
+    threads: int
+
+
+@torch.inference_mode()
+def measure_cost(
+    model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision
+) -> Cost:
+    """Time and count forward passes; takes about five seconds.
+
+    Args:
+        model: on its device.
+        images: a batch as the model takes them, on the same device.
+        precision: "float32", "bfloat16" or "float16".
+    """
+    # imports Triton, which other commands don't need
+    from torch.utils.flop_counter import FlopCounterMode
+
+    device = images.device
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with autocast(device, precision):
+        batch_seconds = _time_passes(model, images)
+        image_seconds = _time_passes(model, images[:1])
+        with FlopCounterMode(display=False) as counter:
+            # every token of every block, which is how FLOPs are quoted
+            features = cast(Any, model).forward_features(images[:1])
+            cast(Any, model).forward_head(features)
+
+    if on_cuda:
+        peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Cost(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops_per_image=int(counter.get_total_flops()),
+        batch_size=len(images),
+        images_per_second=float(len(images) / np.median(batch_seconds)),
+        latency_p50_seconds=float(np.quantile(image_seconds, 0.5)),
+        latency_p95_seconds=float(np.quantile(image_seconds, 0.95)),
+        peak_memory_bytes=peak_memory_bytes,
+        peak_memory_of="device" if on_cuda else "process",
+        threads=torch.get_num_threads(),
+    )
+
+
+def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
+    """Seconds of each forward pass, to the last one done on the device."""
+    seconds: list[float] = []
+    for repetition in range(_WARM_UP + _MAX_REPETITIONS):
+        start = time.perf_counter()
+        # reading the logits waits for them
+        compute_logits(model, images).cpu()
+        if repetition >= _WARM_UP:
+            seconds.append(time.perf_counter() - start)
+        if len(seconds) >= _MIN_REPETITIONS and sum(seconds) > _SECONDS:
+            break
+    return seconds

@@ -1,0 +1,91 @@
+"""Images to look at: the clearest errors, the least sure correct predictions, likely label errors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.evaluation.metrics import Scores
+from vit.prediction.probabilities import Ints, chunk_rows, compute_log_probabilities
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image and its prediction."""
+
+    path: str
+    label: str
+    predicted: str
+    # of the predicted class
+    probability: float
+    label_probability: float
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images to look at, the clearest cases of each kind first."""
+
+    most_confident_errors: list[Example]
+    least_confident_correct: list[Example]
+    label_errors: list[Example]
+    # of all images, by confident learning
+    num_label_errors: int
+
+
+def choose_examples(
+    logits: NDArray[np.float32],
+    scores: Scores,
+    *,
+    ids: Sequence[str],
+    class_names: Sequence[str],
+    count: int,
+) -> Examples:
+    """Choose up to `count` images of each kind; `ids` and `logits` [n, C] are those of the scored
+    images."""
+
+    def describe(indices: Ints) -> list[Example]:
+        return [
+            Example(
+                path=ids[index],
+                label=class_names[scores.labels[index]],
+                predicted=class_names[scores.predicted[index]],
+                probability=float(scores.confidence[index]),
+                label_probability=float(scores.label_probability[index]),
+            )
+            for index in indices.tolist()
+        ]
+
+    surest_first = np.argsort(-scores.confidence, kind="stable")
+    unsurest_first = np.argsort(scores.confidence, kind="stable")
+    label_errors = find_label_errors(logits, scores)
+    return Examples(
+        most_confident_errors=describe(surest_first[~scores.correct[surest_first]][:count]),
+        least_confident_correct=describe(unsurest_first[scores.correct[unsurest_first]][:count]),
+        label_errors=describe(label_errors[:count]),
+        num_label_errors=len(label_errors),
+    )
+
+
+def find_label_errors(logits: NDArray[np.float32], scores: Scores) -> Ints:
+    """Indices of the images whose label is probably wrong, the least plausible first.
+
+    Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's threshold is the mean
+    probability it has on the images labelled with it. An image is a likely label error when, of the
+    classes that reach their threshold on it, the most probable is not its label; ranked by
+    self-confidence, the probability of the given label. It presumes a model that did not see these
+    images in training.
+    """
+    support = np.bincount(scores.labels, minlength=scores.num_classes)
+    thresholds = np.bincount(scores.labels, scores.label_probability, minlength=scores.num_classes)
+    # a class that no image here has as its label has no threshold
+    thresholds = np.where(support > 0, thresholds / np.maximum(support, 1), np.inf)
+
+    flags = []
+    for rows in chunk_rows(logits):
+        probabilities = np.exp(compute_log_probabilities(logits[rows], scores.temperature))
+        reached = np.where(probabilities >= thresholds, probabilities, -1.0)
+        is_other_class = reached.argmax(axis=1) != scores.labels[rows]
+        flags.append((reached.max(axis=1) > 0) & is_other_class)
+    flagged = np.flatnonzero(np.concatenate(flags))
+    return flagged[np.argsort(scores.label_probability[flagged], kind="stable")]
