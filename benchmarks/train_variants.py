@@ -230,22 +230,23 @@ def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:
 
 def build_resident_loader(root: Path, device: Any, *, cache: Path) -> Any:
     """The engine's batches of the training images: decoded once, cropped and flipped on the device."""
-    from vit.config import AugmentConfig
+    from vit.data.augment import Augmentation
     from vit.data.cache import decode_dataset
+    from vit.data.crop import Crop
     from vit.data.images import Preprocess
     from vit.data.loader import TrainLoader
     from vit.data.open import open_dataset
+    from vit.data.order import BatchOrder
 
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = open_dataset("folder", root=str(root)).split("train")
     dataset = decode_dataset(source, size=preprocess.resize_size, cache_dir=cache)
     return TrainLoader(
         dataset,
-        batch_size=min(BATCH_SIZE, len(source)),
-        seed=0,
+        order=BatchOrder(batch_size=min(BATCH_SIZE, len(source)), seed=0),
         device=device,
         preprocess=preprocess,
-        augment=AugmentConfig(crop_padding=4, flip="random"),
+        augmentation=Augmentation(crop=Crop(padding=4, flip="random")),
     )
 
 

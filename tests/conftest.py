@@ -34,9 +34,15 @@ install_import_hook(
     [
         "vit.model",
         "vit.explanation",
-        "vit.data.random",
         "vit.data.augment",
+        "vit.data.boxes",
+        "vit.data.color",
+        "vit.data.crop",
         "vit.data.loader",
+        "vit.data.mixing",
+        "vit.data.order",
+        "vit.data.random",
+        "vit.data.workers",
     ],
     "beartype.beartype",
 )
@@ -258,7 +264,7 @@ def _save_model(
     import torch
 
     from vit.bundle import save_bundle
-    from vit.data.images import Preprocess
+    from vit.data.preprocess import Preprocess
     from vit.model.vision_transformer import VisionTransformer
 
     sizes = {

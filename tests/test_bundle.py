@@ -14,7 +14,7 @@ from torch import nn
 
 import vit
 from vit.bundle import Bundle, load_bundle, load_model, save_bundle, update_metadata
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.model_file import compute_checksum
 from vit.model.vision_transformer import VisionTransformer
 

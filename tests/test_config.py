@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vit.config import (
+    AugmentConfig,
     Config,
     dump_config,
     load_config,
@@ -155,3 +156,19 @@ def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
             load_config(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"flip": "vertical"}, "flip\n.*'none', 'random' or 'alternating'"),
+        ({"resized_crop_scale": (0.8, 0.3)}, "must rise within"),
+        ({"resized_crop_scale": (0.3, 1.0), "crop_padding": 4}, "two ways to crop; choose one"),
+        ({"mixup": -1.0}, "mixup\n.*greater than or equal to 0"),
+    ],
+)
+def test_mistakes_of_augmentation_get_a_sentence(
+    arguments: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        AugmentConfig(**arguments)

@@ -20,7 +20,7 @@ from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.analysis.faithfulness.images import select_correct_images, select_images
 from vit.analysis.faithfulness.result import FaithfulnessResult
 from vit.bundle import ModelLike, collect_versions, keeps_mode, open_model
-from vit.data.images import ImageInputs, list_images
+from vit.data.listing import ImageInputs, list_images
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import check_data, load_images, open_data

@@ -15,8 +15,8 @@ from PIL import Image
 from tests.conftest import Launcher, Outcome, SaveModel
 from vit.bundle import load_bundle, save_bundle
 from vit.data.cache import decode_dataset
-from vit.data.images import Preprocess
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
 CLASSES = ("bee", "cat", "dog")

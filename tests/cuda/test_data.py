@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.augments import AUGMENTS, PREPROCESS
-from vit.config import AugmentConfig
+from tests.data.augments import AUGMENTS, PREPROCESS, build_loader
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
-from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 
 
@@ -23,10 +22,10 @@ def test_batches_equal_the_cpus(
     augment = AUGMENTS[name]
     if name == "RandAugment":
         # a second operation may draw two grey levels far apart
-        augment = AugmentConfig(rand_augment=(1, 9.0))
+        augment = Augmentation(rand_augment=(1, 9.0))
     batches = []
     for place in (device, torch.device("cpu")):
-        loader = TrainLoader(
+        loader = build_loader(
             dataset,
             batch_size=12,
             seed=3,

@@ -18,8 +18,9 @@ from tests.conftest import Launcher
 from vit.data import cache as decoding
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader, FileReader
 
 MakeFolder = Callable[..., Path]

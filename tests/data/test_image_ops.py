@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as reference
 
-from vit.data import augment
+from vit.data import boxes as boxes_of
+from vit.data import color, crop
 
 
 def pictures(count: int = 6, height: int = 20, width: int = 28) -> Tensor:
@@ -44,7 +45,7 @@ def test_colour_operations_equal_torchvisions_within_a_level(
     factors[place] = FACTORS
     expected = each(theirs, images, FACTORS).float()
     # torchvision cuts fractions off at every step, we keep them
-    assert (augment.jitter_colors(images.float(), factors) - expected).abs().max() <= 2
+    assert (color.jitter_colors(images.float(), factors) - expected).abs().max() <= 2
 
 
 @pytest.mark.parametrize("size", [(8, 8), (20, 28), (31, 17)])
@@ -68,13 +69,13 @@ def test_resized_crop_equals_torchvisions_antialiased_bilinear(size: tuple[int, 
             for image, (left, top, right, bottom) in zip(images, boxes.tolist(), strict=True)
         ]
     )
-    got = augment.resized_crop(images.permute(0, 2, 3, 1).contiguous(), boxes.float(), size)
+    got = crop.resized_crop(images.permute(0, 2, 3, 1).contiguous(), boxes.float(), size)
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=0)
 
 
 def test_outside_boxes_is_the_complement_of_the_box_even_over_the_edge() -> None:
     boxes = torch.tensor([[1, 2, 4, 3], [-2, -1, 2, 2], [5, 3, 9, 9], [3, 3, 3, 3]])
-    got = augment.outside_boxes(boxes, (5, 7))
+    got = boxes_of.outside_boxes(boxes, (5, 7))
     for b, (left, top, right, bottom) in enumerate(boxes.tolist()):
         for y in range(5):
             for x in range(7):

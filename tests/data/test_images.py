@@ -11,7 +11,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from tests.conftest import Launcher
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
+from vit.data.preprocess import Preprocess
 
 
 def smooth(height: int, width: int) -> np.ndarray:

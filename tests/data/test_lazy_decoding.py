@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from vit.config import AugmentConfig
+from tests.data.augments import build_loader
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
+from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import Batch, TrainLoader
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 
 MakeFolder = Callable[..., Path]
@@ -44,8 +46,8 @@ def make_loader(dataset: ImageDataset, **changes: Any) -> TrainLoader:
         "workers": 0,
         "max_unreadable_fraction": 0.1,
     }
-    augment = AugmentConfig(resized_crop_scale=(0.3, 1.0), flip="random", color_jitter=0.2)
-    return TrainLoader(
+    augment = Augmentation(crop=Crop(scale=(0.3, 1.0), flip="random"), color_jitter=0.2)
+    return build_loader(
         dataset, preprocess=Preprocess((12, 10)), augment=augment, **options | changes
     )
 
@@ -131,8 +133,8 @@ def test_a_worker_is_sent_no_more_of_many_images(make_folder: MakeFolder) -> Non
     sizes = []
     for dataset in (few, many):
         loader = make_loader(dataset)
-        task = loader._build_indices(StatelessRandom(0, 0, torch.arange(8)))
-        sent = loader._decoder.__dict__ | {
+        task = loader._workers.build_indices(StatelessRandom(0, 0, torch.arange(8)))
+        sent = loader._workers.decoder.__dict__ | {
             "transform": None
         }  # holds random generators, which differ in size as pickles
         sizes.append(len(pickle.dumps((sent, task))))

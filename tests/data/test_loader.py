@@ -17,21 +17,28 @@ import numpy as np
 import pytest
 import torch
 
-from vit.config import AugmentConfig
+from tests.data.augments import build_loader
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
+from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import Batch, TrainLoader, choose_pipeline
+from vit.data.mixing import Mixing
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import FileReader
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
-FULL = AugmentConfig(
-    crop_padding=2, flip="random", cutout=4, color_jitter=0.2, re_prob=0.3, mixup=0.8, cutmix=1.0
+FULL = Augmentation(
+    crop=Crop(padding=2, flip="random"),
+    cutout=4,
+    color_jitter=0.2,
+    re_prob=0.3,
+    mixing=Mixing(mixup=0.8, cutmix=1.0),
 )
-GEOMETRY = AugmentConfig(resized_crop_scale=(0.3, 1.0), flip="random", color_jitter=0.2)
+GEOMETRY = Augmentation(crop=Crop(scale=(0.3, 1.0), flip="random"), color_jitter=0.2)
 
 
 @pytest.fixture
@@ -55,9 +62,9 @@ def make(dataset: ImageDataset, **changes: Any) -> TrainLoader:
         "seed": 3,
         "device": "cpu",
         "preprocess": PREPROCESS,
-        "augment": AugmentConfig(),
+        "augment": Augmentation(),
     }
-    return TrainLoader(dataset, **options | changes)
+    return build_loader(dataset, **options | changes)
 
 
 def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
@@ -173,10 +180,10 @@ def test_mistakes_get_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "augment", [AugmentConfig(), GEOMETRY, FULL], ids=["plain", "geometry", "full"]
+    "augment", [Augmentation(), GEOMETRY, FULL], ids=["plain", "geometry", "full"]
 )
 def test_any_number_of_workers_gives_the_same_batches(
-    file_dataset: ImageDataset, augment: AugmentConfig
+    file_dataset: ImageDataset, augment: Augmentation
 ) -> None:
     alone = make(file_dataset, augment=augment, workers=0)
     expected = [list(alone.epoch(epoch)) for epoch in range(2)]
@@ -237,7 +244,7 @@ def test_without_a_random_crop_workers_and_the_resident_dataset_show_the_same_pi
     preprocess = replace(PREPROCESS, crop_pct=0.8)
     size, cache = preprocess.resize_size, tmp_path / "resident"
     resident_dataset = decode_dataset(file_dataset, size=size, cache_dir=cache, progress=False)
-    for augment in (AugmentConfig(), FULL):
+    for augment in (Augmentation(), FULL):
         resident = make(resident_dataset, augment=augment, preprocess=preprocess)
         decoding = make(file_dataset, augment=augment, preprocess=preprocess, workers=0)
         assert_same(resident.epoch(1), decoding.epoch(1))
@@ -270,7 +277,7 @@ def test_an_epoch_takes_nothing_from_anyones_random_state(
     before = states()
     loader = make(
         file_dataset,
-        augment=GEOMETRY.model_copy(update={"mixup": 0.8}),
+        augment=replace(GEOMETRY, mixing=Mixing(mixup=0.8)),
         workers=workers,
     )
     for epoch in range(2):
@@ -378,9 +385,9 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(
-    "augment", [AugmentConfig(), FULL, FULL.model_copy(update={"rand_augment": (2, 9.0)}), GEOMETRY]
+    "augment", [Augmentation(), FULL, replace(FULL, rand_augment=(2, 9.0)), GEOMETRY]
 )
-def test_cuda_gives_the_batches_of_the_cpu(dataset: ImageDataset, augment: AugmentConfig) -> None:
+def test_cuda_gives_the_batches_of_the_cpu(dataset: ImageDataset, augment: Augmentation) -> None:
     host = make(dataset, augment=augment)
     device = make(dataset, augment=augment, device="cuda")
     for one, other in zip(host.epoch(1), device.epoch(1), strict=True):
@@ -433,7 +440,7 @@ def test_the_remainder_of_balanced_classes_is_shared_out_and_the_epoch_keeps_its
 
 
 def test_a_sample_that_is_drawn_again_is_augmented_anew(skewed: ImageDataset) -> None:
-    augment = AugmentConfig(color_jitter=0.4)
+    augment = Augmentation(color_jitter=0.4)
     (batch,) = make(skewed, balanced=True, batch_size=30, augment=augment).epoch(0)
     for sample in (28, 29):
         pictures = batch.images[batch.sample_ids == sample]
@@ -441,9 +448,9 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew(skewed: ImageDataset) ->
     assert torch.equal(batch.labels, torch.from_numpy(skewed.labels)[batch.sample_ids])
 
 
-@pytest.mark.parametrize("augment", [AugmentConfig(), FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("augment", [Augmentation(), FULL], ids=["plain", "full"])
 def test_balanced_batches_are_a_function_of_seed_and_epoch(
-    skewed: ImageDataset, augment: AugmentConfig
+    skewed: ImageDataset, augment: Augmentation
 ) -> None:
     alone = make(skewed, augment=augment, balanced=True)
     whole = list(alone.epoch(3))

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
-from vit.data.images import Preprocess
 from vit.data.open import open_dataset, open_for_model
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import load_images
 
 MakeFolder = Callable[..., Path]

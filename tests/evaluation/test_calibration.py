@@ -9,7 +9,7 @@ import pytest
 import vit
 from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.evaluation.calibration import (
     calibrate,
     chose_epoch,

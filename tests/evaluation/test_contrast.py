@@ -9,7 +9,7 @@ from torch import nn
 import vit
 from tests.explanation.keep_tokens import keep_tokens
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.evaluation.report.contrast_maps import CONTRAST_METHODS, _list_counts, contrast_errors
 from vit.model.vision_transformer import VisionTransformer
 

@@ -21,7 +21,7 @@ from tests.browser import find_low_contrast, find_unnamed, phone
 from vit.analysis.robustness.corruptions import CORRUPTIONS
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
 from vit.evaluation.confusion import compute_confusion

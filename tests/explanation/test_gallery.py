@@ -24,7 +24,7 @@ from tests.browser import (
 )
 from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.gallery.gallery import Gallery, _fit_pictures
 from vit.explanation.heads import measure_heads

@@ -14,7 +14,7 @@ from tests.conftest import BuildOnce
 from tests.explanation import planted_evidence
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.heads import HeadEffects, compute_head_effects, measure_heads
 from vit.model.logits import compute_logits

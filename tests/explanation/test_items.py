@@ -12,8 +12,8 @@ import vit
 from tests.explanation.model_zoo import build
 from vit.api import explain
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.explanation.items import items_from_dataset, items_from_images, name_images
 from vit.explanation.targets import build_target_chooser
 from vit.runtime.files import clean_name

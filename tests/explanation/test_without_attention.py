@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vit
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.capture.feature_maps import run_classifier
 from vit.explanation.capture.forward import Forward
 from vit.explanation.methods.gradients import compute_grad_cam, compute_input_x_gradient

@@ -11,7 +11,7 @@ import transformers
 
 from tests.explanation.model_zoo import _HUGGING_FACE, build_hugging_face_tower
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.model_info import count_classes, find_class_names, find_preprocess
 from vit.model.vision_transformer import VisionTransformer
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.images import ImageInputs
+from vit.data.listing import ImageInputs
 from vit.prediction.predictor import (
     Prediction,
     PredictionResult,

@@ -35,7 +35,8 @@ _DECODE = """
 import re, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
+from vit.data.preprocess import Preprocess
 from vit.runtime.memory import keep_freed_memory
 
 assert keep_freed_memory()

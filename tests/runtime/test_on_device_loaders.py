@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.augments import AUGMENTS, PREPROCESS
+from tests.data.augments import AUGMENTS, PREPROCESS, build_loader
 from tests.runtime.conftest import Count, Counter, Meter
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.loader import Batch, TrainLoader
+from vit.data.loader import Batch
 from vit.data.open import open_dataset
 
 
@@ -53,7 +53,7 @@ def read(
         "preprocess": PREPROCESS,
     }
     options |= {"workers": 0} | changes
-    loader, batches = TrainLoader(datasets[kind], **options), []
+    loader, batches = build_loader(datasets[kind], **options), []
     for epoch, size in ((0, None), (1, (8, 12))):
         for batch in loader.epoch(epoch, image_size=size):
             batches.append(Batch(*(tensor.cpu() for tensor in batch)) if device == "cpu" else batch)

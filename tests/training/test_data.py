@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.conftest import TINY_RUN, Launcher
 from vit.config import load_config
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.training.data import TrainingData, build_data, build_dataset
 
 PRETRAINED = Preprocess(

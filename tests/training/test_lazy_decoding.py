@@ -14,7 +14,6 @@ from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import dump_config
-from vit.data.images import IMAGENET_MEAN
 from vit.data.open import open_dataset
 from vit.evaluation.overlap import find_training_hashes
 from vit.options import TrainOptions

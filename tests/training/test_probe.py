@@ -27,9 +27,9 @@ from vit.bundle import load_bundle
 from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features

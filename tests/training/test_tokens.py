@@ -14,8 +14,8 @@ from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import load_config
-from vit.data.images import Preprocess
 from vit.data.loader import TokenLoader
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.processes import Process
 from vit.training import tokens as tokens_module

@@ -47,7 +47,7 @@ def explain(
     """
     # torch, which `vit --help` does without
     from vit import api
-    from vit.data.images import list_images
+    from vit.data.listing import list_images
     from vit.explanation.best_method import describe_best_method
 
     paths = None

@@ -20,7 +20,7 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
-from vit.data.images import Interpolation, Preprocess
+from vit.data.preprocess import Interpolation, Preprocess
 from vit.data.sources.remote import RemoteError
 from vit.runtime.files import (
     default_cache_dir,

@@ -8,23 +8,23 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vit.config import AugmentConfig
-from vit.data.images import Preprocess
+from vit.data.crop import Crop
+from vit.data.preprocess import Preprocess
 from vit.data.random import seed_generators
 
 Transform = Callable[..., Any]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
-    """What a transform of the user's makes of an RGB image of any size.
+    """Apply a transform of the user's to an RGB image of any size.
 
     Args:
-        transform: one of albumentations or torchvision, or a function of uint8 [H, W, 3].
-        image: in RGB.
-        seed: of albumentations' own generator; for others, of torch's, numpy's and random's.
+        transform: A transform of albumentations or torchvision, or a function of uint8 [H, W, 3].
+        image: The image, in RGB.
+        seed: Seed of albumentations' own generator; for others, of torch's, numpy's and random's.
 
     Raises:
-        ValueError: the result is neither an RGB image nor uint8 [H, W, 3] nor a uint8 tensor
+        ValueError: The result is neither an RGB image nor uint8 [H, W, 3] nor a uint8 tensor
             [3, H, W].
     """
     # albumentations'
@@ -51,24 +51,25 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
 class TrainTransform:
     """From a decoded image to uint8 [H, W, 3]: the user's transform, then a crop.
 
-    The crop is random, of the full-size image, where `augment` asks for one, else the centre crop.
+    Args:
+        crop: A random crop of the full-size image if it has a `scale`; otherwise the centre crop.
+        preprocess: Preprocessing of the model.
+        transform: The user's transform; None for none.
     """
 
-    def __init__(
-        self, augment: AugmentConfig, preprocess: Preprocess, transform: Transform | None
-    ) -> None:
+    def __init__(self, crop: Crop, preprocess: Preprocess, transform: Transform | None) -> None:
         self.size = preprocess.image_size
         self._preprocess = preprocess
         self._transform = transform
         self._random_crop: Any = None
-        if augment.resized_crop_scale is not None:
+        if crop.scale is not None:
             albumentations = _import_albumentations()
-            crop = albumentations.RandomResizedCrop(
-                self.size, scale=augment.resized_crop_scale, area_for_downscale="image"
+            random_crop = albumentations.RandomResizedCrop(
+                self.size, scale=crop.scale, area_for_downscale="image"
             )
-            flip = albumentations.HorizontalFlip(p=0.5 if augment.flip == "random" else 0.0)
-            self._random_crop = albumentations.Compose([crop, flip])
-        elif augment.crop_padding:
+            flip = albumentations.HorizontalFlip(p=0.5 if crop.flip == "random" else 0.0)
+            self._random_crop = albumentations.Compose([random_crop, flip])
+        elif crop.padding:
             # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
             self._preprocess = Preprocess(self.size, interpolation=preprocess.interpolation)

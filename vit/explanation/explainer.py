@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.data.images import ImageInputs, list_images
+from vit.data.listing import ImageInputs, list_images
 from vit.explanation.capture.feature_maps import run_classifier
 from vit.explanation.capture.layers import find_attention_layers, has_attention
 from vit.explanation.checks.sanity_checks import (

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vit.bundle import Bundle
-from vit.data.images import Geometry
+from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method

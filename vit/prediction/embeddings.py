@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.data.images import ImageInputs
+from vit.data.listing import ImageInputs
 from vit.model.logits import count_features
 from vit.prediction.predictor import Prediction, predict_images
 from vit.runtime.files import write_atomically

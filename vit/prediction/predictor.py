@@ -20,7 +20,9 @@ from scipy.special import softmax
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.data.images import ImageInputs, Preprocess, list_images, read_image
+from vit.data.images import read_image
+from vit.data.listing import ImageInputs, list_images
+from vit.data.preprocess import Preprocess
 from vit.model.logits import (
     compute_logits,
     compute_logits_and_features,

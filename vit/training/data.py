@@ -12,15 +12,20 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config import Config
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections
+from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import Pipeline, TokenLoader, TrainLoader, choose_pipeline
+from vit.data.mixing import Mixing
 from vit.data.open import DatasetSplits, open_dataset
+from vit.data.order import BatchOrder
+from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
 from vit.data.transforms import Transform, apply_transform
+from vit.data.workers import Decoding
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
 
@@ -195,20 +200,32 @@ def build_train_loader(
     # of a set smaller than the batch, all images that divide into pairs for every process
     multiple = 2 * process.world_size
     batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
+    augment = config.augment
+    crop = Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip)
     loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
     return loader_type(
         train,
-        batch_size=batch_size,
-        seed=config.train.seed,
+        order=BatchOrder(
+            batch_size=batch_size,
+            seed=config.train.seed,
+            balanced=data.class_balance == "sampler",
+            process=process,
+        ),
         device=device,
         preprocess=data.preprocess,
-        augment=config.augment,
-        balanced=data.class_balance == "sampler",
-        transform=transform,
-        rank=process.rank,
-        world_size=process.world_size,
-        workers=config.data.workers,
-        max_unreadable_fraction=config.data.max_unreadable_fraction,
+        augmentation=Augmentation(
+            crop=crop,
+            color_jitter=augment.color_jitter,
+            rand_augment=augment.rand_augment,
+            cutout=augment.cutout,
+            re_prob=augment.re_prob,
+            mixing=Mixing(augment.mixup, augment.cutmix),
+        ),
+        decoding=Decoding(
+            transform=transform,
+            workers=config.data.workers,
+            max_unreadable_fraction=config.data.max_unreadable_fraction,
+        ),
     )
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import Config
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer

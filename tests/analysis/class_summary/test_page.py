@@ -13,7 +13,7 @@ from tests.browser import find_low_contrast, find_unnamed, phone
 from vit.analysis.class_summary.page import build_summary_page
 from vit.analysis.class_summary.summary import Removal, Summary, SummaryImages, summarize_classes
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
 NAMES = ("<img src=x onerror=document.title='owned'>", "a class whose name is long" * 4)

@@ -27,7 +27,7 @@ from vit.analysis.class_summary.summary import (
     summarize_classes,
 )
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
 SIZE = 8

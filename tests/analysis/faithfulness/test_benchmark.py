@@ -17,7 +17,7 @@ from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark, Measureme
 from vit.analysis.faithfulness.map_metrics import estimate, find_best, find_order
 from vit.analysis.faithfulness.result import COLUMNS, FaithfulnessResult, choose_best
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.checks.token_ablation import (
     build_predictor,
     leave_one_out,

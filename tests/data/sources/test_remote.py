@@ -22,18 +22,19 @@ from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 from PIL import Image
 
 from tests.conftest import ROOT, TINY_RUN, Launcher
+from tests.data.augments import build_loader
 from tests.data.sources.test_shards import greys, write_shard
 from tests.object_storage import Bucket, ObjectServer, serve_files, serve_s3
 from tests.test_docs import read_commands
 from tests.training.conftest import read_metrics
 from tests.training.test_kill import done_steps
 from tests.training.test_resume import assert_equal_runs
-from vit.config import AugmentConfig
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import find_kind, open_dataset
+from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources import remote, shards
 from vit.data.sources.remote import RemoteError
@@ -226,10 +227,10 @@ def make_loader(dataset: ImageDataset, **options: Any) -> TrainLoader:
     shared: dict[str, Any] = {
         "seed": 0,
         "device": "cpu",
-        "augment": AugmentConfig(),
+        "augment": Augmentation(),
         "workers": 0,
     }
-    return TrainLoader(dataset, preprocess=preprocess, batch_size=12, **shared | options)
+    return build_loader(dataset, preprocess=preprocess, batch_size=12, **shared | options)
 
 
 def read_steps(loaders: list[TrainLoader], start: int) -> Iterator[list[int]]:

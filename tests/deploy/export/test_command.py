@@ -19,7 +19,8 @@ from torch import nn
 from tests.conftest import Launcher, Outcome, SaveModel
 from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
+from vit.data.preprocess import Preprocess
 from vit.deploy.export.formats import TEMPLATES
 
 NAMES = ("ant", "bee", "cow")

@@ -22,7 +22,7 @@ from sklearn.datasets import load_sample_images
 import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle, save_bundle, update_metadata
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.deploy.export.formats import TEMPLATES
 from vit.explanation.methods.rollout import LogitsAndRollout
 

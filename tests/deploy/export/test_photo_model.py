@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vit.data.images import Interpolation, Preprocess
+from vit.data.preprocess import Interpolation, Preprocess
 from vit.deploy.export.photo_model import PhotoModel
 
 SIZES = [

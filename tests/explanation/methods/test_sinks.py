@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.explanation import model_zoo
 from tests.explanation.conftest import Trained
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.explainer import explain_images

@@ -17,7 +17,7 @@ from tests.explanation.methods.test_removal import Gates
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.explanation.checks.sanity_checks import check_maps
 from vit.explanation.methods.registry import METHODS, compute_maps
 from vit.explanation.targets import build_target

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import vit
-from vit.data.images import Geometry, Preprocess
+from vit.data.preprocess import Geometry, Preprocess
 from vit.explanation.render.overlay import (
     MARGIN,
     ColourScale,

@@ -14,7 +14,8 @@ from PIL import Image
 from tests.explanation.collector import explain_with
 from vit.api import explain
 from vit.bundle import Bundle
-from vit.data.images import Preprocess, list_images
+from vit.data.listing import list_images
+from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import METHODS, MapOptions

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vit.data.images import is_image_name, list_files, read_image
+from vit.data.images import is_image_name, read_image
+from vit.data.listing import list_files
 from vit.runtime.documents import read_json
 
 # name of an image → what reads its mask, an image that is black but for the object

@@ -22,8 +22,8 @@ from vit.analysis.class_summary.summary import (
 )
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.data.images import Preprocess
 from vit.data.open import open_for_model
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes
 from vit.explanation.best_method import choose_methods
 from vit.explanation.explainer import choose_explain_batch_size

@@ -38,10 +38,12 @@ Aliases = Mapping[str, str]
 class ImageReader(Protocol):
     """Decodes the images of a dataset one by one."""
 
-    # whether it stays in this process: pixels already, or objects passed from Python
+    # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process: ClassVar[bool] = False
-    # whether images come over a network, so that they are never decoded all before training
+    # true if images come over a network: they are then read as training goes
     is_remote: ClassVar[bool] = False
+    # true if `subset` is small enough to be sent to a worker with every batch
+    has_small_subsets: ClassVar[bool] = False
 
     def image(self, index: int) -> Image.Image:
         """The RGB image, as `vit.data.images.read_image` gives it.
@@ -104,6 +106,7 @@ class FileReader(ImageReader):
     root: Path
     # relative to the root
     paths: Sequence[str]
+    has_small_subsets: ClassVar[bool] = True
 
     def image(self, index: int) -> Image.Image:
         return read_image(self.root / self.paths[index])

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import is_image_name, list_files
+from vit.data.images import is_image_name
+from vit.data.listing import list_files
 from vit.data.sources.base import (
     Aliases,
     ClassChoice,

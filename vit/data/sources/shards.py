@@ -75,6 +75,7 @@ class ShardReader(ImageReader):
     names: Sequence[str]
     # int64 [n, 3]: shard, offset, size in bytes
     places: np.ndarray
+    has_small_subsets: ClassVar[bool] = True
 
     def image(self, index: int) -> Image.Image:
         return read_image(io.BytesIO(self._read(index)), name=self.names[index])

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor, nn
 
-from vit.data.images import Interpolation, Preprocess
+from vit.data.preprocess import Interpolation, Preprocess
 
 _UNIT = 2.0**22  # of Pillow's integer weights
 _RADIUS = {"bicubic": 2.0, "bilinear": 1.0}  # of the filters, in pixels of the result

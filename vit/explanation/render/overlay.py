@@ -19,7 +19,9 @@ from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.data.images import Geometry, ImageInput, Preprocess, list_images, read_image
+from vit.data.images import read_image
+from vit.data.listing import ImageInput, list_images
+from vit.data.preprocess import Geometry, Preprocess
 from vit.runtime.files import write_atomically
 
 PatchMap = Float[np.ndarray, "rows columns"]

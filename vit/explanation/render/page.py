@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.bundle import MODEL_FILE
-from vit.data.images import Geometry
+from vit.data.preprocess import Geometry
 from vit.explanation.render.overlay import ColourScale, blend, fit_scale, relative_to_uniform
 
 # the base of all pages, and scripts that several include

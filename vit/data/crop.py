@@ -1,0 +1,136 @@
+"""Crops and flips of a batch: each sample has its own."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64, UInt8
+from torch import Tensor
+
+from vit.data.boxes import sample_boxes
+from vit.data.random import StatelessRandom
+from vit.runtime.tensors import Images
+
+Flip = Literal["none", "random", "alternating"]
+
+
+class CropParams(NamedTuple):
+    """Sampled crop and flip of each sample."""
+
+    is_flipped: Bool[Tensor, " B"]
+    # down and right, in pixels
+    shifts: Int64[Tensor, "2 B"]
+    # left, top, right, bottom; None: the shifted centre crop
+    boxes: Float[Tensor, "B 4"] | None
+
+
+@dataclass(frozen=True)
+class Crop:
+    """How training images are cropped and flipped.
+
+    Args:
+        padding: Pixels by which the centre crop is moved at most, down and to the right.
+        scale: Range of the fraction of the image's area that is cropped and resized; None moves the
+            centre crop.
+        flip: "random" flips half of the samples; "alternating" (Jordan 2024) flips a random half in
+            epoch 0, and in each later epoch those that were not flipped in the one before.
+    """
+
+    padding: int = 0
+    scale: tuple[float, float] | None = None
+    flip: Flip = "none"
+
+    def sample(self, rng: StatelessRandom, stored_size: tuple[int, int]) -> CropParams:
+        """Sample the crops of images whose height and width are `stored_size`."""
+        boxes = None
+        if self.scale is not None:
+            aspect = (3 / 4, 4 / 3)
+            boxes = sample_boxes(rng, "crop", stored_size, scale=self.scale, aspect=aspect).float()
+
+        # without padding they are 0, and the crop is the centre
+        below = 2 * self.padding + 1
+        shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
+        return CropParams(self.sample_flips(rng), torch.stack(shifts), boxes)
+
+    def sample_flips(self, rng: StatelessRandom) -> Bool[Tensor, " B"]:
+        """Sample which images are flipped."""
+        if self.flip == "random":
+            return rng.bits("flip") < 0
+        if self.flip == "alternating":
+            is_flipped_first = replace(rng, epoch=0).bits("flip") < 0
+            return is_flipped_first ^ bool(rng.epoch % 2)
+        return torch.zeros(len(rng.sample_ids), dtype=torch.bool)
+
+
+def crop_and_flip(
+    images: UInt8[Tensor, "n S T 3"],
+    index: Int64[Tensor, " B"],
+    params: CropParams,
+    *,
+    size: tuple[int, int],
+) -> Tensor:
+    """Crop and flip images[index]; everything is on one device.
+
+    Returns:
+        uint8 [B, H, W, 3], or after a resized crop float [B, 3, H, W] of values 0..255.
+    """
+    if params.boxes is not None:
+        cropped = resized_crop(images.index_select(0, index), params.boxes, size)
+        return torch.where(params.is_flipped[:, None, None, None], cropped.flip(3), cropped)
+
+    # crop, shift and flip are one choice of rows and columns, so pixels are read once
+    down, right = params.shifts
+    rows = _find_lines(down, stored=images.shape[1], cropped=size[0])
+    columns = _find_lines(right, stored=images.shape[2], cropped=size[1])
+    columns = torch.where(params.is_flipped[:, None], columns.flip(1), columns)
+    pixel_rows = index[:, None] * images.shape[1] + rows
+    pixels = pixel_rows[:, :, None] * images.shape[2] + columns[:, None, :]  # [B, H, W]
+    # index_select of 3-byte rows took a sixth of the time of images[index, rows, columns] on a CPU
+    return images.view(-1, 3).index_select(0, pixels.flatten()).view(*pixels.shape, 3)
+
+
+def _find_lines(
+    shifts: Int64[Tensor, " B"], *, stored: int, cropped: int
+) -> Int64[Tensor, "B cropped"]:
+    """The rows or columns of the centre crop, moved by `shifts`; beyond the edge it is reflected."""
+    lines = (stored - cropped) // 2 + torch.arange(cropped, device=shifts.device)
+    lines = lines + shifts[:, None]
+    period = max(2 * (stored - 1), 1)
+    # folded back in, without repeating the edge
+    return torch.minimum(lines % period, period - lines % period)
+
+
+def resized_crop(
+    images: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]
+) -> Images:
+    """Cut out boxes of whole pixels and scale them to `size`, bilinear and antialiased.
+
+    Args:
+        images: uint8 [B, S, T, 3].
+        boxes: Left, top, right, bottom, whole numbers as float [B, 4].
+        size: Height and width of the result.
+    """
+    height, width = size
+    left, top, right, bottom = boxes.unbind(1)
+    row_weights = _resize_weights(top, bottom, source=images.shape[1], target=height)  # [B, H, S]
+    column_weights = _resize_weights(left, right, source=images.shape[2], target=width)  # [B, W, T]
+
+    # a resize is two matrix products, with matrices of each sample's own
+    rows = torch.bmm(row_weights, images.flatten(2).float())  # [B, H, T * 3]
+    rows = rows.view(len(images), height, -1, 3).permute(0, 3, 1, 2).flatten(1, 2)  # [B, 3 * H, T]
+    return torch.bmm(rows, column_weights.transpose(1, 2)).view(len(images), 3, height, width)
+
+
+def _resize_weights(
+    start: Float[Tensor, " B"], stop: Float[Tensor, " B"], *, source: int, target: int
+) -> Float[Tensor, "B target source"]:
+    """Rows of a triangle filter that sum to one; its half width is the larger of the two pixels."""
+    start = start[:, None, None]
+    stop = stop[:, None, None]
+    scale = (stop - start) / target
+    centre = start + (torch.arange(target, device=start.device)[:, None] + 0.5) * scale
+    pixel = torch.arange(source, device=start.device) + 0.5
+    weights = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0)  # [B, target, source]
+    # nothing beyond the box, as if it had been cut out first
+    weights = weights * ((pixel > start) & (pixel < stop))
+    return weights / weights.sum(dim=2, keepdim=True)

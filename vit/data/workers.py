@@ -1,0 +1,244 @@
+"""Full-size images that are decoded, transformed and cropped as training goes, in worker processes.
+
+An image that can't be read is named, and another one takes its place.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from vit.data.crop import Crop
+from vit.data.dataset import ImageDataset, check_unreadable
+from vit.data.preprocess import Preprocess
+from vit.data.random import SampleIds, StatelessRandom
+from vit.data.sources.base import ImageReader
+from vit.data.sources.remote import RemoteError
+from vit.data.transforms import TrainTransform, Transform, use_one_thread
+
+# replacements of one image that are tried one after the other
+_MAX_REPLACEMENTS = 1000
+
+# the samples of each step and, unless they are in memory, their pixels on the host
+Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
+
+
+class BatchIndices(NamedTuple):
+    """The images of a batch."""
+
+    # reads these images; None: the worker has a reader of all images
+    reader: ImageReader | None
+    # positions in the reader
+    indices: list[int]
+    # seed of each image's random crop
+    seeds: list[int]
+
+
+class DecodedBatch(NamedTuple):
+    """The images of `BatchIndices`, decoded by a worker."""
+
+    pixels: UInt8[Tensor, "B H W 3"]
+    # row → why its image can't be read
+    unreadable: dict[int, str]
+    # why the user's transform failed, or why images can't be reached now; else empty
+    error: str
+
+
+class BatchSampler(Sampler[BatchIndices]):
+    """The batches of one epoch; workers that live on take the next epoch's from it."""
+
+    batches: Iterable[BatchIndices] = ()
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        return iter(self.batches)
+
+
+class BatchDecoder(Dataset[DecodedBatch]):
+    """Decodes batches in a worker.
+
+    A worker has no list of all files: in each of many it would grow with the number of images.
+    """
+
+    def __init__(self, reader: ImageReader, transform: TrainTransform) -> None:
+        self.transform = transform
+        self.reader = None if reader.has_small_subsets else reader
+
+    def __getitem__(self, batch: BatchIndices) -> DecodedBatch:
+        pixels = np.empty((len(batch.seeds), *self.transform.size, 3), dtype=np.uint8)
+        unreadable: dict[int, str] = {}
+        message = ""
+        reader = batch.reader or self.reader
+        assert reader is not None
+        # errors are returned as text: a worker's exceptions would arrive with its traceback
+        try:
+            reader.fetch(batch.indices)
+            for row, (index, seed) in enumerate(zip(batch.indices, batch.seeds, strict=True)):
+                try:
+                    image = reader.image(index)
+                except RemoteError:
+                    # the image itself may be good
+                    raise
+                except (ValueError, OSError) as error:
+                    unreadable[row] = str(error)
+                    continue
+                pixels[row] = self.transform(image, seed=seed)
+        except (ValueError, OSError) as error:
+            message = str(error)
+        return DecodedBatch(torch.from_numpy(pixels), unreadable, message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How images are decoded as training goes.
+
+    Args:
+        transform: The user's transform of one image, before all augmentation.
+        workers: Processes that decode; None starts one a core, 0 decodes in this process.
+        max_unreadable_fraction: Fraction of the images that may be unreadable.
+    """
+
+    transform: Transform | None = None
+    workers: int | None = None
+    max_unreadable_fraction: float = 0.05
+
+
+class DecodingWorkers:
+    """Worker processes that live until `close()` or until this object is deleted."""
+
+    def __init__(
+        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
+    ) -> None:
+        self._dataset = dataset
+        self._decoding = decoding
+        self._crop = crop
+        self._preprocess = preprocess
+        self._batch_sampler = BatchSampler()
+        self._data_loader: DataLoader[DecodedBatch] | None = None
+        # the iterator of `_data_loader`, which owns the workers
+        self._decoded_batches: Any = None
+        # index of an image → why it can't be read
+        self._unreadable: dict[int, str] = {}
+
+    # made late, because it imports albumentations
+    @cached_property
+    def decoder(self) -> BatchDecoder:
+        """The decoder that each worker gets."""
+        transform = TrainTransform(self._crop, self._preprocess, self._decoding.transform)
+        return BatchDecoder(self._dataset.reader, transform)
+
+    def close(self) -> None:
+        """End the processes that decode images, if there are any; the next epoch starts new ones.
+
+        torch's handler of the signal of a worker that was killed raises wherever the program is,
+        until the workers' iterator has ended; an exception's traceback may keep that alive.
+        """
+        shut_down = getattr(self._decoded_batches, "_shutdown_workers", None)
+        self._data_loader = self._decoded_batches = None
+        if shut_down is not None:
+            # the handler may raise once more while torch waits for the other workers; it ends them
+            with suppress(RuntimeError):
+                shut_down()
+
+    def decode(
+        self,
+        batches: Iterator[SampleIds],
+        seed: int,
+        epoch: int,
+        on_warning: Callable[[str], object],
+    ) -> Steps:
+        """The pixels of each batch, with the random numbers of its samples."""
+        # to the workers, and not received from them yet
+        sent = deque[StatelessRandom]()
+
+        def list_indices() -> Iterator[BatchIndices]:
+            for sample_ids in batches:
+                rng = StatelessRandom(seed, epoch, sample_ids)
+                sent.append(self._replace_unreadable(rng))
+                yield self.build_indices(sent[-1])
+
+        # workers that live on from the epoch before take this one's batches
+        self._batch_sampler.batches = list_indices()
+        if self._data_loader is None:
+            workers = self._decoding.workers
+            if workers is None:
+                workers = len(os.sched_getaffinity(0))
+            self._data_loader = DataLoader(
+                self.decoder,
+                sampler=self._batch_sampler,
+                # the decoder gives batches
+                batch_size=None,
+                num_workers=workers,
+                persistent_workers=workers > 0,
+                worker_init_fn=use_one_thread,
+                # or each epoch would take a number from torch's own
+                generator=torch.Generator(),
+            )
+        self._decoded_batches = iter(self._data_loader)
+        for decoded in self._decoded_batches:
+            yield self._receive(sent.popleft(), decoded, on_warning)
+
+    def build_indices(self, rng: StatelessRandom) -> BatchIndices:
+        """The task that a worker is sent for a batch."""
+        index = (rng.sample_ids % len(self._dataset)).numpy()
+        seeds = rng.integers("albumentations", below=2**31 - 1).tolist()
+        if self.decoder.reader is not None:
+            return BatchIndices(None, index.tolist(), seeds)
+        return BatchIndices(self._dataset.reader.subset(index), [*range(len(index))], seeds)
+
+    def _receive(
+        self, rng: StatelessRandom, decoded: DecodedBatch, on_warning: Callable[[str], object]
+    ) -> tuple[StatelessRandom, UInt8[Tensor, "B H W 3"]]:
+        """A batch and its pixels; in place of an unreadable image another is decoded here."""
+        dataset = self._dataset
+        sample_ids = rng.sample_ids.clone()
+        pixels = decoded.pixels
+        # rows of the batch that `decoded` holds
+        rows = torch.arange(len(sample_ids))
+        while True:
+            if decoded.error:
+                raise ValueError(decoded.error)
+            if not decoded.unreadable:
+                return replace(rng, sample_ids=sample_ids), pixels
+
+            # the replacement may be unreadable as well: again, until all rows are decoded
+            for row, reason in decoded.unreadable.items():
+                index = int(sample_ids[rows[row]]) % len(dataset)
+                if index not in self._unreadable:
+                    self._unreadable[index] = reason
+                    on_warning(f"skipped {dataset.split} image {dataset.ids[index]}: {reason}")
+            unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
+            check_unreadable(unreadable, len(dataset), self._decoding.max_unreadable_fraction)
+            rows = rows[[*decoded.unreadable]]
+            replacement = self._replace_unreadable(replace(rng, sample_ids=sample_ids[rows]))
+            decoded = self.decoder[self.build_indices(replacement)]
+            sample_ids[rows] = replacement.sample_ids
+            pixels[rows] = decoded.pixels
+
+    def _replace_unreadable(self, rng: StatelessRandom) -> StatelessRandom:
+        """The samples, with another one for each whose image is known to be unreadable.
+
+        They are a function of (seed, epoch, sample) and of the files alone: it doesn't matter when
+        an image was found to be unreadable.
+        """
+        unreadable = torch.tensor([*self._unreadable], dtype=torch.int64)
+        count = len(self._dataset)
+        for _ in range(_MAX_REPLACEMENTS):
+            is_unreadable = torch.isin(rng.sample_ids % count, unreadable)
+            if not is_unreadable.any():
+                return rng
+            # beyond the ids of the epoch, hence with an augmentation of its own; that two
+            # replacements share one of a million ids an image is improbable and harmless
+            random_bits = rng.bits("replacement") & (2**62 - 1)
+            sampled = count + random_bits % (count << 20)
+            rng = replace(rng, sample_ids=torch.where(is_unreadable, sampled, rng.sample_ids))
+        name = f"{self._dataset.name} {self._dataset.split}"
+        raise ValueError(f"too few images of {name} can be read; check the files")
