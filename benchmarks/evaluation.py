@@ -47,8 +47,8 @@ from torch import nn
 from vit.analysis.robustness.corruptions import CORRUPTIONS, SEVERITIES, measure_corruptions
 from vit.config import load_config
 from vit.data.cache import decode_dataset
-from vit.data.images import Preprocess
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.predictor import Predictor, choose_batch_size

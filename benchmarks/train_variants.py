@@ -233,10 +233,10 @@ def build_resident_loader(root: Path, device: Any, *, cache: Path) -> Any:
     from vit.data.augment import Augmentation
     from vit.data.cache import decode_dataset
     from vit.data.crop import Crop
-    from vit.data.images import Preprocess
     from vit.data.loader import TrainLoader
     from vit.data.open import open_dataset
     from vit.data.order import BatchOrder
+    from vit.data.preprocess import Preprocess
 
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)
     source = open_dataset("folder", root=str(root)).split("train")

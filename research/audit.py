@@ -24,7 +24,8 @@ from sklearn.preprocessing import StandardScaler
 
 from vit.analysis.audit.suspects import find_suspects, predict_out_of_fold
 from vit.analysis.faithfulness.map_metrics import to_markdown
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
+from vit.data.preprocess import Preprocess
 
 SIDE = 112
 SWAPPED = 0.05

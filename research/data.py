@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 from vit.config import AugmentConfig
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 

@@ -17,7 +17,7 @@ from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
 from vit.config import AugmentConfig
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 from vit.data.random import StatelessRandom

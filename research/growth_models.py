@@ -15,7 +15,8 @@ from PIL import Image
 
 from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
-from vit.data.images import Preprocess, read_image
+from vit.data.images import read_image
+from vit.data.preprocess import Preprocess
 from vit.api import explain
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult

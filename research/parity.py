@@ -20,7 +20,7 @@ from torch import Tensor
 import vit
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.runtime.device import choose_device
 from vit.training.recipe import list_recipes
 

@@ -25,7 +25,7 @@ import vit
 from vit.analysis.class_summary.summary import Summary, SummaryImages, summarize_classes
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
 SIDE, PATCH, NUM_CLASSES = 32, 4, 3
