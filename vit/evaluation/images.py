@@ -11,8 +11,8 @@ import numpy as np
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, printable
-from vit.data.images import Preprocess
 from vit.data.open import DatasetSplits, open_for_model, open_passed
+from vit.data.preprocess import Preprocess
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_kind, shorten

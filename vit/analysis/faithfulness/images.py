@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes
 from vit.prediction.predictor import Pixels, Predictor
 
