@@ -10,6 +10,7 @@ from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
 from vit.data.dataset import printable
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet, load_images, match_classes
 from vit.evaluation.overlap import count_duplicates
 

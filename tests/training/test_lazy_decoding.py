@@ -15,6 +15,7 @@ from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import dump_config
 from vit.data.open import open_dataset
+from vit.data.preprocess import IMAGENET_MEAN
 from vit.evaluation.overlap import find_training_hashes
 from vit.options import TrainOptions
 from vit.training import data as building
