@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vit.analysis.audit.run import AuditResult, run_audit
+from vit.analysis.audit.run import audit as audit
 from vit.analysis.class_summary.run import SummaryResult, run_summary
-from vit.analysis.compare.comparison import Comparison, compare_evaluations
+from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.analysis.faithfulness.images import select_correct_images, select_images
 from vit.analysis.faithfulness.result import FaithfulnessResult
@@ -42,7 +42,6 @@ from vit.explanation.writer import MapWriter
 from vit.model.logits import compute_logits
 from vit.options import (
     TTA,
-    AuditOptions,
     EvaluateOptions,
     ExplainOptions,
     FaithfulnessOptions,
@@ -254,45 +253,6 @@ def evaluate(
         if data is None and dataset is None:
             images[0] = replace(images[0], splits=data_splits)
         return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
-
-
-def audit(
-    data: str | Path,
-    *,
-    init: str | Path | None = None,
-    model: str | Path | None = None,
-    root: str | Path | None = None,
-    batch_size: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-) -> AuditResult:
-    """Look for what may be wrong with labelled images: labels, duplicates, odd images, classes that
-    can't be told apart.
-
-    Args:
-        data: a data set's name, a folder, a table or shards; all splits are looked at.
-        init: pretrained weights whose features are taken: "timm:NAME", a folder of timm's, or a
-            model file.
-        model: or a run directory: the features of its model. It was trained with these labels and
-            may have learnt the wrong ones by heart: `init` finds more.
-        root: where the data set that `data` names is.
-        batch_size: as of `vit.evaluate`.
-        device: as of `vit.evaluate`.
-        precision: as of `vit.evaluate`.
-
-    Returns:
-        The result: `.audit` holds what was found; `.save(directory)` writes what `vit audit`
-        writes.
-
-    Raises:
-        ValueError: not one of `init` and `model`, unknown data, or fewer than two classes.
-
-    Example:
-        >>> result = vit.audit("photos", init="timm:vit_small_patch14_dinov2")
-        >>> result.audit.label_errors[:3]
-    """
-    options = pick(AuditOptions, locals())
-    return run_audit(data, options)
 
 
 @keeps_mode
@@ -554,27 +514,6 @@ def summarize_classes(
     bundle = open_model(model, device=device)
     inputs = None if images is None else list(list_images(images))
     return run_summary(bundle, inputs, method=method, masks=masks, batch_size=batch_size)
-
-
-def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
-    """Compare evaluations of the same images with the first of them.
-
-    Args:
-        evaluations: two or more results of `vit.evaluate`, or directories that they were saved in.
-
-    Returns:
-        The comparison: `.pairs` hold the difference in top-1 accuracy with its 95 % interval and
-        the p-value of McNemar's exact test; in `.groups` seeds of one recipe are one group, and
-        groups are compared by Welch's t-test over seeds.
-
-    Raises:
-        ValueError: fewer than two evaluations, or of different images.
-
-    Example:
-        >>> comparison = vit.compare(["runs/small-evaluation", "runs/large-evaluation"])
-        >>> comparison.pairs[0].difference, comparison.pairs[0].interval
-    """
-    return compare_evaluations(evaluations)
 
 
 @keeps_mode

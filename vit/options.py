@@ -127,27 +127,6 @@ class PredictOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions:
-    """By which features `vit audit` looks at images, and how it runs.
-
-    Args:
-        init: pretrained weights whose features are taken: timm:NAME, a folder of timm's, or a model file
-        model: or a run directory: the features of its model, which has seen these labels
-        root: where the data set that is named is
-        batch_size: default: 256, or on a CPU the 64 that its caches hold
-        device: auto, cpu, cuda or cuda:N
-        precision: auto, float32, bfloat16 or float16
-    """
-
-    init: str | Path | None = None
-    model: str | Path | None = None
-    root: str | Path | None = None
-    batch_size: Annotated[int | None, Option(min=1)] = None
-    device: str = "auto"
-    precision: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
 class MapOptions:
     """Options of the map methods; each method uses those that concern it.
 

@@ -3,22 +3,28 @@
 import math
 
 from vit.runtime.arguments import shorten
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
 
 
 def info(model: str | None = None) -> None:
-    """Versions, device, threads and precision; or a model's architecture, classes, preprocessing
-    and data.
+    """Show what this machine will use, or what a model file holds.
+
+    Without MODEL: versions, device, threads and precision. With MODEL: its architecture, classes,
+    preprocessing, data and accuracy.
 
     Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
+        model: See `vit.evaluate`.
     """
     facts = _describe_model(model) if model else _describe_machine()
     build_console().print(build_table(facts.items(), num_text_columns=2))
 
 
+COMMAND = Command(run=info)
+
+
 def _describe_machine() -> dict[str, object]:
-    # it takes seconds, and `vit --help` does without
+    # torch takes seconds to import, and `vit --help` does without
     import torch
 
     from vit.bundle import collect_versions

@@ -8,21 +8,19 @@ import signal
 import sys
 import threading
 import warnings
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 
 import vit
-from vit.analysis.audit.command import audit
-from vit.analysis.compare.command import compare
 from vit.analysis.faithfulness.command import faithfulness
+from vit.cli.build import add_command
 from vit.cli.evaluate import evaluate
 from vit.cli.explain import explain
-from vit.cli.info import info
 from vit.cli.parameters import build_command
 from vit.cli.predict import predict
-from vit.cli.recipes import recipes
 from vit.cli.train import train
 from vit.deploy.export.command import export
 from vit.deploy.serve.command import serve
@@ -44,26 +42,31 @@ app = typer.Typer(
     name="vit",
     help="Train vision transformers on your own images, evaluate them and explain them with attention maps.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (
+# in the order of the list of commands; a command that is a function is not converted yet
+COMMANDS = (
     train,
-    recipes,
-    audit,
+    "vit.cli.recipes",
+    "vit.analysis.audit.command",
     evaluate,
     explain,
-    info,
+    "vit.cli.info",
     predict,
-    compare,
+    "vit.analysis.compare.command",
     faithfulness,
     export,
     serve,
-):
+)
+for command in COMMANDS:
+    if isinstance(command, str):
+        add_command(app, import_module(command).COMMAND)
+        continue
     app.command()(build_command(command))
     # many know it by this name
     if command is explain:
-        same = "The same command as vit explain: attention maps."
-        app.command("attention", short_help=same)(build_command(command))
+        app.command("attention", hidden=True)(build_command(command))
 
 
 def _print_version(wanted: bool) -> None:

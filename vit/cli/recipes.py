@@ -1,11 +1,14 @@
 """`vit recipes`: the packaged configurations, and what they measured."""
 
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
 
 
 def recipes() -> None:
-    """List the recipes that `vit train NAME` takes, with the accuracy on the test images and the
-    time they took."""
+    """List the recipes that vit train NAME takes.
+
+    Each is shown with its accuracy on the test images and its training time.
+    """
     # yaml and pydantic, which `vit --help` does without
     from vit.training.recipe import list_recipes
 
@@ -15,3 +18,6 @@ def recipes() -> None:
     # a name is copied into the next command
     table.columns[0].no_wrap = True
     build_console().print(table)
+
+
+COMMAND = Command(run=recipes)

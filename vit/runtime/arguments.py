@@ -1,9 +1,12 @@
 """Checks of arguments, and text for messages about them."""
 
+import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
-from types import FunctionType
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, wraps
+from pathlib import Path
+from types import FunctionType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 Precision = Literal["float32", "bfloat16", "float16"]
 # pixels: of both sides, or (height, width)
@@ -13,6 +16,8 @@ MAX_SIDE = 2**14
 HIDDEN = "***"
 # in the name of a parameter whose value opens something
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
@@ -150,3 +155,67 @@ def check_choice(value: str, known: Collection[str], *, name: str) -> None:
         raise ValueError(
             f"unknown {name} {shorten(value)!r}; known: {shorten(', '.join(sorted(known)))}"
         )
+
+
+def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Function], Function]:
+    """Decorate a public function: its keyword arguments are checked before it runs.
+
+    Numbers, texts, paths, literals and functions are checked by their annotations; a text that names
+    a number is converted. Other types are left to the function.
+
+    Args:
+        bounds: Smallest and largest value of a parameter; None for no bound.
+
+    Raises:
+        ValueError: An argument has another type or lies outside its bounds, when the function is
+            called.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            kinds = _list_plain_kinds(function)
+            for name in kinds.keys() & kwargs.keys():
+                kwargs[name] = _check_value(name, kwargs[name], kinds[name])
+                _check_bounds(name, kwargs[name], *bounds.get(name, (None, None)))
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate
+
+
+@lru_cache
+def _list_plain_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the types of the keyword-only parameters whose values pydantic can check."""
+    return {
+        name: parameter.annotation
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and _is_plain(parameter.annotation)
+    }
+
+
+def _is_plain(kind: Any) -> bool:
+    if get_origin(kind) in (Literal, Callable) or kind in (str, int, float, bool, Path, NoneType):
+        return True
+    return get_origin(kind) in (Union, UnionType) and all(map(_is_plain, get_args(kind)))
+
+
+def _check_value(name: str, value: Any, kind: Any) -> Any:
+    """Return a value of a type, perhaps converted to it. Raises ValueError where it is of another."""
+    # pydantic takes longer to import than `vit --help` may take
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        problem = problem[:1].lower() + problem[1:]
+        raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
+
+
+def _check_bounds(name: str, value: Any, minimum: float | None, maximum: float | None) -> None:
+    if value is not None and minimum is not None and value < minimum:
+        raise ValueError(f"{name} {value} must be at least {minimum}")
+    if value is not None and maximum is not None and value > maximum:
+        raise ValueError(f"{name} {value} must be at most {maximum}")

@@ -14,7 +14,9 @@ import secrets
 import shutil
 import stat
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,19 +199,26 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, values: Any) -> None:
     """Write plain values to `path` atomically."""
-    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, format_json(values))
+
+
+def format_json(values: Any) -> str:
+    """Return plain values as the text of a JSON file."""
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
     """Write named arrays to `path`, an .npz file, atomically. Equal arrays give equal bytes."""
+    write_atomically(path, partial(save_arrays, arrays=arrays))
+
+
+def save_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
+    """Write named arrays to `path`, whatever its name. Equal arrays give equal bytes."""
     # not needed to start
     import numpy as np
 
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-
-    write_atomically(path, write)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def compute_sha256(path: Path) -> str:
@@ -275,3 +284,34 @@ def prepare_output(path: str | Path, *, overwrite: bool = False) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / _MARK).touch()
     return path
+
+
+# a file's text, or a function that writes the file at a path
+FileContent = str | Callable[[Path], object]
+
+
+class Result(ABC):
+    """A result of a public function, which can be saved as a directory of files."""
+
+    @abstractmethod
+    def build_files(self) -> Mapping[str, FileContent]:
+        """Return the content of each file by name, in the order in which they are written."""
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write the files that the command writes.
+
+        Args:
+            directory: New or empty directory.
+            overwrite: Replace an earlier result of vit in it.
+
+        Raises:
+            FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
+        """
+        # before anything is written: a page that fails leaves no directory
+        files = self.build_files()
+        output = prepare_output(directory, overwrite=overwrite)
+        for name, content in files.items():
+            if isinstance(content, str):
+                write_text(output / name, content)
+            else:
+                write_atomically(output / name, content)

@@ -123,4 +123,4 @@ def test_corrections_that_do_not_fit_are_refused(
 
 def test_features_must_be_named(folder: Path, tmp_path: Path, cli: Launcher) -> None:
     message = cli.fail("audit", folder, "--output", tmp_path / "out")
-    assert "give --init WEIGHTS" in message
+    assert "add --init WEIGHTS" in message

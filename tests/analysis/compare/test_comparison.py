@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from tests.evaluation.conftest import MakeEvaluation
 from vit.analysis.compare.comparison import (
-    compare_evaluations,
+    compare,
     compare_groups,
     group_seeds,
     load_evaluations,
@@ -172,7 +172,7 @@ def test_one_model_file_is_named_as_such(make_evaluation: MakeEvaluation) -> Non
     first = make_evaluation("first", RANKS, model_sha256="1" * 64)
     second = make_evaluation("second", RANKS, model_sha256="1" * 64, tta="hflip")
     other = make_evaluation("other", RANKS)
-    assert compare_evaluations([first, second, other]).notes == [
+    assert compare([first, second, other]).notes == [
         "first and second are evaluations of one model file"
     ]
 
@@ -208,9 +208,7 @@ def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_pat
 
 
 def test_the_comparison_is_saved_whole(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
-    comparison = compare_evaluations(
-        [make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))]
-    )
+    comparison = compare([make_evaluation("a", RANKS), make_evaluation("b", flip(RANKS, 0, 3))])
     comparison.save(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert saved["pairs"][0]["only_b"] == ["test/0003.png"]

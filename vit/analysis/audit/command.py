@@ -1,37 +1,38 @@
 """`vit audit`: likely label errors, near-duplicates and odd images of a data set."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from vit.options import AuditOptions
+from vit.runtime.command import Command
+from vit.runtime.files import check_output
 
 if TYPE_CHECKING:
+    from vit.analysis.audit.run import AuditResult
     from vit.analysis.audit.suspects import Audit
 
 
-def audit(images: str, *, output: Path, options: AuditOptions, overwrite: bool = False) -> None:
-    """Look for wrong labels, near-duplicates, odd images and classes that can't be told apart.
+def audit(find: "partial[AuditResult]", *, output: Path, overwrite: bool = False) -> None:
+    """Find wrong labels, near-duplicates and odd images.
 
-    Writes audit.json and audit.html, a page on which each suspect is accepted or rejected and which
-    saves corrections.csv: vit train IMAGES data.corrections=corrections.csv applies it. No image is
-    changed, moved or deleted.
+    Also says which classes can't be told apart. Writes audit.json and audit.html, a page on which
+    each suspect is accepted or rejected. It saves corrections.csv, which vit train IMAGES
+    data.corrections=corrections.csv applies. No image is changed, moved or deleted.
 
     Args:
-        images: a data set, a folder with a folder for each class, a table or shards
-        output: directory for the results
-        overwrite: replace an earlier result
+        output: Directory for the results.
+        overwrite: Replace an earlier result.
     """
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.runtime.files import check_output
-
     # before minutes of work
     check_output(output, overwrite=overwrite)
-    result = api.audit(images, **vars(options))
+    result = find()
     result.save(output, overwrite=overwrite)
     _show(result.audit, output)
+
+
+COMMAND = Command(run=audit, function="audit", flags={"data": "images"})
 
 
 def _show(audit: "Audit", output: Path) -> None:

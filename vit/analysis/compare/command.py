@@ -2,11 +2,14 @@
 behind them."""
 
 import math
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from vit.options import Option
+from vit.runtime.arguments import check_arguments
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
+from vit.runtime.files import check_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,34 +17,31 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vit.analysis.compare.comparison import Group, Pair
+    from vit.analysis.compare.comparison import Comparison, Group, Pair
 
 
+@check_arguments(examples=(0, None))
 def compare(
-    evaluations: list[Path],
+    find: "partial[Comparison]",
     *,
     output: Path | None = None,
-    examples: Annotated[int, Option(min=0)] = 5,
+    examples: int = 5,
     overwrite: bool = False,
 ) -> None:
-    """Compare evaluations on the same images: McNemar's test, or Welch's t-test over seeds.
+    """Compare evaluations of the same images.
 
-    Runs of one recipe on the same training images with different seeds are shown as mean ± standard
-    deviation. Everything is compared with the first.
+    All are compared with the first, by McNemar's test. Runs of one recipe on the same training
+    images with different seeds are shown as mean ± standard deviation, and compared by Welch's
+    t-test over seeds.
 
     Args:
-        evaluations: two or more directories of vit evaluate
-        output: directory for comparison.json: all classes, all images
-        examples: classes and images to show
-        overwrite: replace an earlier result
+        output: Directory for comparison.json, which holds all classes and images. None: not written.
+        examples: Classes and images to show.
+        overwrite: Replace an earlier result.
     """
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.runtime.files import check_output
-
     if output is not None:
         check_output(output, overwrite=overwrite)
-    comparison = api.compare(evaluations)
+    comparison = find()
     console = build_console()
     console.print(_build_groups_table(comparison.groups))
     for note in comparison.notes:
@@ -51,6 +51,13 @@ def compare(
     if output is not None:
         comparison.save(output, overwrite=overwrite)
         console.print(f"written to {output}")
+
+
+COMMAND = Command(
+    run=compare,
+    function="compare",
+    help={"evaluations": "Two or more directories of vit evaluate."},
+)
 
 
 def _build_groups_table(groups: "Sequence[Group]") -> "Table":

@@ -27,7 +27,7 @@ from vit.evaluation.significance import (
 )
 from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import check_kind, shorten
-from vit.runtime.files import prepare_output, write_json
+from vit.runtime.files import FileContent, Result, format_json
 
 COMPARISON_FILE = "comparison.json"
 
@@ -107,7 +107,7 @@ class Pair:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Result):
     """Every group of evaluations compared with the first one."""
 
     groups: list[Group]
@@ -123,9 +123,7 @@ class Comparison:
         ]
         return f"Comparison({shorten('; '.join(pairs))})"
 
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write comparison.json: groups with their top-1 by seed, and pairs with all classes and
-        images."""
+    def build_files(self) -> dict[str, FileContent]:
         content = {
             "schema_version": 1,
             "fingerprint": self.groups[0].evaluations[0].evaluation.fingerprint,
@@ -142,18 +140,30 @@ class Comparison:
             "notes": self.notes,
             "pairs": [asdict(pair) for pair in self.pairs],
         }
-        write_json(prepare_output(directory, overwrite=overwrite) / COMPARISON_FILE, content)
+        return {COMPARISON_FILE: format_json(content)}
 
 
-def compare_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
-    """Compare evaluations with the first of them; seeds of one recipe are one group.
+def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
+    """Compare evaluations of the same images with the first of them.
 
     Args:
-        evaluations: results, or the directories that hold them. Where all are seeds of one recipe,
-            they are compared with each other too.
+        evaluations: Two or more directories of `vit evaluate`, or results of
+            `vit.evaluate`. If all are seeds of one recipe, they are compared
+            with each other, too.
+
+    Returns:
+        The comparison: `.pairs` hold the difference in top-1 accuracy with
+        its 95 % interval and the p-value of McNemar's exact test. In
+        `.groups` the seeds of one recipe are one group, and groups are
+        compared by Welch's t-test over seeds.
 
     Raises:
-        ValueError, OSError: as `load_evaluations`.
+        ValueError: There are fewer than two evaluations, or they are of
+            different images.
+
+    Example:
+        >>> comparison = vit.compare(["runs/small-evaluation", "runs/large-evaluation"])
+        >>> comparison.pairs[0].difference, comparison.pairs[0].interval
     """
     members = load_evaluations(evaluations)
     groups = group_seeds(members)

@@ -1,0 +1,233 @@
+"""How a command of the command line is made.
+
+The public function's signature and its `Args:` are the only place of an option's name, type, default
+and text: `vit.runtime.signatures` reads them from the source, so that `--help` needs no torch.
+
+- A parameter before the `*` is an argument, one after it an option: `batch_size` is --batch-size.
+- Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None means;
+  "See `vit.evaluate`." takes the text from there.
+- `@check_arguments(batch_size=(1, None))` above the function gives the smallest and largest value.
+- `str | Sequence[str]` is a list of names with commas; of other types that no text can be, a text.
+
+A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names on one
+line: see vit/analysis/audit/command.py. Its function `run` gets the public function, with the values
+of its options filled in (`audit()` runs it, `audit.keywords` are the values), and the values of its own
+parameters. Those are read from the signature of `run` in the same way. One that has the name of a
+parameter of the public function replaces it: `run` then passes it on. The table in `Command` says
+what signatures don't: other flags, shorter texts, what is for Python only, what is rarely needed.
+The first sentence of the docstring of `run` is shown in `vit --help`: at most 60 characters.
+"""
+
+import inspect
+import re
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from vit.runtime.arguments import shorten
+from vit.runtime.command import Command
+from vit.runtime.files import expand_home
+from vit.runtime.signatures import (
+    REQUIRED,
+    Names,
+    Parameter,
+    read_public_signature,
+    read_signature,
+)
+
+# what the help shows of a type
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT"}
+# a hyphen where Click starts no new line; the help shows a plain one
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+def add_command(app: typer.Typer, command: Command) -> None:
+    """Add a command, and its alias, to the command line."""
+    builder = CommandBuilder(command)
+    run = builder.build()
+    kind = builder.build_class()
+    title = (inspect.getdoc(command.run) or "").partition("\n")[0]
+    app.command(command.run.__name__, cls=kind, short_help=title)(run)
+    if command.alias:
+        app.command(command.alias, cls=kind, hidden=True)(run)
+
+
+class CommandBuilder:
+    """From a `Command` to a function as Typer takes it.
+
+    Attributes:
+        own: Parameters of the command's function `run`.
+        passed: Parameters of the public function that are options or arguments.
+        rare: Parameters of the public function that are set by --option NAME=VALUE.
+    """
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.own = read_signature(command.run.__module__, command.run.__name__)
+        self.passed: dict[str, Parameter] = {}
+        self.rare: dict[str, Parameter] = {}
+        if not command.function:
+            return
+        # the public function itself
+        del self.own[next(iter(self.own))]
+        for name, parameter in read_public_signature(command.function).items():
+            if name in command.rare:
+                self.rare[name] = parameter
+            elif name not in command.python_only:
+                self.passed[name] = parameter
+
+    def build(self) -> Any:
+        """Return the function, with the signature that Typer reads."""
+
+        def run(**values: Any) -> None:
+            texts = values.pop("rare", None) or []
+            own_values = {name: _expand_home(values.pop(name)) for name in self.own}
+            if not self.command.function:
+                self.command.run(**own_values)
+                return
+            arguments = self._read_values(values) | self._read_rare(texts)
+            function = getattr(import_module("vit"), self.command.function)
+            self.command.run(partial(function, **arguments), **own_values)
+
+        parameters = [self._build_parameter(parameter) for parameter in self._sort()]
+        if self.rare:
+            parameters.append(self._build_rare())
+        docstring = (inspect.getdoc(self.command.run) or "").partition("Args:\n")[0]
+        run.__doc__ = _keep_hyphens(docstring)
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    def build_class(self) -> type[TyperCommand]:
+        """Return a class of commands whose help is set in two columns, with the rare options."""
+        rare = [(name, self._describe(parameter)) for name, parameter in self.rare.items()]
+
+        class VitCommand(TyperCommand):
+            def format_options(self, ctx: Any, formatter: Any) -> None:
+                arguments: list[tuple[str, str]] = []
+                options: list[tuple[str, str]] = []
+                for parameter in self.get_params(ctx):
+                    names, text = parameter.get_help_record(ctx) or ("", "")
+                    if parameter.param_type_name == "argument":
+                        # without Typer's name of the type
+                        arguments.append((names.partition(" <")[0], text))
+                    else:
+                        options.append((names, text))
+                for title, rows in (
+                    ("Arguments", arguments),
+                    ("Options", options),
+                    ("Rare options, set by --option NAME=VALUE", rare),
+                ):
+                    if rows:
+                        with formatter.section(title):
+                            formatter.write_dl(rows)
+
+            def get_help(self, ctx: Any) -> str:
+                # Typer puts the name of an argument into braces
+                text = re.sub(r"\{(\w+)\}", r"\1", super().get_help(ctx))
+                return text.replace(_HYPHEN, "-")
+
+        return VitCommand
+
+    def _sort(self) -> list[Parameter]:
+        """Return the parameters: arguments, required options, the others; the public function's
+        before the command's own."""
+        merged = {name: self.own.get(name, each) for name, each in self.passed.items()} | self.own
+
+        def rank(parameter: Parameter) -> tuple[bool, bool]:
+            return parameter.is_keyword, parameter.is_keyword and parameter.default is not REQUIRED
+
+        return sorted(merged.values(), key=rank)
+
+    def _build_parameter(self, parameter: Parameter) -> inspect.Parameter:
+        name, kind, default = parameter.name, parameter.kind, parameter.default
+        if kind == Names:
+            kind = str
+            default = default if isinstance(default, str) else ",".join(default)
+        if parameter.is_keyword:
+            minimum, maximum = parameter.bounds
+            info = typer.Option(
+                self._find_flag(parameter),
+                *(["-o"] if name == "output" else []),
+                help=self._describe(parameter),
+                min=minimum,
+                max=maximum,
+                metavar=_METAVARS.get(kind),
+            )
+        else:
+            info = typer.Argument(
+                help=self._describe(parameter), metavar=self._find_flag(parameter)
+            )
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is REQUIRED else default,
+            annotation=Annotated[kind | None if default is None else kind, info],
+        )
+
+    def _build_rare(self) -> inspect.Parameter:
+        text = "Set one of the options below. May be repeated."
+        info = typer.Option("--option", metavar="NAME=VALUE", help=text)
+        annotation = Annotated[list[str] | None, info]
+        return inspect.Parameter(
+            "rare", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+
+    def _find_flag(self, parameter: Parameter) -> str:
+        """Return the option of a parameter, or the name of its argument."""
+        flag = self.command.flags.get(parameter.name, parameter.name)
+        if not parameter.is_keyword:
+            return flag.upper()
+        return flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
+
+    def _describe(self, parameter: Parameter) -> str:
+        """Return the help of a parameter, in which others are named as on the command line."""
+        text = self.command.help.get(parameter.name)
+        if text is None:
+            default = f" Default: {parameter.none}." if parameter.none else ""
+            text = parameter.help + default
+
+        def name_flag(match: re.Match[str]) -> str:
+            meant = self.own.get(match[1]) or self.passed.get(match[1])
+            return self._find_flag(meant) if meant else match[1]
+
+        return _keep_hyphens(re.sub(r"`([^`]+)`", name_flag, text))
+
+    def _read_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the public function's arguments."""
+        arguments = {name: _expand_home(value) for name, value in values.items()}
+        for name, parameter in self.passed.items():
+            if parameter.kind == Names and name in arguments:
+                names = arguments[name].split(",")
+                arguments[name] = tuple(part.strip() for part in names if part)
+        return arguments
+
+    def _read_rare(self, texts: list[str]) -> dict[str, str]:
+        """Return the values of --option NAME=VALUE, which the public function converts.
+
+        Raises:
+            ValueError: A text is not NAME=VALUE, or there is no such option.
+        """
+        values = {}
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals or name not in self.rare:
+                raise ValueError(
+                    f"--option {shorten(text)!r} is not NAME=VALUE with one of {', '.join(self.rare)}"
+                )
+            values[name] = value
+        return values
+
+
+def _keep_hyphens(text: str) -> str:
+    return text.replace("-", _HYPHEN)
+
+
+def _expand_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return expand_home(value) if isinstance(value, Path) else value

@@ -1,0 +1,34 @@
+"""What a command says beyond the signature of the function that it calls."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of the command line. `vit.cli.build` describes how it is made.
+
+    Attributes:
+        run: Called with the values of its own parameters. Before them it gets the public function,
+            if there is one, with the values of that function's parameters filled in. Its docstring
+            is the help.
+        function: Name of the public function, such as "audit" for `vit.audit`.
+        python_only: Parameters of the function that have no option.
+        flags: Parameter → its option, such as "--class", or the name of its argument.
+        help: Parameter → a text that is shorter than its first sentence under `Args:`.
+        rare: Parameters that share the option --option NAME=VALUE.
+        alias: Another name of the command, which the list of commands doesn't show.
+    """
+
+    run: Callable[..., None]
+    function: str = ""
+    python_only: Collection[str] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
+    help: Mapping[str, str] = field(default_factory=dict)
+    rare: Collection[str] = ()
+    alias: str = ""
+
+
+# the function of a command, with the values of its options
+Call = Callable[..., Any]

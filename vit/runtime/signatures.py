@@ -1,0 +1,163 @@
+"""Read a function's signature and the text of its `Args:` from its source, without importing it.
+
+The functions of `vit.api` import torch, which takes seconds; the help of their commands does without.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+_PACKAGE = Path(__file__).parents[1]
+# the default of a parameter that has none
+REQUIRED = object()
+# one name or several
+Names = tuple[str, ...]
+
+
+class Parameter(NamedTuple):
+    """A parameter of a function.
+
+    Attributes:
+        kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
+            Literal, list[str], list[Path], or `Names`.
+        default: Its default, or `REQUIRED`.
+        is_keyword: Whether it follows the `*`.
+        help: First sentence of its entry under `Args:`.
+        none: What None means there, from a sentence "None: …".
+        bounds: Smallest and largest value, given to `check_arguments`; None for no bound.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    is_keyword: bool
+    help: str
+    none: str
+    bounds: tuple[float | None, float | None]
+
+
+@lru_cache
+def list_public_names() -> Mapping[str, str]:
+    """Return the names that `vit.api` imports, each with the module that defines it."""
+    body = _parse("vit.api").body
+    imported = {
+        alias.name: node.module or ""
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    # until all functions are in their folders
+    defined = {node.name: "vit.api" for node in body if isinstance(node, ast.FunctionDef)}
+    return imported | defined
+
+
+def read_public_signature(name: str) -> dict[str, Parameter]:
+    """Return the parameters of a function of `vit.api`, by name, in order."""
+    return read_signature(list_public_names()[name], name)
+
+
+def read_signature(module: str, name: str) -> dict[str, Parameter]:
+    """Return the parameters of a function, by name, in order.
+
+    Args:
+        module: Name of the module that defines it.
+        name: Name of the function.
+
+    Raises:
+        LookupError: The module has no such function, or `Args:` lacks a parameter.
+    """
+    function = _find_function(module, name)
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    # the defaults of positional parameters are those of the last ones
+    missing = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [
+        *zip(positional, [*missing, *arguments.defaults], strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    texts = _read_texts(function)
+    bounds = _read_bounds(function)
+    parameters = {}
+    for argument, default in pairs:
+        text = _find_text(argument.arg, texts)
+        none = re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text)
+        parameters[argument.arg] = Parameter(
+            argument.arg,
+            kind=_read_kind(argument.annotation),
+            default=REQUIRED if default is None else ast.literal_eval(default),
+            is_keyword=argument in arguments.kwonlyargs,
+            help=re.split(r"(?<=\.)\s", text)[0],
+            none=none[1] if none else "",
+            bounds=bounds.get(argument.arg, (None, None)),
+        )
+    return parameters
+
+
+def _find_function(module: str, name: str) -> ast.FunctionDef:
+    for node in _parse(module).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise LookupError(f"{module} has no function {name}")
+
+
+@lru_cache
+def _parse(module: str) -> ast.Module:
+    path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _read_texts(function: ast.FunctionDef) -> dict[str, str]:
+    """Return the entries of the section `Args:`, each on one line."""
+    docstring = inspect.cleandoc(ast.get_docstring(function) or "")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", docstring, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _find_text(name: str, texts: Mapping[str, str]) -> str:
+    """Return the entry of a parameter; of "See `vit.evaluate`." the one that is meant."""
+    text = texts.get(name, "")
+    reference = re.match(r"See `vit\.(\w+)`", text)
+    while reference:
+        module = list_public_names()[reference[1]]
+        text = _read_texts(_find_function(module, reference[1]))[name]
+        reference = re.match(r"See `vit\.(\w+)`", text)
+    return text
+
+
+def _read_bounds(function: ast.FunctionDef) -> dict[str, tuple[float | None, float | None]]:
+    """Return the keywords of the decorator `check_arguments`."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check_arguments":
+            return {
+                str(keyword.arg): ast.literal_eval(keyword.value) for keyword in decorator.keywords
+            }
+    return {}
+
+
+def _read_kind(annotation: ast.expr | None) -> Any:
+    """Return the type that a text on the command line is read as."""
+    members = {ast.unparse(member): member for member in _split_union(annotation)}
+    members.pop("None", None)
+    if "str" in members:
+        return Names if "Sequence[str]" in members else str
+    # a value of one of several types, or of a type of ours, is named by a text
+    if len(members) != 1:
+        return str
+    ((name, member),) = members.items()
+    if isinstance(member, ast.Subscript):
+        outer = ast.unparse(member.value)
+        if outer == "Literal":
+            return cast(Any, Literal)[ast.literal_eval(member.slice)]
+        if outer in ("Sequence", "list"):
+            return list[Path] if "Path" in name else list[str]
+    return {"int": int, "float": float, "bool": bool, "Path": Path}.get(name, str)
+
+
+def _split_union(annotation: ast.expr | None) -> list[ast.expr]:
+    if isinstance(annotation, ast.BinOp):
+        return _split_union(annotation.left) + _split_union(annotation.right)
+    return [annotation] if annotation else []
