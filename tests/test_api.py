@@ -127,7 +127,7 @@ def test_a_function_has_the_options_and_defaults_of_its_record(name: str) -> Non
         assert item.default in (default, (default,)), item.name
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "explain_images", "export_model"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "export_model"])
 def test_a_public_function_documents_its_arguments(name: str) -> None:
     function = getattr(vit, name)
     text = inspect.getdoc(function) or ""

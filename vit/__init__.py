@@ -1,94 +1,32 @@
 """Train vision transformers on your own images, evaluate them and explain them with attention maps.
 
-Importing this package loads nothing heavy: torch comes in with the first name that needs it.
+The public names are those that `vit.api` imports. Importing this package loads nothing heavy: each
+name is imported on its first use, and torch with it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vit.runtime.version import __version__
+from vit.runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from vit.api import (
-        audit,
-        compare,
-        embed,
-        evaluate,
-        explain,
-        measure_faithfulness,
-        predict,
-        summarize_classes,
-        train,
-    )
-    from vit.bundle import Bundle, load_bundle
-    from vit.deploy.export.run import export_model
-    from vit.explanation.capture.forward import capture_attention
-    from vit.explanation.explainer import explain_images
-    from vit.explanation.methods.rollout import attention_rollout
-    from vit.explanation.render.overlay import save_overlay
-    from vit.explanation.targets import CosineTarget
-    from vit.model.timm_weights import load_timm
-    from vit.model.vision_transformer import VisionTransformer
-    from vit.training.observers import Observer
-
-_NAMES = {
-    "vit.api": (
-        "audit",
-        "compare",
-        "embed",
-        "evaluate",
-        "explain",
-        "measure_faithfulness",
-        "predict",
-        "summarize_classes",
-        "train",
-    ),
-    "vit.deploy.export.run": ("export_model",),
-    "vit.bundle": ("Bundle", "load_bundle"),
-    "vit.explanation.capture.forward": ("capture_attention",),
-    "vit.explanation.explainer": ("explain_images",),
-    "vit.explanation.methods.rollout": ("attention_rollout",),
-    "vit.explanation.targets": ("CosineTarget",),
-    "vit.explanation.render.overlay": ("save_overlay",),
-    "vit.model.timm_weights": ("load_timm",),
-    "vit.model.vision_transformer": ("VisionTransformer",),
-    "vit.training.observers": ("Observer",),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [
-    "Bundle",
-    "CosineTarget",
-    "Observer",
-    "VisionTransformer",
-    "__version__",
-    "attention_rollout",
-    "audit",
-    "capture_attention",
-    "compare",
-    "embed",
-    "evaluate",
-    "explain",
-    "explain_images",
-    "export_model",
-    "load_bundle",
-    "load_timm",
-    "measure_faithfulness",
-    "predict",
-    "save_overlay",
-    "summarize_classes",
-    "train",
-]
+    from vit.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    """Find a public name in its module on first use (PEP 562)."""
-    if name not in _MODULES:
+    """Import a public name on its first use (PEP 562)."""
+    # it parses vit/api.py, which `import vit` does without
+    from vit.runtime.signatures import list_public_names
+
+    modules = list_public_names()
+    if name == "__all__":
+        return sorted([*modules, "__version__"])
+    if name not in modules:
         raise AttributeError(
-            f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}"
+            f"module 'vit' has no attribute {name!r}; it has {', '.join(sorted(modules))}"
         )
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(modules[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__getattr__("__all__"))

@@ -6,7 +6,7 @@ Each function makes an options record (`vit.options`) of its arguments, as the c
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.analysis.faithfulness.images import select_correct_images, select_images
 from vit.analysis.faithfulness.result import FaithfulnessResult
-from vit.bundle import ModelLike, collect_versions, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.listing import ImageInputs, list_images
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
@@ -58,16 +58,22 @@ from vit.runtime.arguments import as_tuple, check_choice, check_kind
 from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output
 from vit.runtime.processes import join_processes
-from vit.runtime.products import register_product
 from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
 
-# The core calls these functions of products if they are there; it imports none of them.
-register_product("corruptions", "vit.analysis.robustness.corruptions:measure_corruptions")
-register_product("learning curve", "vit.analysis.learning_curve.curve:measure_learning_curve")
-register_product("report section", "vit.analysis.learning_curve.section:build_section")
+if TYPE_CHECKING:
+    from vit.bundle import Bundle as Bundle
+    from vit.bundle import load_bundle as load_bundle
+    from vit.deploy.export.run import export_model as export_model
+    from vit.explanation.capture.forward import capture_attention as capture_attention
+    from vit.explanation.methods.rollout import attention_rollout as attention_rollout
+    from vit.explanation.render.overlay import save_overlay as save_overlay
+    from vit.explanation.targets import CosineTarget as CosineTarget
+    from vit.model.timm_weights import load_timm as load_timm
+    from vit.model.vision_transformer import VisionTransformer as VisionTransformer
+    from vit.training.observers import Observer as Observer
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64

@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-import vit
 from tests.explanation.model_zoo import build
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.explanation.explainer import explain_images
 from vit.explanation.items import items_from_dataset, items_from_images, name_images
 from vit.explanation.targets import build_target_chooser
 from vit.runtime.files import clean_name
@@ -129,11 +129,11 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
     assert bundle.preprocess(images).shape == (5, 3, 32, 48)
 
     # the shorter function has the same maps, of one method and without checks
-    same = vit.explain_images(bundle, [*images, *paths], "gae", target="top3", batch_size=7)
+    same = explain_images(bundle, [*images, *paths], "gae", target="top3", batch_size=7)
     torch.testing.assert_close(same.maps["gae"], found.maps["gae"])
     assert same.sanity_checks == {"gae": [[]] * 7}
     with pytest.raises(ValueError, match="no images"):
-        vit.explain_images(bundle, [])
+        explain_images(bundle, [])
 
 
 def test_the_reason_of_an_unreadable_file_names_the_file_alone(tmp_path: Path) -> None:

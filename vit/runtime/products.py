@@ -1,7 +1,6 @@
-"""Functions of products that the core calls if they are there.
+"""Functions of products that the core calls where they are there.
 
-The core doesn't import the products (`vit/analysis`, `vit/deploy`), so that each can be deleted.
-`vit.api` names their functions here; a function is imported when it is first needed.
+The core imports no product (`vit/analysis`, `vit/deploy`), so that each can be deleted with its folder.
 """
 
 from collections.abc import Callable
@@ -9,23 +8,20 @@ from importlib import import_module
 from typing import Any
 
 # purpose → "module:function"
-_FUNCTIONS: dict[str, str] = {}
-
-
-def register_product(purpose: str, function: str) -> None:
-    """Let the core call a function of a product.
-
-    Args:
-        purpose: Name under which the core asks for it.
-        function: Where it is, as "module:function".
-    """
-    _FUNCTIONS[purpose] = function
+_FUNCTIONS = {
+    "corruptions": "vit.analysis.robustness.corruptions:measure_corruptions",
+    "learning curve": "vit.analysis.learning_curve.curve:measure_learning_curve",
+    "report section": "vit.analysis.learning_curve.section:build_section",
+}
 
 
 def find_product(purpose: str) -> Callable[..., Any] | None:
-    """Return the function registered for a purpose; None if there is none."""
-    if purpose not in _FUNCTIONS:
-        return None
+    """Return a product's function for a purpose; None where the product's folder was deleted."""
     module, _, function = _FUNCTIONS[purpose].partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), function)
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or "-"):
+            raise
+        return None
     return found

@@ -46,12 +46,17 @@ def list_public_names() -> Mapping[str, str]:
     body = _parse("vit.api").body
     imported = {
         alias.name: node.module or ""
-        for node in body
+        for node in ast.walk(_parse("vit.api"))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname == alias.name
     }
     # until all functions are in their folders
-    defined = {node.name: "vit.api" for node in body if isinstance(node, ast.FunctionDef)}
+    defined = {
+        node.name: "vit.api"
+        for node in body
+        if isinstance(node, ast.FunctionDef) and "Args:" in (ast.get_docstring(node) or "")
+    }
     return imported | defined
 
 
