@@ -22,7 +22,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import vit
-from vit.analysis.class_summary.summary import Summary, SummaryImages, summarize_classes
+from vit.analysis.class_summary.images import SummaryImages
+from vit.analysis.class_summary.records import Summary
+from vit.analysis.class_summary.summarize import summarize_images
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
@@ -112,7 +114,7 @@ def summarize(bundle: Bundle, images: Planted, *, seed: int) -> Summary:
         classes=images.labels,
         paths=[f"{number:04d}" for number in range(len(images.labels))],
     )
-    return summarize_classes(
+    return summarize_images(
         bundle, summary_images, method="libra-removal", batch_size=64, seed=seed
     )
 

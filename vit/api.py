@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.analysis.audit.run import audit as audit
-from vit.analysis.class_summary.run import SummaryResult, run_summary
+from vit.analysis.class_summary.summarize import summarize_classes as summarize_classes
 from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.analysis.faithfulness.images import select_correct_images, select_images
@@ -483,43 +483,6 @@ def explain(
     return write_explanations(explainer, items, map_writer)
 
 
-@torch.inference_mode(False)  # a model that is loaded in it could not be differentiated
-def summarize_classes(
-    model: ModelLike,
-    images: ImageInputs | None = None,
-    *,
-    method: str = "auto",
-    masks: str | Path | None = None,
-    batch_size: int | None = None,
-    device: str = "auto",
-) -> SummaryResult:
-    """Summarise what each class is recognised by, over many of its images, and look for shortcuts:
-    a watermark, a frame or a background that stands for a class.
-
-    Args:
-        model: as of `vit.evaluate`.
-        images: as of `vit.predict`, at most 200 of each class are used; where all of them lie in
-            folders named as classes, those are their labels. None: the test split of the data that
-            the model was trained on.
-        method: of the maps, as of `vit.explain`; "auto" is libra-removal.
-        masks: a folder of masks, images of the same names, black but for the object; or a COCO
-            file (.json) of polygons or boxes.
-        batch_size: as of `vit.explain`.
-        device: as of `vit.evaluate`.
-
-    Returns:
-        The result: `.summary.flagged` lists likely shortcuts; `.save(directory)` writes
-        summary.html and summary.json.
-
-    Raises:
-        ValueError: no class has enough images, an unknown method, or masks of no image.
-
-    Example:
-        >>> vit.summarize_classes("runs/photos", "photos/test").summary.flagged
-    """
-    bundle = open_model(model, device=device)
-    inputs = None if images is None else list(list_images(images))
-    return run_summary(bundle, inputs, method=method, masks=masks, batch_size=batch_size)
 
 
 @keeps_mode

@@ -1,16 +1,13 @@
 """`vit explain`, also called `vit attention`: maps of any images, or of the model's test split."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from vit.cli.common import list_names
 from vit.options import ExplainOptions
-
-if TYPE_CHECKING:
-    from vit.analysis.class_summary.summary import Summary
 
 
 def explain(
@@ -47,6 +44,7 @@ def explain(
     """
     # torch, which `vit --help` does without
     from vit import api
+    from vit.analysis.class_summary.command import write_summary
     from vit.data.listing import list_images
     from vit.explanation.best_method import describe_best_method
 
@@ -54,7 +52,18 @@ def explain(
     if images:
         paths = sorted({str(path) for path in list_images(list_names(images))})
     if summary:
-        _summarize(model, paths, output, masks, options)
+        if len(options.methods) != 1:
+            raise ValueError(f"--summary takes one --method, not {', '.join(options.methods)}")
+        summarize = partial(
+            api.summarize_classes,
+            model,
+            paths,
+            method=options.methods[0],
+            masks=masks,
+            batch_size=options.batch_size,
+            device=options.device,
+        )
+        write_summary(summarize, output=output, overwrite=options.overwrite)
         return
     if masks is not None:
         raise ValueError("--masks is an option of --summary; add that")
@@ -93,48 +102,3 @@ def _show(output: Path, *, has_gallery: bool) -> None:
         typer.echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
     if has_gallery:
         typer.echo(f"open {output / 'gallery.html'} in a browser")
-
-
-def _summarize(
-    model: str,
-    paths: list[str] | None,
-    output: Path,
-    masks: Path | None,
-    options: ExplainOptions,
-) -> None:
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.runtime.files import check_output
-
-    # before minutes of work
-    check_output(output, overwrite=options.overwrite)
-    if len(options.methods) != 1:
-        raise ValueError(f"--summary takes one --method, not {', '.join(options.methods)}")
-    result = api.summarize_classes(
-        model,
-        paths,
-        method=options.methods[0],
-        masks=masks,
-        batch_size=options.batch_size,
-        device=options.device,
-    )
-    result.save(output, overwrite=options.overwrite)
-    _show_summary(result.summary)
-    typer.echo(f"open {output / 'summary.html'} in a browser")
-
-
-def _show_summary(summary: "Summary") -> None:
-    for name, cluster in summary.flagged:
-        removal = cluster.removal
-        assert removal is not None
-        typer.secho(
-            f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; left out of"
-            f" {removal.num_images} other images, {removal.flips} answers flip"
-            f" ({removal.random_flips} without random patches)",
-            fg="yellow",
-        )
-    typer.echo(
-        f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspect clusters"
-        f" tested, {len(summary.flagged)} flagged (false alarms in at most"
-        f" {summary.false_alarm_rate:.0%} of summaries)"
-    )

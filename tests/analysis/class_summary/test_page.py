@@ -1,5 +1,4 @@
-"""The page of what each class is recognised by: names are text, it fits a phone, and what is flagged
-says why."""
+"""The page of a summary: names are text, it fits a phone, and flags have a reason."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,10 @@ import pytest
 import torch
 
 from tests.browser import find_low_contrast, find_unnamed, phone
+from vit.analysis.class_summary.images import SummaryImages
 from vit.analysis.class_summary.page import build_summary_page
-from vit.analysis.class_summary.summary import Removal, Summary, SummaryImages, summarize_classes
+from vit.analysis.class_summary.records import Removal, Summary
+from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
@@ -21,7 +22,7 @@ NAMES = ("<img src=x onerror=document.title='owned'>", "a class whose name is lo
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    """Of an untrained model; the first cluster of the first class is flagged."""
+    """Summary of an untrained model; the first cluster of the first class is flagged."""
     torch.manual_seed(0)
     model = VisionTransformer(
         img_size=24, patch_size=4, num_classes=2, embed_dim=16, depth=1, num_heads=2
@@ -31,7 +32,7 @@ def summary() -> Summary:
     labels = np.arange(24) % 2
     paths = [f"{NAMES[0]}/{number}.png" for number in range(24)]
     masks = np.ones((24, 24, 24), np.float32)
-    result = summarize_classes(
+    result = summarize_images(
         bundle, SummaryImages(pixels, labels, paths, masks), method="libra-removal"
     )
     first, second = result.classes

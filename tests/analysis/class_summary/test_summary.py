@@ -1,5 +1,4 @@
-"""What a class is recognised by: a planted mark is found, and its numbers are those of real forward
-passes."""
+"""A summary finds a planted mark, and its numbers are those of real forward passes."""
 
 import importlib
 import json
@@ -14,21 +13,15 @@ import torch
 import vit
 from tests.conftest import BuildOnce, Launcher
 from tests.explanation.keep_tokens import keep_tokens
+from vit.analysis.class_summary.clusters import measure_overlap
+from vit.analysis.class_summary.images import SummaryImages
+from vit.analysis.class_summary.marks import Pictures
 from vit.analysis.class_summary.masks import find_mask, find_masks, is_inside
-from vit.analysis.class_summary.summary import (
-    SummaryImages,
-    _Assignment,
-    _Explained,
-    _measure_overlap,
-    _measure_region,
-    _move,
-    _regions,
-    _Summarizer,
-    summarize_classes,
-)
+from vit.analysis.class_summary.passes import Passes
+from vit.analysis.class_summary.regions import find_regions, measure_region, shift_maps
+from vit.analysis.class_summary.shortcuts import measure_removal
+from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle
-from vit.data.preprocess import Preprocess
-from vit.model.vision_transformer import VisionTransformer
 
 SIZE = 8
 
@@ -87,22 +80,16 @@ def test_what_leaving_out_does_is_what_forward_passes_say(
     """The mark of the images that have it, 2 × 2 patches, left out by hand."""
     images = shortcuts.plant(size=SIZE, seed=1000, test=True)
     marked = np.flatnonzero(images.is_marked)[:12]
-    summarizer = _Summarizer(
-        bundle,
-        SummaryImages(images.pixels, images.labels, [str(n) for n in range(len(images.labels))]),
-        "libra-removal",
-        batch_size=5,
-        seed=0,
-    )
-    marked = marked[summarizer.predicted[marked] == shortcuts.MARKED_CLASS]
-    grid = np.zeros(summarizer.grid, dtype=bool)
+    passes = Passes(bundle, images.pixels, method="libra-removal", batch_size=5)
+    marked = marked[passes.predicted[marked] == shortcuts.MARKED_CLASS]
+    grid = np.zeros(passes.grid, dtype=bool)
     grid[-2:, :2] = True
     members = np.tile(grid.ravel(), (len(marked), 1))
     # one image has more of them than others do
     members[0, 0] = True
 
-    held_out = _Explained(marked, np.zeros_like(members, np.float32), np.zeros((1, 1, 1, 1)))
-    removal = summarizer._remove(members, held_out, shortcuts.MARKED_CLASS)
+    random = np.random.default_rng(0)
+    removal = measure_removal(members, marked, shortcuts.MARKED_CLASS, passes, random)
 
     inputs = bundle.preprocess.normalize(torch.from_numpy(images.pixels[marked]))
     falls = []
@@ -123,61 +110,54 @@ def test_what_leaving_out_does_is_what_forward_passes_say(
 
 def test_a_mark_is_found_in_a_cluster_that_joins_it_with_the_object() -> None:
     """The model sees the mark, and patches of the object, alike."""
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        img_size=24, patch_size=4, num_classes=2, embed_dim=16, depth=1, num_heads=2
-    )
-    bundle = Bundle.from_model(model, class_names=("a", "b"), preprocess=Preprocess((24, 24)))
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (20, 24, 24, 3), dtype=np.uint8)
     indices = np.arange(20)
     members = np.zeros((20, 36), dtype=bool)
     # one of the four patches in the middle
     members[indices, random.choice([14, 15, 20, 21], 20)] = True
-    images = SummaryImages(pixels, indices % 2, [str(index) for index in indices])
-    summarizer = _Summarizer(bundle, images, "libra-removal", batch_size=20, seed=0)
-    assert summarizer._find_place(indices, members) is None
+    pictures = Pictures(pixels, (6, 6), random)
+    assert pictures.find_place(indices, members) is None
 
     # the mark, two patches, the second of them in another cluster
     members[:6, 30] = True
-    assert summarizer._find_place(indices, members) is None
+    assert pictures.find_place(indices, members) is None
     pixels[:6, 20:, :8] = pixels[0, 20:, :8]
-    assert _measure_overlap(members) < 0.5
-    assert summarizer._find_place(indices, members) == 30
+    assert measure_overlap(members) < 0.5
+    assert pictures.find_place(indices, members) == 30
     assigned = np.where(members, 0, -1)
     assigned[:6, 31] = 1
-    distances = np.zeros(assigned.shape)
-    assignment = _Assignment(assigned, distances, held_out=assigned[:4].copy(), others=None)
-    assert summarizer._separate_marks(assignment, indices, num_clusters=2) == 1
+    held_out = assigned[:4].copy()
+    assert pictures.separate_marks(indices, assigned, [held_out], num_clusters=2) == 1
     mark = np.zeros((20, 36), dtype=bool)
     mark[:6, 30:32] = True
     assert ((assigned == 2) == mark).all()
-    assert ((assignment.held_out == 2) == mark[:4]).all()
+    assert ((held_out == 2) == mark[:4]).all()
     # the object is where it was
     assert (assigned == 0).sum(axis=1).tolist() == [1] * 20
 
     # too few images to test
     members[4:6, 30] = False
-    assert summarizer._find_place(indices, members) is None
+    assert pictures.find_place(indices, members) is None
 
 
 def test_regions_and_overlaps_by_hand() -> None:
-    border, centre = _regions((8, 8))
+    border, centre = find_regions((8, 8))
     assert border.sum() == 28
     assert centre.sum() == 16
     members = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=bool)
-    assert _measure_overlap(members) == pytest.approx((0.5 + 1 + 0.5) / 3)
-    assert _measure_overlap(members[:1]) == 0
+    assert measure_overlap(members) == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert measure_overlap(members[:1]) == 0
 
     maps = np.zeros((40, 8, 8))
     maps[:, 0, 0] = 1
     random = np.random.default_rng(0)
-    corner = _measure_region(maps, border, random)
+    corner = measure_region(maps, border, random)
     assert corner.share == pytest.approx(1)
     # of a map that is moved, wherever it goes
     assert corner.null == pytest.approx(28 / 64)
     assert corner.null_low < 28 / 64 < corner.null_high < 0.7
-    assert _move(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
+    assert shift_maps(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
 
 
 def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> None:
@@ -188,7 +168,7 @@ def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> No
     masks[:, 4:28, 4:28] = 1
     masks[0] = np.nan
     paths = [str(n) for n in range(len(labels))]
-    summary = summarize_classes(
+    summary = summarize_images(
         bundle,
         SummaryImages(pixels, labels, paths, masks),
         method="libra-removal",

@@ -1,4 +1,4 @@
-"""Where the object of an image is: a folder of masks, or a COCO file of polygons and boxes."""
+"""Masks of the object in an image: a folder of masks, or a COCO file of polygons and boxes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,21 +12,21 @@ from vit.data.images import is_image_name, read_image
 from vit.data.listing import list_files
 from vit.runtime.documents import read_json
 
-# name of an image → what reads its mask, an image that is black but for the object
+# name of an image → a function that reads its mask, an image that is black except for the object
 Masks = Mapping[str, Callable[[], Image.Image]]
 
 
 def find_masks(path: Path) -> Masks:
-    """The masks by the name of their image without its suffix, and by its folder and name. A name
-    that two images have is none.
+    """List masks by the name of their image without its suffix, and by its folder and name. A name
+    that two images share is left out.
 
     Args:
-        path: a folder of images, or a COCO file, of which polygons and, without one, boxes are
-            taken, of all categories.
+        path: A folder of images, or a COCO file, whose polygons are taken from all categories;
+            without a polygon the box is taken.
 
     Raises:
-        ValueError: neither of these.
-        OSError: the file can't be read.
+        ValueError: The path is neither of these.
+        OSError: The file can't be read.
     """
     readers: list[tuple[Path, Callable[[], Image.Image]]]
     if path.is_dir():
@@ -50,13 +50,13 @@ def find_masks(path: Path) -> Masks:
 
 
 def find_mask(masks: Masks, image: str) -> Callable[[], Image.Image] | None:
-    """What reads the mask of the image of this path; None without one."""
+    """Return the function that reads the mask of an image; None without one."""
     path = Path(image)
     return masks.get(f"{path.parent.name}/{path.stem}", masks.get(path.stem))
 
 
 def is_inside(mask: Image.Image) -> np.ndarray:
-    """Whether each pixel of a mask lies on the object, bool [H, W]: it isn't black."""
+    """Return True for each pixel [H, W] that lies on the object, which isn't black."""
     return np.asarray(np.asarray(mask).any(axis=2))
 
 
@@ -72,7 +72,7 @@ def _read_coco(path: Path) -> list[tuple[Path, Callable[[], Image.Image]]]:
                 partial(_draw, (int(image["width"]), int(image["height"])), shapes[image["id"]]),
             )
             for image in content["images"]
-            # of an image without annotations nothing is known
+            # an image without annotations has no mask
             if shapes[image["id"]]
         ]
     except (KeyError, TypeError, ValueError) as error:
@@ -80,11 +80,11 @@ def _read_coco(path: Path) -> list[tuple[Path, Callable[[], Image.Image]]]:
 
 
 def _list_polygons(annotation: Mapping[str, Any]) -> list[list[float]]:
-    """x and y of the corners in turn."""
+    """Return x and y of the corners in turn."""
     polygons = annotation.get("segmentation")
     if isinstance(polygons, list) and polygons:
         return [[float(value) for value in polygon] for polygon in polygons]
-    # run lengths are those of crowds, for the most part: their box
+    # run lengths describe crowds in most cases: the box is taken instead
     left, top, width, height = map(float, annotation["bbox"])
     right = left + width
     bottom = top + height

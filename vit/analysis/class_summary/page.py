@@ -1,18 +1,19 @@
-"""The page of what each class is recognised by. One HTML file."""
+"""The page of a summary, one HTML file."""
 
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from vit.analysis.class_summary.summary import PatchCluster, Summary, cut_patch
+from vit.analysis.class_summary.marks import cut_patch
+from vit.analysis.class_summary.records import PatchCluster, Summary
 from vit.explanation.render.overlay import ColourScale, fit_scale
 from vit.explanation.render.page import encode_map, encode_picture, name_model, render_page
 
 _TEMPLATE = Path(__file__).with_name("class_summary.html.jinja")
-# clusters of a class that are shown; flagged ones always are
+# clusters that are shown for each class; flagged ones always are
 _MAX_CLUSTERS = 5
-# pixels
+# in pixels
 _PATCH_SIDE = 56
 _MAP_SIDE = 192
 
@@ -24,7 +25,7 @@ def build_summary_page(summary: Summary) -> str:
         mean_map = np.array(row.mean_map, np.float32)
         null_map = np.array(row.null_map, np.float32)
         scale = fit_scale([mean_map], signed=False)
-        # from nothing, so that an even map is pale
+        # the scale starts at zero, so that an even map is pale
         scale = ColourScale(0.0, scale.high, signed=False, label="")
         mean_image = Image.fromarray(summary.pictures[f"mean of {row.name}"])
         shown = [
@@ -40,16 +41,12 @@ def build_summary_page(summary: Summary) -> str:
                 "clusters": [(cluster, _draw_strip(cluster, summary)) for cluster in shown],
             }
         )
-    context = {
-        "summary": summary,
-        "model": name_model(summary.model),
-        "rows": rows,
-    }
+    context = {"summary": summary, "model": name_model(summary.model), "rows": rows}
     return render_page(_TEMPLATE, context)
 
 
 def _draw_strip(cluster: PatchCluster, summary: Summary) -> str:
-    """The typical patches of a cluster side by side."""
+    """Draw the typical patches of a cluster side by side."""
     pictures = [
         Image.fromarray(cut_patch(summary.pictures[path], patch, summary.grid)).resize(
             (_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.NEAREST
@@ -58,7 +55,7 @@ def _draw_strip(cluster: PatchCluster, summary: Summary) -> str:
     ]
     # a gap of two pixels
     step = _PATCH_SIDE + 2
-    strip = Image.new("RGB", (step * max(len(pictures), 1) - 2, _PATCH_SIDE), "white")
+    strip = Image.new("RGB", (step * len(pictures) - 2, _PATCH_SIDE), "white")
     for number, picture in enumerate(pictures):
         strip.paste(picture, (step * number, 0))
     return encode_picture(strip, "WEBP")

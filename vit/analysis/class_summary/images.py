@@ -1,0 +1,144 @@
+"""The images of a summary, with their labels and masks."""
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from numpy.typing import NDArray
+from PIL import Image
+
+from vit.analysis.class_summary.marks import MAX_IMAGES_A_CLASS
+from vit.analysis.class_summary.masks import Masks, find_mask, find_masks, is_inside
+from vit.bundle import Bundle
+from vit.data.dataset import printable
+from vit.data.listing import ImageInputs, list_images
+from vit.data.preprocess import Preprocess
+from vit.evaluation.images import match_classes, open_data
+from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
+from vit.runtime.progress import show_progress
+
+# bytes of all images as the model sees them
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class SummaryImages:
+    """Images to summarise.
+
+    Attributes:
+        pixels: The images as the model sees them.
+        classes: The label of each image; None: without labels, the predicted class is taken.
+        paths: The name of each image on the page.
+        masks: 1 where a pixel lies on the object, otherwise 0; NaN in an image without a mask.
+            None: there are no masks.
+    """
+
+    pixels: UInt8[np.ndarray, "n H W 3"]
+    classes: NDArray[np.int64] | None
+    paths: Sequence[str]
+    masks: Float[np.ndarray, "n H W"] | None = None
+
+
+def read_summary_images(
+    bundle: Bundle, images: ImageInputs | None, masks: str | Path | None
+) -> SummaryImages:
+    """Read the images of a summary; arguments and errors as in `summarize_classes`."""
+    items, labels = _find_images(bundle, images)
+    max_images = int(_MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size)))
+    chosen = _sample(labels, len(items), max_images=max_images)
+    masks_by_name = None if masks is None else find_masks(Path(masks))
+
+    pixels = []
+    mask_pixels = []
+    readable = []
+    with ThreadPoolExecutor() as pool, show_progress("reading", len(chosen)) as advance:
+        futures = [
+            pool.submit(_read, items[index], bundle.preprocess, masks_by_name) for index in chosen
+        ]
+        for index, future in zip(chosen, futures, strict=True):
+            try:
+                image, mask = future.result()
+            except OSError as error:
+                warnings.warn(f"left out: {' '.join(str(error).split())}", stacklevel=3)
+                continue
+            pixels.append(image)
+            mask_pixels.append(mask)
+            readable.append(index)
+            advance(1)
+    if not pixels:
+        raise ValueError("there are no images to summarise; name files or folders of images")
+    if masks_by_name is not None and np.isnan(mask_pixels).all():
+        raise ValueError(
+            f"no mask in {masks} has the name of an image; give each mask its image's name"
+        )
+    return SummaryImages(
+        pixels=np.stack(pixels),
+        classes=None if labels is None else labels[readable],
+        paths=[printable(items[index].path) for index in readable],
+        masks=None if masks_by_name is None else np.stack(mask_pixels),
+    )
+
+
+def _find_images(
+    bundle: Bundle, images: ImageInputs | None
+) -> tuple[list[ImageItem], NDArray[np.int64] | None]:
+    """List the images, with their labels where they have any: those of a data set, or the names of
+    the folders that they lie in."""
+    names = bundle.class_names
+    if images is None:
+        source = open_data(bundle, None, None, None, None).split()
+        class_indices = match_classes(
+            source.labels, source_classes=source.class_names, model_classes=names
+        )
+        return items_from_dataset(source, count=len(source)), class_indices[source.labels]
+
+    items = items_from_images(list_images(images))
+    folders = [Path(item.path).parent.name for item in items]
+    if not set(folders) <= set(names):
+        return items, None
+    return items, np.array([names.index(folder) for folder in folders], dtype=np.int64)
+
+
+def _sample(labels: NDArray[np.int64] | None, count: int, *, max_images: int) -> list[int]:
+    """Randomly sample as many images of each class as are used, and in total no more than fit into
+    memory."""
+    order = np.random.default_rng(0).permutation(count)
+    if labels is None:
+        return sorted(order[:max_images].tolist())
+    present = np.unique(labels)
+    images_a_class = min(MAX_IMAGES_A_CLASS, max(max_images // len(present), 1))
+    chosen: list[int] = []
+    for label in present:
+        chosen += order[labels[order] == label][:images_a_class].tolist()
+    return sorted(chosen)
+
+
+def _read(
+    item: ImageItem, preprocess: Preprocess, masks: Masks | None
+) -> tuple[UInt8[np.ndarray, "H W 3"], Float[np.ndarray, "H W"]]:
+    """Read an image and its mask as the model sees them; the mask is NaN where there is none.
+
+    Raises:
+        OSError: One of them can't be read.
+        ValueError: They differ in size.
+    """
+    try:
+        photo, _ = item.read()
+        pixels = preprocess.to_uint8(photo)
+        read_mask = None if masks is None else find_mask(masks, item.path)
+        if read_mask is None:
+            return pixels, np.full(pixels.shape[:2], np.nan, np.float32)
+        mask = read_mask()
+    except ValueError as error:
+        raise OSError(str(error)) from error
+    if mask.size != photo.size:
+        raise ValueError(
+            f"the mask of {item.path} has {mask.width} × {mask.height} pixels, the image"
+            f" {photo.width} × {photo.height}; a mask covers its image"
+        )
+    inside = Image.fromarray(is_inside(mask)).convert("RGB")
+    return pixels, preprocess.to_uint8(inside)[..., 0].astype(np.float32) / 255
