@@ -1,9 +1,7 @@
 """A summary finds a planted mark, and its numbers are those of real forward passes."""
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import vit
+from tests.analysis.class_summary import planted
 from tests.conftest import BuildOnce, Launcher
 from tests.explanation.keep_tokens import keep_tokens
 from vit.analysis.class_summary.clusters import measure_overlap
@@ -27,18 +26,12 @@ SIZE = 8
 
 
 @pytest.fixture(scope="session")
-def shortcuts() -> ModuleType:
-    """`research/shortcuts.py`."""
-    return importlib.import_module("shortcuts")
-
-
-@pytest.fixture(scope="session")
-def bundle(shortcuts: ModuleType, build_once: BuildOnce) -> Bundle:
+def bundle(build_once: BuildOnce) -> Bundle:
     """A model of images of which some of one class have a mark; three seconds of training."""
 
     def build(folder: Path) -> None:
         folder.mkdir()
-        trained = shortcuts.train(shortcuts.plant(size=SIZE, seed=0, test=False), seed=0)
+        trained = planted.train(planted.plant(size=SIZE, seed=0, test=False), seed=0)
         torch.save(trained, folder / "bundle.pt")
 
     file = build_once("shortcuts", build) / "bundle.pt"
@@ -47,24 +40,22 @@ def bundle(shortcuts: ModuleType, build_once: BuildOnce) -> Bundle:
 
 
 @pytest.mark.extended
-def test_a_planted_mark_is_flagged_and_nothing_else(shortcuts: ModuleType, bundle: Bundle) -> None:
-    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
-    summary = shortcuts.summarize(bundle, images, seed=0)
+def test_a_planted_mark_is_flagged_and_nothing_else(bundle: Bundle) -> None:
+    images = planted.plant(size=SIZE, seed=1000, test=True)
+    summary = planted.summarize(bundle, images, seed=0)
     assert {name for name, _ in summary.flagged} == {"digit 0"}
     for _, cluster in summary.flagged:
-        assert shortcuts.is_mark(cluster.strip, size=SIZE)
+        assert planted.is_mark(cluster.strip, size=SIZE)
         assert "at the same place off the centre" in cluster.suspicions
         assert cluster.removal.fall > cluster.removal.random_fall
-        assert cluster.images == pytest.approx(shortcuts.MARKED_SHARE, abs=0.12)
+        assert cluster.images == pytest.approx(planted.MARKED_SHARE, abs=0.12)
 
 
 @pytest.mark.extended
-def test_without_a_mark_nothing_is_flagged(
-    shortcuts: ModuleType,
-) -> None:
-    bundle = shortcuts.train(shortcuts.plant(size=0, seed=0, test=False), seed=0)
-    images = shortcuts.plant(size=0, seed=1000, test=True)
-    summary = shortcuts.summarize(bundle, images, seed=0)
+def test_without_a_mark_nothing_is_flagged() -> None:
+    bundle = planted.train(planted.plant(size=0, seed=0, test=False), seed=0)
+    images = planted.plant(size=0, seed=1000, test=True)
+    summary = planted.summarize(bundle, images, seed=0)
     assert summary.flagged == []
     # digits stand about the middle
     for row in summary.classes:
@@ -74,14 +65,12 @@ def test_without_a_mark_nothing_is_flagged(
         assert sum(cluster.evidence for cluster in row.clusters) <= 1
 
 
-def test_what_leaving_out_does_is_what_forward_passes_say(
-    shortcuts: ModuleType, bundle: Bundle
-) -> None:
+def test_what_leaving_out_does_is_what_forward_passes_say(bundle: Bundle) -> None:
     """The mark of the images that have it, 2 × 2 patches, left out by hand."""
-    images = shortcuts.plant(size=SIZE, seed=1000, test=True)
+    images = planted.plant(size=SIZE, seed=1000, test=True)
     marked = np.flatnonzero(images.is_marked)[:12]
     passes = Passes(bundle, images.pixels, method="libra-removal", batch_size=5)
-    marked = marked[passes.predicted[marked] == shortcuts.MARKED_CLASS]
+    marked = marked[passes.predicted[marked] == planted.MARKED_CLASS]
     grid = np.zeros(passes.grid, dtype=bool)
     grid[-2:, :2] = True
     members = np.tile(grid.ravel(), (len(marked), 1))
@@ -89,7 +78,7 @@ def test_what_leaving_out_does_is_what_forward_passes_say(
     members[0, 0] = True
 
     random = np.random.default_rng(0)
-    removal = measure_removal(members, marked, shortcuts.MARKED_CLASS, passes, random)
+    removal = measure_removal(members, marked, planted.MARKED_CLASS, passes, random)
 
     inputs = bundle.preprocess.normalize(torch.from_numpy(images.pixels[marked]))
     falls = []
@@ -101,7 +90,7 @@ def test_what_leaving_out_does_is_what_forward_passes_say(
             with keep_tokens(bundle.model, kept):
                 without = bundle.model(image[None]).softmax(dim=1)[0]
             falls.append(float(whole[0] - without[0]))
-            flips += int(without.argmax() != shortcuts.MARKED_CLASS)
+            flips += int(without.argmax() != planted.MARKED_CLASS)
     assert removal is not None
     assert removal.num_images == len(marked)
     assert removal.flips == flips
@@ -160,8 +149,8 @@ def test_regions_and_overlaps_by_hand() -> None:
     assert shift_maps(maps, random).sum(axis=(1, 2)) == pytest.approx(1)
 
 
-def test_masks_say_what_lies_inside(shortcuts: ModuleType, bundle: Bundle) -> None:
-    images = shortcuts.plant(size=0, seed=1000, test=True)
+def test_masks_say_what_lies_inside(bundle: Bundle) -> None:
+    images = planted.plant(size=0, seed=1000, test=True)
     pixels = images.pixels[:60]
     labels = images.labels[:60]
     masks = np.zeros(pixels.shape[:3], np.float32)
@@ -201,9 +190,7 @@ def test_the_command_writes_a_page_and_a_file(
     assert cli.fail("attention", tiny_run, "--masks", tmp_path, "--output", tmp_path / "other")
 
 
-def test_labels_and_masks_are_found_by_names(
-    tiny_bundle: Bundle, tmp_path: Path, shortcuts: ModuleType
-) -> None:
+def test_labels_and_masks_are_found_by_names(tiny_bundle: Bundle, tmp_path: Path) -> None:
     from PIL import Image
 
     names = tiny_bundle.class_names
