@@ -483,8 +483,6 @@ def explain(
     return write_explanations(explainer, items, map_writer)
 
 
-
-
 @keeps_mode
 def measure_faithfulness(
     model: ModelLike,
