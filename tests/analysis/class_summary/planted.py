@@ -13,7 +13,7 @@ from vit.analysis.class_summary.images import SummaryImages
 from vit.analysis.class_summary.records import Summary
 from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle
-from vit.data.images import Preprocess
+from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 
 SIDE = 32
