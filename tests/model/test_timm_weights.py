@@ -234,7 +234,8 @@ class TestSources:
 
     def test_unknown_name_lists_near_ones(self):
         with pytest.raises(
-            ValueError, match="timm has no model 'vit_tyny_patch16_224'; similar names: vit_tiny_patch16"
+            ValueError,
+            match="timm has no model 'vit_tyny_patch16_224'; similar names: vit_tiny_patch16",
         ):
             load_timm("vit_tyny_patch16_224")
 

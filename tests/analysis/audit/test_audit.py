@@ -1,4 +1,4 @@
-"""An audit finds planted label errors, copies and odd images; its suspects are cleanlab's."""
+"""An audit finds planted label errors, copies and odd images."""
 
 from pathlib import Path
 
@@ -36,33 +36,17 @@ def swap_labels(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     return noisy, swapped
 
 
-def test_suspects_are_those_of_cleanlab() -> None:
-    from cleanlab.filter import find_label_issues
-
-    features, labels = make_features(600, 5)
-    noisy, _ = swap_labels(labels, 30)
-    probabilities = predict_out_of_fold(features, noisy, make_digests(600), num_classes=5)
-    suspects, suggested = find_suspects(probabilities, noisy)
-    peers = find_label_issues(
-        noisy,
-        probabilities,
-        filter_by="confident_learning",
-        return_indices_ranked_by="self_confidence",
-    )
-    assert suspects.tolist() == peers.tolist()
-    assert (suggested == probabilities.argmax(axis=1)[peers]).all()
-
-
 def test_swapped_labels_are_found_with_the_right_class() -> None:
     features, labels = make_features(1000, 5)
     noisy, swapped = swap_labels(labels, 50)
     probabilities = predict_out_of_fold(features, noisy, make_digests(1000), num_classes=5)
     suspects, suggested = find_suspects(probabilities, noisy)
     is_right = np.isin(suspects, swapped)
+    errors = np.array(suspects)[is_right]
     # those whose right class is more probable than it is on average on its own images
     assert is_right.sum() >= 35
     assert is_right.mean() > 0.7
-    assert (suggested[is_right] == labels[suspects[is_right]]).mean() > 0.95
+    assert (np.array(suggested)[is_right] == labels[errors]).mean() > 0.95
 
 
 def test_no_image_is_judged_by_a_classifier_that_saw_it_or_its_copy() -> None:
