@@ -124,3 +124,11 @@ def test_corrections_that_do_not_fit_are_refused(
 def test_features_must_be_named(folder: Path, tmp_path: Path, cli: Launcher) -> None:
     message = cli.fail("audit", folder, "--output", tmp_path / "out")
     assert "add --init WEIGHTS" in message
+
+
+def test_without_cleanlab_the_command_says_how_to_install_it(
+    folder: Path, weights: Path, tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.analysis.audit.run.find_spec", lambda name: None)
+    message = cli.fail("audit", folder, "--init", weights, "--output", tmp_path / "out")
+    assert "pip install 'vit-pipeline[audit]'" in message

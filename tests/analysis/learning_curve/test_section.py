@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import vit.api  # noqa: F401 (registers the section)
 from tests.evaluation.test_report import NAMES, NASTY, build, make_case
 from vit.analysis.learning_curve.curve import ClassGain, CurvePoint, Forecast, LearningCurve
 from vit.analysis.learning_curve.section import build_section

@@ -38,24 +38,22 @@ COMMAND = Command(run=audit, function="audit", flags={"data": "images"})
 def _show(audit: "Audit", output: Path) -> None:
     between = sum(pair.classes[0] != pair.classes[1] for pair in audit.near_duplicates)
     typer.echo(
-        f"{audit.num_images:,} images of {audit.data}; a linear classifier on these features is"
-        f" right on {audit.top1:.1%} of images that it did not see"
+        f"{audit.num_images:,} images of {audit.data}; a linear classifier on these features"
+        f" predicts {audit.top1:.1%} of them correctly without having seen them"
     )
     typer.echo(f"{len(audit.label_errors)} likely label errors")
     for error in audit.label_errors[:5]:
-        typer.echo(f"  {error.path}: {error.given}, rather {error.suggested} ({error.score:.3f})")
+        typer.echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
     typer.echo(f"{len(audit.near_duplicates)} near-duplicates, {between} of them across classes")
-    typer.echo(f"{len(audit.outliers)} images unlike all others")
+    typer.echo(f"{len(audit.outliers)} unusual images")
     for name, described in audit.properties.items():
         if described.odd:
-            typer.echo(
-                f"{len(described.odd)} images of odd {name}, such as {described.odd[0].path}"
-            )
+            example = described.odd[0].path
+            typer.echo(f"{len(described.odd)} images with odd {name}, such as {example}")
     for pair in audit.confused_classes[:5]:
         first, second = pair.classes
-        typer.echo(
-            f"{first} and {second} are hard to tell apart: {pair.confused} of {pair.count} images"
-        )
+        count = f"{pair.confused} of {pair.count} images"
+        typer.echo(f"{first} and {second} are hard to tell apart: {count} are confused")
     for name, reason in audit.unreadable[:5]:
         typer.secho(f"skipped {name}: {reason}", fg="yellow")
     typer.echo(f"open {output / 'audit.html'} in a browser")

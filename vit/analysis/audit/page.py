@@ -1,15 +1,17 @@
-"""The page of an audit: each suspect with its photo and nearest images, to accept or reject by
-keyboard; it saves corrections.csv. One HTML file."""
+"""The page of an audit: one HTML file that shows each suspect with its photo and nearest images.
 
-from collections.abc import Iterable, Sequence
+Suspects are accepted or rejected by keyboard, and the page saves corrections.csv.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from vit.analysis.audit.suspects import Audit, LabelError
 from vit.bundle import Bundle
@@ -17,32 +19,39 @@ from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset, printable
 from vit.explanation.methods.registry import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map, render_page
-from vit.explanation.targets import build_target
+from vit.explanation.targets import CLASS, build_target
+from vit.prediction.predictor import Pixels
 
 _TEMPLATE = Path(__file__).with_name("audit.html.jinja")
-# more would make a page of tens of megabytes; audit.json has all
-MAX_SUSPECTS = 200
+# More would make a page of tens of megabytes; audit.json has all.
+_MAX_SUSPECTS = 200
 _MAX_PAIRS = 50
 _MAX_ODD = 24
-# suspects with a map
 _MAX_MAPS = 24
+# pixels
 _SIDE = 224
+_THUMBNAIL_SIDE = 96
 
 
 def build_audit_page(audit: Audit, images: ImageDataset, bundle: Bundle) -> str:
-    """Build the page: HTML that needs no other file.
+    """Build the page.
 
     Args:
-        audit: of these images.
-        images: decoded.
-        bundle: the model that the features are of, for the maps of the first suspects.
+        audit: What was found.
+        images: The images, decoded.
+        bundle: Model that gave the features; it draws maps of the first suspects.
     """
-    suspects = audit.label_errors[:MAX_SUSPECTS]
-    neighbours = {error.path: audit.neighbours.get(error.path, ())[:4] for error in suspects}
+    suspects = audit.label_errors[:_MAX_SUSPECTS]
+    neighbours = {error.path: audit.neighbours[error.path][:4] for error in suspects}
     pairs = audit.near_duplicates[:_MAX_PAIRS]
     outliers = audit.outliers[:_MAX_ODD]
     odd = {name: described.odd[:_MAX_ODD] for name, described in audit.properties.items()}
 
+    assert images.pixels is not None
+    photos = {
+        printable(image_id): pixels
+        for image_id, pixels in zip(images.ids, images.pixels, strict=True)
+    }
     small = [path for near in neighbours.values() for path, _ in near]
     small += [path for pair in pairs for path in pair.paths]
     small += [image.path for image in outliers]
@@ -54,71 +63,58 @@ def build_audit_page(audit: Audit, images: ImageDataset, bundle: Bundle) -> str:
         "pairs": pairs,
         "outliers": outliers,
         "odd": odd,
-        "photos": _encode(images, (error.path for error in suspects), side=_SIDE),
-        "maps": _draw_maps(bundle, images, suspects[:_MAX_MAPS]),
-        "thumbnails": _encode(images, small, side=96),
+        "photos": _encode(photos, (error.path for error in suspects), side=_SIDE),
+        "maps": _draw_maps(bundle, photos, suspects[:_MAX_MAPS]),
+        "thumbnails": _encode(photos, small, side=_THUMBNAIL_SIDE),
         "columns": COLUMNS,
     }
     return render_page(_TEMPLATE, context)
 
 
-def _encode(images: ImageDataset, paths: Iterable[str], *, side: int) -> dict[str, str]:
-    """Pictures of images by their paths."""
-    position = {printable(image_id): index for index, image_id in enumerate(images.ids)}
-    assert images.pixels is not None
-    pictures = {}
-    for path in dict.fromkeys(paths):
-        pictures[path] = encode_photo(Image.fromarray(images.pixels[position[path]]), side=side)
-    return pictures
+def _encode(photos: Mapping[str, Pixels], paths: Iterable[str], *, side: int) -> dict[str, str]:
+    """Return pictures of images, by path."""
+    return {
+        path: encode_photo(Image.fromarray(photos[path]), side=side)
+        for path in dict.fromkeys(paths)
+    }
 
 
 def _draw_maps(
-    bundle: Bundle, images: ImageDataset, suspects: Sequence[LabelError]
+    bundle: Bundle, photos: Mapping[str, Pixels], suspects: Sequence[LabelError]
 ) -> dict[str, tuple[str, str]]:
-    """Map and what it shows, by path; none for a model whose attention can't be read. A model that
-    knows both classes is asked why it would say one and not the other; of others there is the
-    attention rollout."""
-    position = {printable(image_id): index for index, image_id in enumerate(images.ids)}
+    """Return a map and its caption, by path; none if the model's attention can't be read."""
     maps: dict[str, tuple[str, str]] = {}
     with suppress(ValueError):
         for error in suspects:
-            pixels = images.pixels
-            assert pixels is not None
-            seen = bundle.preprocess.crop(pixels[position[error.path]])
-            # the first map shows whether the model's attention is read right
-            values, text = _explain(bundle, seen, error, verify=not maps)
-            is_signed = bool((values < 0).any())
+            seen = bundle.preprocess.crop(photos[error.path])
+            # Only the first map checks that the model's attention is read correctly.
+            values, caption = _explain(bundle, seen, error, verify=not maps)
+            signed = bool((values < 0).any())
             photo = Image.fromarray(seen)
-            picture = encode_relative_map(photo, values, signed=is_signed, side=_SIDE)
-            maps[error.path] = (picture, text)
+            picture = encode_relative_map(photo, values, signed=signed, side=_SIDE)
+            maps[error.path] = (picture, caption)
     return maps
 
 
 def _explain(
-    bundle: Bundle, pixels: np.ndarray, error: LabelError, *, verify: bool
-) -> tuple[np.ndarray, str]:
-    device = next(bundle.model.parameters()).device
-    batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(device)
-    images = bundle.preprocess.normalize(batch)
+    bundle: Bundle, pixels: Pixels, error: LabelError, *, verify: bool
+) -> tuple[NDArray[np.float32], str]:
+    """Return why the model prefers the suggested class; the rollout if it doesn't know the classes."""
+    batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(bundle.device)
     names = bundle.class_names
-    if error.given not in names or error.suggested not in names:
-        _, _, (rollout,) = compute_maps(bundle.model, images, methods=["rollout"], verify=verify)
-        return rollout.values[0, 0].cpu().numpy(), "attention rollout"
-
-    label = names.index(error.given)
-    suggested = names.index(error.suggested)
-
-    def difference(logits: Tensor) -> Tensor:
-        return logits[:, suggested] - logits[:, label]
-
-    target, choose_targets = build_target(difference, names)
-    _, _, (contrast,) = compute_maps(
+    method = "rollout"
+    caption = "attention rollout"
+    target, choose_targets = CLASS, None
+    if {error.given, error.suggested} <= set(names):
+        method = "libra-fullgrad"
+        caption = f"evidence for {error.suggested} (red) and for {error.given} (blue)"
+        target, choose_targets = build_target(f"{error.suggested} - {error.given}", names)
+    _, _, (maps,) = compute_maps(
         bundle.model,
-        images,
-        methods=["libra-fullgrad"],
+        bundle.preprocess.normalize(batch),
+        methods=[method],
         choose_targets=choose_targets,
         target=target,
         verify=verify,
     )
-    text = f"red speaks for {error.suggested}, blue for {error.given}"
-    return contrast.values[0, 0].cpu().numpy(), text
+    return maps.values[0, 0].cpu().numpy(), caption

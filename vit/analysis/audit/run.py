@@ -1,15 +1,12 @@
-"""Images and a model to an audit, its file and its page."""
+"""The public function `vit.audit`, and its result."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from vit.analysis.audit.page import build_audit_page
-from vit.analysis.audit.suspects import AUDIT_FILE, Audit, audit_images
+from vit.analysis.audit.suspects import Audit, audit_images
 from vit.bundle import Bundle, load_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
@@ -37,7 +34,7 @@ class AuditResult(Result):
     def build_files(self) -> dict[str, FileContent]:
         return {
             "audit.html": build_audit_page(self.audit, self.images, self.bundle),
-            AUDIT_FILE: format_json(asdict(self.audit)),
+            "audit.json": format_json(asdict(self.audit)),
         }
 
 
@@ -74,7 +71,8 @@ def audit(
 
     Raises:
         ValueError: Not exactly one of `init` and `model` is given, the data
-            is unknown, or it has fewer than two classes.
+            is unknown, it has fewer than two classes, or cleanlab isn't
+            installed.
 
     Example:
         >>> result = vit.audit("photos", init="timm:vit_small_patch14_dinov2")
@@ -85,27 +83,24 @@ def audit(
             "vit audit compares images by features: add --init WEIGHTS (timm:NAME, a folder of timm"
             " or a model file) or --model RUN, and not both"
         )
+    # before minutes of work
+    if find_spec("cleanlab") is None:
+        raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
     splits = open_for_model(data, root=root, trained_on={})
-    source = splits.split("all")
     bundle = _load_backbone(str(init or model), device)
     preprocess = bundle.preprocess
-    # hashes come with the pixels, and what can't be read is left out
     images = decode_dataset(
-        source,
+        splits.split("all"),
         size=preprocess.resize_size,
         interpolation=preprocess.interpolation,
         cache_dir=splits.cache_dir,
-        # an audit is there to name them
+        # the audit lists them
         max_unreadable_fraction=1,
     )
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = compute_features(predictor, images, cache_dir=splits.cache_dir)
-    found = audit_images(
-        images,
-        cast(NDArray[np.float32], features[_choose_readout(bundle)].numpy()),
-        model=bundle.name,
-        model_sha256=bundle.sha256,
-    )
+    values = features[_choose_readout(bundle)].numpy()
+    found = audit_images(images, values, model=bundle.name, model_sha256=bundle.sha256)
     return AuditResult(found, images, bundle)
 
 
@@ -127,7 +122,7 @@ def _load_backbone(source: str, device: str) -> Bundle:
 
 
 def _choose_readout(bundle: Bundle) -> tuple[int, str]:
-    """What the head of the model reads."""
+    """Return the readout that the head of the model uses."""
     model = bundle.model
     if isinstance(model, VisionTransformer):
         return len(model.blocks), model.global_pool

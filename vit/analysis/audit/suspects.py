@@ -18,7 +18,6 @@ from vit.data.duplicates import find_pairs
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
 
-AUDIT_FILE = "audit.json"
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
 # C of the linear classifier on standardised features. The one with the lower loss is used, because
