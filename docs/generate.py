@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from vit import config
 from vit.cli.main import app
-from vit.data.open import FINDERS
+from vit.data.sources.registry import describe_names, known_sources
 from vit.explanation.capture.tokens import can_drop_tokens
 
 FOLDER = Path(__file__).parent
@@ -58,10 +58,8 @@ def render_configuration() -> str:
                 "data",
                 "name",
             ):  # checked when the data is opened, against this table
-                # one line for the sets of torchvision
-                names = (name.partition(":") for name in FINDERS)
-                kinds = dict.fromkeys(kind + (colon and ":NAME") for kind, colon, _ in names)
-                kind = ", ".join(map(_code, kinds))
+                names = describe_names(known_sources()).split(", ")
+                kind = ", ".join(map(_code, names))
             text += _row((f"`{section}.{name}`<br>{kind}", _code(field.default), description))
     return text
 

@@ -93,7 +93,6 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    check_cache: bool = False,
     transform: Transform | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
@@ -123,8 +122,6 @@ def train(
             `dataset`, `model` and `callbacks` are passed again.
         overwrite: replace the run in `output`.
         dry_run: print the plan, write a picture of one batch, `dry_run.png`, and stop.
-        check_cache: find decoded images in the cache by the contents of their files, which are all
-            read, not by sizes, times and inodes; as `data.check_cache`.
         transform: called on every training image, uint8 [H, W, 3], before the augmentation of the
             configuration; of albumentations, torchvision, or any function.
         dataset: images in place of those of the configuration: a map-style data set of torch with
@@ -181,7 +178,6 @@ def evaluate(
     class_names: Sequence[str] | None = None,
     calibrate: bool = False,
     in_place: bool = False,
-    check_cache: bool = False,
     corruptions: bool = False,
     tta: str = "none",
     num_examples: int = 16,
@@ -205,8 +201,6 @@ def evaluate(
             the loss of the other half beyond noise, and the other way round. `.save` writes the
             model file with it.
         in_place: write the temperature into the model file at once.
-        check_cache: find decoded images in the cache by the contents of their files, which are all
-            read, not by sizes, times and inodes.
         corruptions: measure the accuracy also under the fifteen corruptions of ImageNet-C at five
             severities.
         tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
@@ -241,7 +235,6 @@ def evaluate(
     with join_processes(device) as (process, device_name):
         bundle = open_model(model, device=device_name)
         data_splits = open_data(bundle, data, root, dataset, class_names)
-        data_splits = replace(data_splits, check_cache=check_cache)
         if calibrate and (split or data_splits.default_split) == "validation":
             raise ValueError(_CALIBRATION_HINT)
         # decoded before anything is computed, so that what can't be read is said first

@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from vit.data.open import DatasetSplits
 from vit.data.preprocess import Preprocess
+from vit.data.splits import DatasetSplits
 from vit.model.model_file import MODEL_FILE as MODEL_FILE
 from vit.model.model_file import (
     Hashes,

@@ -7,6 +7,7 @@ values as plain arguments.
 
 import copy
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images come from, how they are split and brought to size."""
 
-    # cifar10, folder, …: one of vit.data.open.FINDERS
+    # cifar10, folder, …: see vit.data.sources.registry
     name: str = "digits"
     # the folder of the images; for webdataset a shard pattern or address
     root: str | None = None
@@ -80,8 +81,6 @@ class DataConfig(_Section):
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
     # of decoded images; None: $VIT_CACHE or ~/.cache/vit
     cache_dir: AbsolutePath | None = None
-    # whether decoded images are found by the contents of their files, which are read, not by times
-    check_cache: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -90,13 +89,14 @@ class DataConfig(_Section):
 
     @field_validator("root")
     @classmethod
-    def _absolute_root(cls, root: str | None, info: Any) -> str | None:
-        """A folder stays the same one from every directory; shard patterns are kept as written."""
-        patterns = {"webdataset": r"[*?\[{]|::|\.tar|://", "huggingface": "^hf:"}
-        pattern = patterns.get(info.data.get("name"))
-        if root is None or (pattern and re.search(pattern, root)):
-            return root
-        return str(Path(root).expanduser().absolute())
+    def _absolute_root(cls, root: str | None) -> str | None:
+        """Make a path absolute, so that it is the same from every directory. Addresses and patterns
+        stay as they are written."""
+        if root is None:
+            return None
+        path = Path(root).expanduser().absolute()
+        is_written_out = os.path.exists(path) or not re.search(r"[*?\[{:]|\.tar", root)
+        return str(path) if is_written_out else root
 
 
 class AugmentConfig(_Section):

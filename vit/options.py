@@ -46,7 +46,6 @@ class TrainOptions:
         resume: continue from the last checkpoint
         overwrite: replace the run that is there
         dry_run: show the plan and one batch, then stop
-        check_cache: find decoded images by the contents of their files, not by size and times
     """
 
     init: str | Path | None = None
@@ -56,7 +55,6 @@ class TrainOptions:
     resume: bool = False
     overwrite: bool = False
     dry_run: bool = False
-    check_cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,6 @@ class EvaluateOptions(DataOptions):
     Args:
         calibrate: fit a temperature on the validation split; kept where it helps on other images
         in_place: write the temperature into the model file, not into a copy in the output directory
-        check_cache: find decoded images by the contents of their files, not by size and times
         corruptions: accuracy under the fifteen corruptions of ImageNet-C at five severities
         tta: test-time augmentation; none, or hflip: mean logits of the image and its mirror image
         num_examples: errors, uncertain predictions and label errors to show, of each
@@ -92,7 +89,6 @@ class EvaluateOptions(DataOptions):
 
     calibrate: bool = False
     in_place: bool = False
-    check_cache: bool = False
     corruptions: bool = False
     tta: str = "none"
     num_examples: Annotated[int, Option(flag="--pictures", min=0)] = 16

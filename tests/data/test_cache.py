@@ -79,25 +79,6 @@ def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path)
     np.testing.assert_array_equal(dataset.labels, source.labels)
 
 
-def test_contents_tell_files_apart_whose_times_don_t(
-    make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # a file system on which all times and inodes are alike
-    monkeypatch.setattr(
-        "vit.data.sources.base.read_stats", lambda paths: np.zeros((len(paths), 4), np.int64)
-    )
-    source = folder_source(make_folder)
-    before = {check: build(source, cache, check_cache=check) for check in (False, True)}
-    assert isinstance(source.reader, FileReader)
-    Image.new("RGB", (20, 20), "red").save(source.reader.root / source.ids[3])
-    assert_same(build(source, cache), before[False])
-    red = build(source, cache, check_cache=True).pixels
-    assert red is not None
-    assert before[True].pixels is not None
-    assert (red[3] == (255, 0, 0)).all()
-    np.testing.assert_array_equal(np.delete(red, 3, 0), np.delete(before[True].pixels, 3, 0))
-
-
 def test_processes_and_this_process_build_the_same(
     make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ def test_too_few_images_for_a_split_are_said(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("a", "b", count=2))
     (note,) = open_dataset("folder", root=root).split("train").notes
     assert note == "2 of 2 classes have too few images for 3 splits: a 2, b 2"
-    with pytest.raises(ValueError, match="the validation split is empty: every class has too few"):
+    with pytest.raises(ValueError, match="the validation split is empty: all classes have too few"):
         open_dataset("folder", root=root).split("validation")
 
 

@@ -12,7 +12,8 @@ import vit
 from tests.conftest import Launcher
 from vit.config import load_config
 from vit.data.groups import choose_groups, find_groups, hash_quickly, join_duplicates
-from vit.data.open import _choose_stratified, open_dataset, open_for_model
+from vit.data.open import open_dataset, open_for_model
+from vit.data.splits import _choose_stratified
 
 BURST = 5
 
@@ -49,7 +50,9 @@ def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, su
     bursts = [read_bursts(list(split.ids)) for split in splits]
     assert sum(map(len, bursts)) == len(set().union(*bursts)) == 20
     assert [len(split) for split in splits] == [70, 10, 20]
-    assert any("100 images have a copy, or nearly" in text for text in grouped.describe_splits())
+    assert any(
+        "100 images have a copy or a near-copy" in text for text in grouped.describe_splits()
+    )
     # whoever evaluates the model gets the same test images
     trained_on = load_config(
         {"data": {"name": "folder", "root": str(tmp_path), "group_duplicates": True}}

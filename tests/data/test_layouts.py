@@ -15,7 +15,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from vit.data.cache import decode_dataset
-from vit.data.open import find_kind, open_dataset
+from vit.data.open import open_dataset
+from vit.data.sources.registry import find_kind
 
 datasets = pytest.importorskip("datasets")
 

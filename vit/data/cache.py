@@ -1,8 +1,8 @@
 """Decode once: the images of a dataset become uint8 pixels on disk, memory-mapped, with checksums.
 
-Decoded images lie in a folder of the cache that is named for its contents. It is built beside its
-place under a lock, and moved there when complete. Changed files have another cache key, hence
-another folder; a damaged folder is built again.
+Decoded images lie in a folder of the cache whose name has a hash of the files' facts. It is built
+under a lock next to its place, and moved there when complete. Changed files have another hash,
+hence another folder; a damaged folder is built again.
 """
 
 import fcntl
@@ -33,9 +33,9 @@ from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
 _FORMAT = 4
-# bytes under one checksum
+# bytes for each checksum
 _BLOCK = 1 << 24
-# 2 GiB: of a larger file only so many are checked
+# 2 GiB; a larger file is checked in a sample of its blocks
 _CHECKED_BLOCKS = 128
 # images that a process decodes at a time
 _CHUNK = 256
@@ -55,33 +55,29 @@ def decode_dataset(
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
     interpolation: Interpolation = "bicubic",
-    check_cache: bool = False,
 ) -> ImageDataset:
     """Decode every image once, or open what was decoded earlier.
 
     Args:
-        dataset: the images; already decoded ones are returned as they are.
-        size: (H, W) that the images are scaled and cut to; None computes their hashes alone.
-        cache_dir: the cache; None is $VIT_CACHE or ~/.cache/vit.
-        workers: processes that decode; None is one a core, 0 this process.
-        max_unreadable_fraction: of the images may be unreadable, 0 to 1.
-        progress: whether a progress bar is shown.
-        interpolation: of the scaling.
-        check_cache: know the images by their contents, which are all read; by default by names,
-            sizes, times and inodes of their files.
+        dataset: The images; already decoded ones are returned as they are.
+        size: Height and width that the images are scaled and cut to; None computes hashes alone.
+        cache_dir: The cache; None is $VIT_CACHE or ~/.cache/vit.
+        workers: Processes that decode; None is one a core, 0 this process.
+        max_unreadable_fraction: Fraction of the images that may be unreadable, 0 to 1.
+        progress: Show a progress bar.
+        interpolation: Filter of the scaling.
 
     Returns:
         The readable images, with `pixels` (None without a size), `hashes` and `unreadable`.
 
     Raises:
-        ValueError: more images are unreadable than allowed.
-        OSError: the cache can't be written, or is full.
+        ValueError: More images are unreadable than allowed.
+        OSError: The cache can't be written, or is full.
     """
     if dataset.pixels is not None:
         return dataset
 
-    images_key = dataset.cache_key(by_content=check_cache)
-    key = f"{_FORMAT} {images_key} {size} {interpolation}"
+    key = f"{_FORMAT} {dataset.cache_key()} {size} {interpolation}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
     folder = cache_dir or default_cache_dir()
@@ -92,7 +88,7 @@ def decode_dataset(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # another process may have built it meanwhile
+            # another process may have built it while this one waited
             decoded = _open_decoded(folder, dataset, size)
             if decoded is None:
                 preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
@@ -114,7 +110,7 @@ def _build(
 ) -> None:
     """Decode the images into `folder`. The caller holds the lock of the folder."""
     building = folder.with_suffix(".building")
-    # left by a process that was killed
+    # a process that was killed may have left it
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -130,11 +126,11 @@ def _build(
             dataset, pixels, preprocess, workers=workers, progress=progress
         )
 
-        # places of unreadable images are closed, and those images are only in the index
+        # unreadable images have no place in the file, only in the index
         readable = np.delete(np.arange(len(dataset)), list(failures))
         _close_gaps(pixels, readable, image_bytes)
 
-        # damage is found block by block, so that a part of a large file can be checked
+        # each block has a checksum, so that a part of a large file can be checked
         num_blocks = math.ceil(pixels.stat().st_size / _BLOCK)
         unreadable = [(dataset.ids[failed], failures[failed]) for failed in sorted(failures)]
         arrays = {
@@ -145,7 +141,7 @@ def _build(
         }
         write_arrays(building / "index.npz", arrays)
 
-        # a damaged one
+        # there may be a damaged one
         shutil.rmtree(folder, ignore_errors=True)
         rename_durably(building, folder)
     finally:
@@ -160,12 +156,15 @@ def _decode_images(
     workers: int | None,
     progress: bool,
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Write the pixels of all images; returns their hashes, uint64 [2, n], and why an image, by its
-    index, can't be read."""
+    """Write the pixels of all images.
+
+    Returns:
+        Hashes of the images, uint64 [2, n]; and index of an image → why it can't be read.
+    """
     count = len(dataset)
     hashes = np.zeros((2, count), dtype=np.uint64)
     failures: dict[int, str] = {}
-    # a generator: the parts of millions of images aren't all made at once
+    # a generator, because the parts of millions of images would take much memory
     tasks = (
         (dataset.subset(range(start, min(start + _CHUNK, count))), start, pixels, preprocess)
         for start in range(0, count, _CHUNK)
@@ -175,7 +174,7 @@ def _decode_images(
         if workers in (0, 1) or count < _FEW or dataset.reader.in_process:
             chunks: Iterator[_Chunk] = (_decode_chunk(*task) for task in tasks)
         else:
-            # joblib starts processes afresh (no fork beside threads) and imports no __main__ there
+            # joblib starts new processes (a fork is unsafe with threads) and imports no __main__
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
             pool = Parallel(n_jobs=workers or -1, return_as="generator_unordered", max_nbytes=None)
@@ -213,7 +212,7 @@ def _decode_chunk(
             if preprocess is not None:
                 images[index] = preprocess.to_uint8(image)
         except RemoteError:
-            # says nothing about the image
+            # the image itself may be good
             raise
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
@@ -221,7 +220,7 @@ def _decode_chunk(
 
 
 def _close_gaps(pixels: Path, readable: np.ndarray, image_bytes: int) -> None:
-    """Move the readable images together, and cut the file off behind them.
+    """Move the readable images together, and cut off the rest of the file.
 
     `readable` ascends, so no image is written over one that is still needed.
     """
@@ -236,7 +235,7 @@ def _close_gaps(pixels: Path, readable: np.ndarray, image_bytes: int) -> None:
 def _open_decoded(
     folder: Path, dataset: ImageDataset, size: tuple[int, int] | None
 ) -> ImageDataset | None:
-    """The decoded images in `folder`, or None where there are none, or damaged ones."""
+    """Open the decoded images in `folder`; None if there are none, or damaged ones."""
     try:
         index = read_arrays(folder / "index.npz")
         readable = index["readable"]
@@ -250,14 +249,14 @@ def _open_decoded(
             hashes=index["hashes"],
             unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
         )
-    # what was damaged by a full disk is built again, not trusted
+    # damaged files, for instance after a full disk, are built again
     except (OSError, ValueError, LookupError):
         return None
 
 
 def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> np.ndarray:
-    """The pixels in a file. Raises ValueError where it is damaged."""
-    # evenly spaced blocks: reading a large file whole would take minutes
+    """Map the pixels in a file. Raises ValueError if it is damaged."""
+    # evenly spaced blocks, because reading a large file whole would take minutes
     blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
     has_right_size = path.stat().st_size == math.prod(shape)
     if not has_right_size or (_compute_checksums(path, blocks) != checksums[blocks]).any():
@@ -266,12 +265,12 @@ def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> n
     if not shape[0]:
         # an empty file can't be mapped
         return np.zeros(shape, dtype=np.uint8)
-    # copy-on-write: torch takes the memory as it is, and the file can't be changed through it
+    # copy-on-write: torch can use the memory, and the file can't be changed through it
     return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
 
 
 def _compute_checksums(path: Path, blocks: range) -> np.ndarray:
-    """CRC-32 of each of the blocks of a file, uint32."""
+    """Compute the CRC-32 of blocks of a file, uint32."""
     with open_regular(path) as file:
         contents = (os.pread(file.fileno(), _BLOCK, block * _BLOCK) for block in blocks)
         return np.array([zlib.crc32(content) for content in contents], dtype=np.uint32)

@@ -22,26 +22,26 @@ class ImageDataset:
 
     A source gives the labels, and a reader that decodes an image when it is needed.
     `vit.data.cache.decode_dataset` adds the pixels of all images and their hashes, and leaves out
-    what can't be read.
+    unreadable images.
     """
 
     name: str
     split: str = "all"
     class_names: tuple[str, ...]
     labels: np.ndarray  # int64 [n]
-    # each a path below the root, or such as "test/00012"
+    # path below the root, or a name such as "test/00012"
     ids: Sequence[str]
-    # of the original images, in full size
+    # decodes the original images in full size
     reader: ImageReader
-    # for the user: a split under another name, images that could be read with another package
+    # sentences for the user: a split under another name, files that are not images
     notes: tuple[str, ...] = ()
-    # what lies beside the images: suffix (".txt") of other files, or "images in …" → how many
+    # number of files that are not used, by suffix (".txt") or description ("images in …")
     unused: Mapping[str, int] = field(default_factory=dict)
-    # of each image: those of one group are never on both sides of a split; None: each its own
+    # group of each image: one group is never on both sides of a split; None: each image is a group
     groups: Sequence[str] | None = None
     # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
     pixels: np.ndarray | None = None
-    # uint64 [2, n], `vit.data.duplicates`; None: not known
+    # uint64 [2, n], see `vit.data.duplicates`; None: not known
     hashes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
@@ -50,15 +50,15 @@ class ImageDataset:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """The RGB image at `index` in full size.
+        """Decode the image at `index` to RGB in full size.
 
         Raises:
-            ValueError, OSError: it can't be decoded; the message names it.
+            ValueError, OSError: It can't be decoded; the message names it.
         """
         return self.reader.image(index)
 
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
-        """The images at `indices` that can be read. Raises ValueError where none can."""
+        """Read the images at `indices` that can be read. Raises ValueError if none can."""
         # fetched together: object storage answers many requests at once
         sample = self.subset(list(indices))
         sample.reader.fetch(range(len(sample)))
@@ -69,11 +69,11 @@ class ImageDataset:
                 num_read += 1
         if not num_read:
             text = f"none of {len(sample)} images of {self.name} {self.split} can be read"
-            raise ValueError(f"{text}; the first is {self.ids[0]}")
+            raise ValueError(f"{text}; check the files, such as {self.ids[0]}")
 
     @property
     def digests(self) -> np.ndarray:
-        """Hashes of size and pixels, uint64 [n], of images that were decoded."""
+        """Hashes of size and pixels of decoded images, uint64 [n]."""
         assert self.hashes is not None
         digests: np.ndarray = self.hashes[0]
         return digests
@@ -82,32 +82,32 @@ class ImageDataset:
     def fingerprint(self) -> str:
         """Hexadecimal sha256 by which the images are known.
 
-        With hashes: over class names, split and the images' labels and pixels, not their names nor
-        order. JPEG files decode to the same pixels with the same decoder only: libjpeg versions may
-        differ in a bit. Without: over the names of the images too, in their order, and the sizes of
-        their files.
+        If there are hashes, it covers class names, split and the images' labels and pixels, but not
+        their names or order. JPEG files decode to the same pixels only with the same decoder:
+        libjpeg versions may differ in a bit. Without hashes it covers the names of the images, too,
+        in their order, and the sizes of their files.
         """
         if self.hashes is not None:
-            # sorted, so that neither names nor order of the files count
+            # sorted, so that names and order of the files don't count
             pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
             ordered = pairs[np.lexsort(pairs.T)].astype("<u8")
             names = json.dumps([self.split, *self.class_names])
             return hashlib.sha256(names.encode() + ordered.tobytes()).hexdigest()
 
-        # sizes and not times, which are others on another machine
+        # sizes instead of times, which differ on another machine
         names = json.dumps(["listed", self.split, *self.class_names, *self.ids])
         sizes = self.reader.sizes()
         contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
         labels = self.labels.astype("<i8").tobytes()
         return hashlib.sha256(names.encode() + labels + contents).hexdigest()
 
-    def cache_key(self, *, by_content: bool = False) -> str:
-        """Hexadecimal sha256 that changes with the files (name, size, times, inode; or, by content,
-        all of their bytes), labels, class names or split; found without decoding any."""
+    def cache_key(self) -> str:
+        """Hexadecimal sha256 that changes with the files (name, size, times, inode), labels, class
+        names or split; found without decoding any image."""
         texts = ("\n".join(self.class_names), self.split, "\n".join(self.ids))
         names = "".join(text + "\0" for text in texts).encode(errors="surrogateescape")
-        images = self.reader.content_key() if by_content else self.reader.cache_key()
-        return hashlib.sha256(names + self.labels.tobytes() + images).hexdigest()
+        labels = self.labels.tobytes()
+        return hashlib.sha256(names + labels + self.reader.cache_key()).hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
         """The images at `indices`, in that order."""
@@ -123,8 +123,8 @@ class ImageDataset:
         )
 
     def keep_classes(self, classes: ClassChoice) -> ImageDataset:
-        """The images of `classes` (None: all), renumbered in the order of `class_names`. Raises
-        ValueError as `choose_classes`."""
+        """Keep the images of `classes` (None: all), with labels in the order of `class_names`. Raises
+        the errors of `choose_classes`."""
         class_names = choose_classes(self.class_names, classes)
         # label before → label after, -1 for classes that are left out
         label_of = {name: label for label, name in enumerate(class_names)}
@@ -135,18 +135,20 @@ class ImageDataset:
 
 
 class SourceSplits(NamedTuple):
-    """The splits that a data set has of its own, out of "train", "validation" and "test"."""
+    """The splits that a data set has of its own, out of "train", "validation" and "test".
 
-    # split → where its images are, as a name in a sentence: "train/"
+    Attributes:
+        origins: Split → the place of its images, as in a sentence: "train/".
+        load: Function that lists the images of a split.
+        unused: Number of files outside the splits that are not used, as in `ImageDataset`.
+    """
+
     origins: Mapping[str, str]
-    # lists the images of a split
     load: Callable[[str], ImageDataset]
-    # what lies beside the splits, as in ImageDataset
     unused: Mapping[str, int] = MappingProxyType({})
 
     def with_test_split(self) -> SourceSplits:
-        """The same where a validation split without a test split, as in ImageNet, is the test
-        split."""
+        """Make a validation split without a test split, as in ImageNet, the test split."""
         origins = dict(self.origins)
         if "validation" not in origins or "test" in origins:
             return self
@@ -161,13 +163,13 @@ class SourceSplits(NamedTuple):
 
 
 def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
-    """The images of several datasets, which name the same classes, as the split "all"."""
+    """Join datasets that have the same classes, as the split "all"."""
     first = datasets[0]
     assert all(dataset.class_names == first.class_names for dataset in datasets)
     if len(datasets) == 1:
         return replace(first, split="all")
 
-    # image by image: which of the readers has it, and its index there
+    # for each image the number of its reader, and its index there
     parts = np.repeat(np.arange(len(datasets)), [len(dataset) for dataset in datasets])
     indices = np.concatenate([np.arange(len(dataset)) for dataset in datasets])
     readers = [dataset.reader for dataset in datasets]
@@ -178,7 +180,7 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
         labels=np.concatenate([dataset.labels for dataset in datasets]),
         ids=[name for dataset in datasets for name in dataset.ids],
         reader=_JoinedReader(readers, parts, indices),
-        # in splits of their own, images of one group are in one already, or are not known to be
+        # the joined images are not split again
         groups=None,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -187,9 +189,10 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
 @dataclass(frozen=True, eq=False)
 class _JoinedReader(ImageReader):
     readers: Sequence[ImageReader]
-    # int64 [n]: which of the readers has an image
+    # int64 [n], number of each image's reader
     parts: np.ndarray
-    indices: np.ndarray  # int64 [n]: its index there
+    # int64 [n], each image's index there
+    indices: np.ndarray
 
     def image(self, index: int) -> Image.Image:
         reader = self.readers[int(self.parts[index])]
@@ -205,12 +208,7 @@ class _JoinedReader(ImageReader):
             reader.fetch(self.indices[chosen[self.parts[chosen] == number]].tolist())
 
     def cache_key(self) -> bytes:
-        return self._join_keys([reader.cache_key() for reader in self.readers])
-
-    def content_key(self) -> bytes:
-        return self._join_keys([reader.content_key() for reader in self.readers])
-
-    def _join_keys(self, keys: Sequence[bytes]) -> bytes:
+        keys = [reader.cache_key() for reader in self.readers]
         places = np.stack([self.parts, self.indices], axis=1)
         return b"".join(keys) + places.tobytes()
 
@@ -232,15 +230,12 @@ def printable(name: str) -> str:
 
 
 def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction: float) -> None:
-    """Refuse images of which too many can't be read.
+    """Raise ValueError if too many images can't be read, or none can.
 
     Args:
-        unreadable: (id, reason) of each that can't be read.
-        count: the number of all images.
-        fraction: of them may be unreadable, 0 to 1.
-
-    Raises:
-        ValueError: more are, or all.
+        unreadable: (id, reason) of each image that can't be read.
+        count: Number of all images.
+        fraction: Fraction of the images that may be unreadable, 0 to 1.
     """
     num_unreadable = len(unreadable)
     if num_unreadable > fraction * count or num_unreadable == count:

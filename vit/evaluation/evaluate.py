@@ -55,7 +55,7 @@ _MAX_REPETITIONS = 200
 # keys of the configuration that don't make another recipe: where the data lies, the machine, the
 # seed, what the model file keeps of the images
 _MACHINE_KEYS = {
-    "data": ("root", "workers", "cache_dir", "check_cache"),
+    "data": ("root", "workers", "cache_dir"),
     "train": ("seed", "device", "max_training_features"),
 }
 

@@ -11,8 +11,9 @@ import numpy as np
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, printable
-from vit.data.open import DatasetSplits, open_for_model, open_passed
+from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
+from vit.data.splits import DatasetSplits
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_kind, shorten
@@ -79,7 +80,6 @@ def load_images(
         interpolation=preprocess.interpolation,
         cache_dir=dataset.cache_dir,
         progress=progress,
-        check_cache=dataset.check_cache,
     )
     return EvaluationSet(
         dataset=decoded,

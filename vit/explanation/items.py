@@ -17,7 +17,8 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset
 from vit.data.images import divide, read_image
-from vit.data.open import DatasetSplits, open_for_model
+from vit.data.open import open_for_model
+from vit.data.splits import DatasetSplits
 from vit.runtime.files import clean_name, read_bytes
 
 

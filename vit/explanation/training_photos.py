@@ -1,17 +1,16 @@
 """The training photos that are nearest to a photo, as pages show them: those that
 `vit predict --similar` names, with their pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset, printable
-from vit.data.open import DatasetSplits, open_dataset
-from vit.data.sources.base import find_split_folders
+from vit.data.open import open_dataset
+from vit.data.sources.registry import is_here
+from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import Similar, check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor
@@ -118,7 +117,7 @@ class TrainingPhotos:
                 dataset = self._splits.split("train")
                 return None if dataset.reader.is_remote else dataset
             trained_on = self.bundle.config.get("data", {})
-            if _is_here(trained_on):
+            if is_here(trained_on.get("name"), trained_on.get("root")):
                 # which images were held out doesn't matter, since the model file names those of
                 # training; nor do names of classes and corrections, whose files stay closed
                 return open_dataset(trained_on["name"], root=trained_on.get("root")).split("all")
@@ -132,17 +131,3 @@ class TrainingPhotos:
         named = {path for path, _ in self.bundle.metadata["conformal"]["training_images"]}
         names = [printable(image_id) for image_id in self._dataset.ids]
         return {name: index for index, name in enumerate(names) if name in named}
-
-
-def _is_here(trained_on: Mapping[str, Any]) -> bool:
-    """Whether images can be read without a download."""
-    name = trained_on.get("name")
-    root = trained_on.get("root")
-    if name == "digits":
-        return True
-    if root is None or not Path(root).exists():
-        return False
-    if name == "imagenette":
-        # what is missing of it would be downloaded
-        return {"train", "validation"} <= find_split_folders(Path(root)).keys()
-    return name in ("folder", "imagenet")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import Config, flatten_config, load_config, read_sections
-from vit.data.open import DatasetSplits, find_kind
+from vit.data.sources.registry import find_kind
+from vit.data.splits import DatasetSplits
 from vit.data.statistics import are_grey, measure_shorter_side
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
@@ -138,7 +139,7 @@ def choose_config(
     """Choose a configuration for images.
 
     Args:
-        data: what `vit.data.open.find_kind` knows: a data set's name, a folder, a table or shards.
+        data: what `vit.data.sources.registry.find_kind` knows: a data set's name, a folder, a table or shards.
         overrides: `key.path=value` of the user.
         minutes: of training; None for `DEFAULT_MINUTES`.
 

@@ -19,10 +19,11 @@ from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
 from vit.data.loader import Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.mixing import Mixing
-from vit.data.open import DatasetSplits, open_dataset
+from vit.data.open import open_dataset
 from vit.data.order import BatchOrder
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
+from vit.data.splits import DatasetSplits
 from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
 from vit.data.transforms import Transform, apply_transform
 from vit.data.workers import Decoding
@@ -245,7 +246,6 @@ def _decode(
         cache_dir=splits.cache_dir,
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
-        check_cache=config.data.check_cache,
     )
 
 

@@ -16,7 +16,6 @@ from vit.runtime.arguments import shorten
 _NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
-    "data.check_cache",
     "data.root",
     "data.allow_outside",
     "data.class_names",

@@ -30,7 +30,7 @@ def names_images(source: ConfigLike | None) -> bool:
     if is_yaml or (_recipe_folder() / f"{source}.yaml").is_file():
         return False
     # numpy and Pillow, which `vit recipes` doesn't need
-    from vit.data.open import find_kind
+    from vit.data.sources.registry import find_kind
 
     return find_kind(source) is not None
 

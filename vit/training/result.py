@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
-from vit.data.open import DatasetSplits
+from vit.data.splits import DatasetSplits
 from vit.runtime.files import prepare_output
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vit.config import Config
 from vit.data.loader import TrainLoader
-from vit.data.open import DatasetSplits
+from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer

@@ -61,8 +61,6 @@ def train_model(
     if options.init is not None:
         init = find_initial_weights(options.init, output)
         overrides = [f"model.init={init}", *overrides]
-    if options.check_cache:
-        overrides = ["data.check_cache=true", *overrides]
     if options.group_by is not None:
         # as JSON, hence YAML: of an expression nothing is read as YAML's own
         group_by = str(options.group_by)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY_RUN, Launcher
-from vit.data.open import find_kind, open_dataset, open_for_model
+from vit.data.open import open_dataset, open_for_model
+from vit.data.sources.registry import find_kind
 
 MakeFolder = Callable[..., Path]
 NAMES = [f"{number}.png" for number in range(6)]
@@ -159,7 +160,7 @@ def test_the_cache_key_follows_the_table_and_its_files(make_folder: MakeFolder) 
         (
             "a.jsonl",
             '{"path": "0.png", "label": ["x", "y"]}',
-            "line 1: label .* is neither a text nor a whole number; an image has one class",
+            "line 1: label .* is neither a text nor a whole number; give each image one class",
         ),
         (
             "a.jsonl",

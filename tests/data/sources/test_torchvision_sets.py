@@ -14,7 +14,8 @@ import scipy.io
 from PIL import Image
 from torchvision import datasets
 
-from vit.data.open import find_kind, open_dataset
+from vit.data.open import open_dataset
+from vit.data.sources.registry import find_kind
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -186,7 +187,7 @@ def test_idx_files_are_read_from_a_folder(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(ValueError, match="is not a complete idx file"):
         open_dataset("folder", root=tmp_path).split("test")
     write_idx(file, pixels[:29])
-    with pytest.raises(ValueError, match="holds 29 images, and the file of labels 30 labels"):
+    with pytest.raises(ValueError, match="holds 29 images, and its file of labels 30 labels"):
         open_dataset("folder", root=tmp_path).split("test")
 
 

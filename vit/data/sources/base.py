@@ -1,4 +1,4 @@
-"""Readers of images, wherever they are stored, and what the kinds of sources have in common."""
+"""Readers of images, wherever they are stored, and checks that all kinds of sources share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from PIL import Image
 
 from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, read_image
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import compute_sha256, read_text
+from vit.runtime.files import read_text
 
-# split → what its folder, its shards or the value in a table may be called
+# split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation"),
@@ -36,7 +36,10 @@ Aliases = Mapping[str, str]
 
 @runtime_checkable
 class ImageReader(Protocol):
-    """Decodes the images of a dataset one by one."""
+    """Decodes the images of a dataset one by one.
+
+    A class of your own needs `image`, `cache_key` and `subset`.
+    """
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process: ClassVar[bool] = False
@@ -46,45 +49,39 @@ class ImageReader(Protocol):
     has_small_subsets: ClassVar[bool] = False
 
     def image(self, index: int) -> Image.Image:
-        """The RGB image, as `vit.data.images.read_image` gives it.
+        """Decode an image to RGB, see `vit.data.images.read_image`.
 
         Raises:
-            ValueError, OSError: it can't be decoded; the message names it.
-            RemoteError: object storage can't be reached, which says nothing about the image.
+            ValueError, OSError: It can't be decoded; the message names it.
+            RemoteError: Object storage can't be reached; the image itself may be good.
         """
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        """The image, of at least `side` pixels a side or its own; smaller where that is faster.
-        Raises as `image`."""
+        """Decode an image to at least `side` pixels a side, if that is faster than its full size.
+        Raises the errors of `image`."""
         return self.image(index)
 
     def fetch(self, indices: Iterable[int]) -> None:
-        """Bring images of object storage here, many at a time, before they are read. Raises
+        """Download images of object storage, many at a time, before they are read. Raises
         RemoteError."""
-        # others are at hand
+        # other images are on this machine already
         return
 
     def sizes(self) -> np.ndarray | None:
-        """Bytes of each image's file, int64 [n], -1 for one that is missing; None where the images
-        aren't files."""
+        """Bytes of each image's file, int64 [n], -1 for a missing file; None if the images aren't
+        files."""
         return None
 
     def cache_key(self) -> bytes:
-        """Bytes that change when an image changes, found without decoding any."""
-
-    def content_key(self) -> bytes:
-        """The same from the contents alone, which are all read: for file systems whose times and
-        inodes can't be trusted."""
-        # whoever knows a checksum gives it already
-        return self.cache_key()
+        """Bytes that change when an image changes, found without decoding any image."""
 
     def subset(self, indices: np.ndarray) -> ImageReader:
-        """These images in this order, and nothing else: it may be sent to another process."""
+        """A reader of these images in this order alone, which may be sent to another process."""
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayReader(ImageReader):
-    """Images that are already pixels: uint8 [n, H, W, 3]."""
+    """Images in memory, uint8 [n, H, W, 3]."""
 
     pixels: np.ndarray
     in_process = True
@@ -120,9 +117,6 @@ class FileReader(ImageReader):
     def cache_key(self) -> bytes:
         return self._read_stats().tobytes()
 
-    def content_key(self) -> bytes:
-        return hash_files(self.root / path for path in self.paths)
-
     def subset(self, indices: np.ndarray) -> FileReader:
         return FileReader(self.root, [self.paths[index] for index in indices])
 
@@ -133,14 +127,19 @@ class FileReader(ImageReader):
 
 
 def read_stats(paths: Sequence[str]) -> np.ndarray:
-    """Bytes, times of modification and of change in nanoseconds, and inode of each file, int64
-    [n, 4]: a copy may have the size and the time of what it replaced, but not the others."""
+    """Read the facts by which a changed file is noticed, int64 [n, 4].
+
+    Returns:
+        Bytes, times of modification and of change in nanoseconds, and inode of each file. A copy
+        may have the size and the time of the file that it replaced, but not the others. Bytes are
+        -1 for a missing file.
+    """
     stats = np.zeros((len(paths), 4), dtype=np.int64)
     for index, path in enumerate(paths):
         try:
             stat = os.stat(path)
         except OSError:
-            # a link to nothing: reading the image will say so
+            # a link to nothing; reading the image names it
             stats[index, 0] = -1
         else:
             inode = stat.st_ino & (2**63 - 1)
@@ -148,22 +147,11 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
     return stats
 
 
-def hash_files(paths: Iterable[Path]) -> bytes:
-    """SHA-256 over the contents of files; of one that can't be read its name counts."""
-    digest = hashlib.sha256()
-    for path in paths:
-        try:
-            digest.update(compute_sha256(path).encode())
-        except OSError:
-            digest.update(os.fsencode(path))
-    return digest.digest()
-
-
 def find_split_folders(root: Path) -> dict[str, Path]:
-    """Split → the folder below `root` that has its name.
+    """Find the folders below `root` that are named like a split: split → folder.
 
     Raises:
-        ValueError: two folders have names of the same split.
+        ValueError: Two folders have names of the same split.
     """
     folders: dict[str, Path] = {}
     for entry in sorted(root.iterdir()):
@@ -178,7 +166,7 @@ def find_split_folders(root: Path) -> dict[str, Path]:
 
 
 def count_suffixes(paths: Iterable[str]) -> Counter[str]:
-    """How many files there are of each suffix, in small letters: ".heic" → 9."""
+    """Count the files of each suffix, in small letters: ".heic" → 9."""
     counts: Counter[str] = Counter()
     for path in paths:
         name = os.path.basename(path)
@@ -191,65 +179,76 @@ def count_suffixes(paths: Iterable[str]) -> Counter[str]:
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Such as ".heic 9, .txt 3": what there is most of first, and how HEIC is read."""
+    """Describe counts as ".heic 9, .txt 3", the largest first; HEIC comes with how to read it."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     text = ", ".join(f"{name} {count:,}" for name, count in ordered)
     has_heif = any(suffix in counts for suffix in HEIF_SUFFIXES)
     return f"{text} ({HEIF_HINT})" if has_heif else text
 
 
-def check_test_classes(
-    counts: Mapping[str, Counter[str]], classes: ClassChoice, *, origin: str
+def check_labels(
+    labels: Mapping[str, Sequence[str]],
+    class_names: Collection[str],
+    classes: ClassChoice,
+    *,
+    origin: str,
 ) -> None:
     """Refuse classes that no model could learn.
 
     Args:
-        counts: split → class → number of its images; without "train" nothing is learned from them.
-        classes: those that are kept; None keeps all.
-        origin: what names the classes, at the start of the message.
+        labels: Split → the class of each of its images.
+        class_names: All classes.
+        classes: Classes that are kept; None keeps all.
+        origin: Name of the data, at the start of the message.
 
     Raises:
-        ValueError: a class is in another split, and not in "train".
+        ValueError: There are fewer than two classes, two look the same, or a class is in another
+            split and not in "train".
     """
-    for split, class_counts in counts.items():
-        unknown = set(class_counts) - set(counts.get("train", class_counts))
+    check_classes(class_names, origin=origin)
+    if "train" not in labels:
+        return
+    learned = set(labels["train"])
+    for split, split_labels in labels.items():
+        unknown = set(split_labels) - learned
         if classes is not None:
             unknown &= set(classes)
         if unknown:
             name = min(unknown)
-            text = f"class {shorten(name)!r} has {class_counts[name]:,} images in the {split} split"
+            count = Counter(split_labels)[name]
+            text = f"class {shorten(name)!r} has {count:,} images in the {split} split"
             hint = "add some, or leave it out with data.classes"
             raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
 
 
 def check_label(label: Any, *, origin: str) -> str:
-    """The class that a table names, a text or a whole number, as text.
+    """Return the class in a row of a table, a text or a whole number, as text.
 
     Args:
-        label: the value in the table.
-        origin: the row, at the start of the message.
+        label: Value in the table.
+        origin: Name of the row, at the start of the message.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: It is anything else.
     """
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         text = f"label {shorten(repr(label))} is neither a text nor a whole number"
-        raise ValueError(f"{origin}: {text}; an image has one class")
+        raise ValueError(f"{origin}: {text}; give each image one class")
     return str(label)
 
 
 def choose_classes(
     class_names: Sequence[str], classes: ClassChoice, *, aliases: Aliases | None = None
 ) -> tuple[str, ...]:
-    """Those of `class_names` that `data.classes` keeps, in the order of the set.
+    """Choose the classes that `data.classes` keeps, in the order of the set.
 
     Args:
-        class_names: all classes of the set.
-        classes: those to keep, each by its name or an alias; None keeps all.
-        aliases: class name → another name for it.
+        class_names: All classes of the set.
+        classes: Classes to keep, each by its name or an alias; None keeps all.
+        aliases: Class name → another name for it.
 
     Raises:
-        ValueError: a class is unknown, or fewer than two are kept.
+        ValueError: A class is unknown, or fewer than two are kept.
     """
     if classes is None:
         return tuple(class_names)
@@ -267,11 +266,13 @@ def choose_classes(
 
 
 def check_classes(class_names: Collection[str], *, origin: str) -> None:
-    """Raise ValueError where there are fewer than two classes, or two that look the same; the
-    message begins with `origin`."""
+    """Raise ValueError if there are fewer than two classes, or two that look the same; the message
+    begins with `origin`."""
     if len(class_names) < 2:
         names = shorten(", ".join(map(repr, class_names)) or "none")
-        raise ValueError(f"{origin} names fewer than two classes: {names}; a classifier needs two")
+        raise ValueError(
+            f"{origin} names fewer than two classes: {names}; add images of another class"
+        )
 
     # spaces, and é as one character or as two, can't be told apart on a screen
     original: dict[str, str] = {}
@@ -285,7 +286,7 @@ def check_classes(class_names: Collection[str], *, origin: str) -> None:
 
 
 def read_words(path: Path) -> dict[str, str]:
-    """Class → name of each line such as "n01440764 tench, Tinca tinca": of synonyms the first."""
+    """Read lines such as "n01440764 tench, Tinca tinca": class → its first synonym."""
     words = {}
     for line in read_text(path).splitlines():
         parts = line.split(maxsplit=1)
@@ -295,8 +296,12 @@ def read_words(path: Path) -> dict[str, str]:
 
 
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
-    """Class → name in words, of synonyms the first, where all classes are WordNet ids: "chain saw"
-    for n03000684. Empty where they aren't; an id that timm's table lacks stays as it is."""
+    """Find the names in words of classes that are WordNet ids: "chain saw" for n03000684.
+
+    Returns:
+        Class → the first of its synonyms; an id that timm's table lacks keeps its name. Empty if
+        some classes aren't WordNet ids.
+    """
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
     # takes seconds to import
@@ -313,15 +318,16 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
 def resolve_class_names(
     class_names: Sequence[str], source: Path | Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The names of classes in words.
+    """Find the names of classes in words.
 
     Args:
-        class_names: the classes as the data set calls them.
-        source: names by class, of all classes or some; or a text file of all. Its lines are a class
-            and its name or, in the order of the classes (of numbers: line 0 first), the name alone.
+        class_names: Classes as the data set calls them.
+        source: Names by class, for all classes or some; or a text file for all. Its lines are a
+            class and its name, or the name alone, in the order of the classes (line 0 first for
+            classes that are numbers).
 
     Raises:
-        ValueError: the file doesn't fit the classes.
+        ValueError: The file doesn't fit the classes.
     """
     if isinstance(source, Mapping):
         return deduplicate({name: source.get(name, name) for name in class_names})
@@ -340,13 +346,12 @@ def resolve_class_names(
     if len(lines) != len(class_names):
         missing = next(name for name in class_names if name not in words)
         counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"
-        raise ValueError(f"data.class_names {source} has {counts}")
+        raise ValueError(f"data.class_names {source} has {counts}; write a line for each class")
     return deduplicate(dict(zip(class_names, lines, strict=True)))
 
 
 def deduplicate(names: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of classes, with the class behind a name that several have: "crane" is a bird and a
-    machine."""
+    """Make names unique: the class is put behind a name that several classes have, as "crane"."""
     counts = Counter(names.values())
     return tuple(
         name if counts[name] == 1 else f"{name} ({class_name})"

@@ -25,57 +25,67 @@ from vit.data.sources.base import (
     find_wordnet_names,
 )
 from vit.data.sources.idx import find_idx, list_idx
+from vit.data.sources.source import Request, Source, root_exists
 from vit.data.sources.tables import find_tables, is_table, list_tables
 from vit.runtime.arguments import shorten
 
 
-def find_folder(
-    *, root: Path | str, classes: ClassChoice, cache_dir: Path, allow_outside: bool = False
-) -> SourceSplits:
-    """The splits of a folder of the user's own images, of a table of them, or of idx files.
-
-    Args:
-        root: the folder or the table.
-        classes: those to keep; None keeps all.
-        cache_dir: not needed.
-        allow_outside: whether a table may name images outside its folder.
-    """
-    path = Path(root).expanduser()
+def find_folder(request: Request) -> SourceSplits:
+    """Find the splits of a folder of the user's own images, of a table of them, or of idx files."""
+    assert request.root is not None
+    classes = request.classes
+    path = Path(request.root).expanduser()
     if not is_table(path):
-        path = check_root(root)
+        path = check_root(path)
 
     tables = list_tables(path)
     if tables:
         folder = path if path.is_dir() else path.parent
-        return find_tables(folder, tables, classes, allow_outside=allow_outside)
+        return find_tables(folder, tables, classes, allow_outside=request.allow_outside)
     idx_files = list_idx(path)
     if idx_files:
         return find_idx("folder", idx_files, classes)
     return find_class_folders("folder", path, classes)
 
 
+def is_folder(place: str) -> bool:
+    """Return true for a folder or a table."""
+    path = Path(place).expanduser()
+    return is_table(path) or path.is_dir()
+
+
+SOURCE = Source(
+    "folder",
+    find_folder,
+    recognizes=is_folder,
+    needs_root=True,
+    is_here=root_exists,
+    unit="files",
+)
+
+
 def check_root(root: Path | str) -> Path:
-    """The root as a folder. Raises FileNotFoundError where it doesn't exist."""
+    """Return the root as a folder. Raises FileNotFoundError if it doesn't exist."""
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"data.root {folder} is not a folder")
+        raise FileNotFoundError(f"data.root {folder} is not a folder; check the path")
     return folder
 
 
 def find_class_folders(
     name: str, root: Path, classes: ClassChoice, *, aliases: Aliases | None = None
 ) -> SourceSplits:
-    """The splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
+    """Find the splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
     which is all "train".
 
     Args:
-        name: the data.name.
-        root: the folder.
-        classes: those to keep, by folder name or alias; None keeps all.
-        aliases: folder name → readable name.
+        name: The data.name.
+        root: The folder.
+        classes: Classes to keep, by folder name or alias; None keeps all.
+        aliases: Folder name → readable name.
 
     Raises:
-        ValueError: there are fewer than two classes, a split has a class that the training images
+        ValueError: There are fewer than two classes, a split has a class that the training images
             lack, an image has two classes, or a folder may be a split or a class.
     """
     folders = _find_splits(root)
@@ -89,7 +99,8 @@ def find_class_folders(
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:
-            raise ValueError(f"{folder} holds class {min(unknown)!r}, which {first} does not have")
+            text = f"{folder} holds class {min(unknown)!r}, which {first} does not have"
+            raise ValueError(f"{text}; add training images of it, or remove it")
     check_link = _make_link_check(
         [folder / class_folder for folder in folders.values() for class_folder in class_folders]
     )
@@ -114,11 +125,11 @@ def check_not_inside(output: Path, root: Path) -> None:
     """Refuse an output directory that would be a class of the images.
 
     Args:
-        output: the directory, before it is made.
-        root: the images.
+        output: The directory, before it is made.
+        root: Folder of the images.
 
     Raises:
-        ValueError: the folders below the root are classes, and the output is one of them or in one.
+        ValueError: The folders below the root are classes, and the output is one of them or in one.
     """
     if not root.is_dir() or root.resolve() not in output.resolve().parents:
         return
@@ -128,10 +139,10 @@ def check_not_inside(output: Path, root: Path) -> None:
 
 
 def _find_splits(root: Path) -> dict[str, Path]:
-    """Split → its folder; {"train": root} where the folders below the root are the classes.
+    """Find the folder of each split; {"train": root} if the folders below the root are classes.
 
     Raises:
-        ValueError: that can't be told.
+        ValueError: The folders may be splits or classes.
     """
     # a split holds folders of classes; a class may be called "test", too
     named = find_split_folders(root)
@@ -161,7 +172,7 @@ def _find_splits(root: Path) -> dict[str, Path]:
 
 
 def list_classes(folder: Path) -> list[str]:
-    """The names of the folders in a folder that may be classes, sorted."""
+    """List the folders in a folder that may be classes, sorted by name."""
     names = [entry.name for entry in _list_folders(folder)]
     return [name for name in names if not name.startswith("__")]
 
@@ -176,7 +187,7 @@ def _find_images(folder: Path) -> Iterator[str]:
 
 
 def _count_unused(root: Path, folders: Collection[Path]) -> Counter[str]:
-    """What lies below the root and in no folder of a class."""
+    """Count the files below the root that are in no folder of a class."""
     unused: Counter[str] = Counter()
     for folder in {root, *folders}:
         files = [entry.name for entry in folder.iterdir() if entry.is_file()]
@@ -196,7 +207,7 @@ def _count_unused(root: Path, folders: Collection[Path]) -> Counter[str]:
 
 
 def _suggest_folder(root: Path) -> str:
-    """Where classes may be meant, below a folder that holds no more than one."""
+    """Suggest the folder that holds several classes, below a folder that holds only one folder."""
     folder = root
     while len(subfolders := _list_folders(folder)) == 1:
         (folder,) = subfolders
@@ -206,11 +217,11 @@ def _suggest_folder(root: Path) -> str:
 
 
 def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
-    """What refuses a link by which images would be found twice: under two classes, in two splits or
-    again below themselves.
+    """Make a check that refuses links by which images would be found twice: under two classes, in
+    two splits or again below themselves.
 
     Raises:
-        ValueError: a folder of a class is a link to another one.
+        ValueError: A folder of a class is a link to another one.
     """
     folder_at: dict[str, str] = {}
     for folder in map(os.fspath, class_folders):
@@ -222,11 +233,11 @@ def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
 
     def check_link(link: str) -> None:
         target = os.path.realpath(link)
-        # a folder above it, or one that a link above it leads to
+        # the link leads to a folder above it, or to one that a link above it leads to
         if any(os.path.realpath(parent) == target for parent in Path(link).absolute().parents):
             text = f"{link} leads back to {target}, in which it lies"
             raise ValueError(f"{text}; remove the link")
-        # whose folder the link leads into, from the inside out
+        # find the class folder that the link leads into, from the inside out
         place = target
         while place not in folder_at and place != os.path.dirname(place):
             place = os.path.dirname(place)
@@ -248,7 +259,7 @@ def _list_images(
     needs_every_class: bool,
     check_link: Callable[[str], None],
 ) -> ImageDataset:
-    """Every image below folder/<class>, in sorted order; other files are counted and ignored."""
+    """List every image below folder/<class>, in sorted order; other files are counted and ignored."""
     paths: list[str] = []
     counts: list[int] = []
     unused: Counter[str] = Counter()
@@ -263,7 +274,7 @@ def _list_images(
             hint = "remove it, or name others in data.classes"
             raise ValueError(f"{directory} holds no images{held}; {hint}")
 
-        # by text, which is many times faster than a relative path for each image
+        # cutting texts is many times faster than making a relative path for each image
         relative = os.path.relpath(directory, root)
         start = len(str(directory))
         paths.extend(relative + image[start:] for image in images)
@@ -271,7 +282,7 @@ def _list_images(
         unused += others
 
     if not paths:
-        raise ValueError(f"{folder} holds no images")
+        raise ValueError(f"{folder} holds no images; check the path")
     notes: tuple[str, ...] = ()
     if unused:
         notes = (f"not images in {folder.absolute().name}/: {describe_counts(unused)}",)

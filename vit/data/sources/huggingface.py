@@ -1,11 +1,10 @@
-"""Data sets of Hugging Face's library `datasets`: names, directories of save_to_disk, and Parquet
-files."""
+"""Data sets of Hugging Face's library `datasets`: names on the Hub, directories of save_to_disk, and
+Parquet files."""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,15 +18,14 @@ from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import read_image
 from vit.data.sources.base import (
     SPLIT_OF,
-    ClassChoice,
     ImageReader,
-    check_classes,
     check_label,
-    check_test_classes,
-    hash_files,
+    check_labels,
     read_stats,
 )
+from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
+from vit.data.sources.source import Request, Source
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.hub import offline_if_unreachable
 
@@ -40,7 +38,8 @@ class RowReader(ImageReader):
     # datasets.Dataset of one column, not decoded
     rows: Any
     ids: Sequence[str]
-    indices: np.ndarray  # int64 [n], of the rows
+    # int64 [n], numbers of the rows
+    indices: np.ndarray
 
     def image(self, index: int) -> Image.Image:
         # one column, of {bytes, path}
@@ -61,16 +60,11 @@ class RowReader(ImageReader):
 
     def cache_key(self) -> bytes:
         stats = read_stats([file["filename"] for file in self.rows.cache_files])
-        # of images in files of their own
+        # rows that hold a path change with the file
         return stats.tobytes() + self.indices.tobytes() + read_stats(self._list_paths()).tobytes()
 
-    def content_key(self) -> bytes:
-        tables = [Path(file["filename"]) for file in self.rows.cache_files]
-        contents = hash_files([*tables, *map(Path, self._list_paths())])
-        return contents + self.indices.tobytes()
-
     def _list_paths(self) -> list[str]:
-        """The files of those rows that hold a path alone."""
+        """List the files of the rows that hold a path alone."""
         import pyarrow.compute as pc
 
         (column,) = self.rows.with_format("arrow")[:].columns
@@ -85,29 +79,28 @@ class RowReader(ImageReader):
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether there are Parquet files, or what save_to_disk wrote."""
+    """Return true for Parquet files and for a directory that save_to_disk wrote."""
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     return is_saved or bool(_list_parquet(path))
 
 
-def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """The splits of a data set that the library `datasets` reads.
+def find_huggingface(request: Request) -> SourceSplits:
+    """Find the splits of a data set that the library `datasets` reads.
 
-    An image is in the column image or img; its class in label, labels or class, as a number, a
+    An image is in the column image or img; its class is in label, labels or class, as a number, a
     name, or a number that the file's features name. Splits without labels are left out.
 
     Args:
-        root: "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that save_to_disk wrote,
-            a Parquet file or a folder of them (such as data/train-00000.parquet).
-        classes: those to keep; None keeps all.
-        cache_dir: takes the library's copies.
+        request: Its root is "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that
+            save_to_disk wrote, a Parquet file or a folder of them (such as
+            data/train-00000.parquet). Its cache holds the library's copies.
 
     Raises:
-        ValueError: the library isn't installed, or there are no images and labels.
-        OSError: the data set can't be read.
+        ValueError: The library isn't installed, or there are no images and labels.
+        OSError: The data set can't be read.
     """
-    origin = f"data.root {root}"
-    tables = _load(str(root), cache_dir / "datasets")
+    origin = f"data.root {request.root}"
+    tables = _load(str(request.root), request.cache_dir / "datasets")
     # an extra, imported by `_load` already
     from datasets import Image as ImageFeature
 
@@ -115,7 +108,7 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
 
-    # by the library's name of a split
+    # the library's name of a split → its labels
     labels: dict[str, list[Any]] = {}
     for name, table in tables.items():
         if name.lower() in SPLIT_OF:
@@ -131,7 +124,7 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
     if not name_of:
         known = ", ".join(SPLIT_OF)
         names = ", ".join(tables)
-        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}")
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
 
     # labels are numbers whose names the features have, or the names themselves
     class_names = getattr(features[label_column], "names", None)
@@ -140,15 +133,13 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
         number_of = {value: number for number, value in enumerate(class_names)}
         labels = {name: [number_of[value] for value in labels[name]] for name in labels}
     class_names = tuple(map(str, class_names))
-    check_classes(class_names, origin=origin)
-
-    counts = {
-        split: Counter(class_names[number] for number in labels[name] if number < len(class_names))
+    named_labels = {
+        split: [class_names[number] for number in labels[name] if number < len(class_names)]
         for split, name in name_of.items()
     }
-    check_test_classes(counts, classes, origin=origin)
+    check_labels(named_labels, class_names, request.classes, origin=origin)
 
-    # the user should know: a split may have been spelled in another way
+    # the user is told, because a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
     notes = tuple(f"the split {name!r} was left out" for name in left_out)
 
@@ -158,7 +149,7 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
         numbers = np.array(labels[name], dtype=np.int64)
         for wrong in numbers[(numbers < 0) | (numbers >= len(class_names))]:
             text = f"label {wrong} is not one of the {len(class_names)} classes"
-            raise ValueError(f"{origin} {name}: {text}")
+            raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")
 
         ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
         # the images alone, as the bytes or the paths of their files
@@ -178,22 +169,34 @@ def find_huggingface(*, root: Path | str, classes: ClassChoice, cache_dir: Path)
             reader=RowReader(rows, ids, np.arange(len(ids))),
             notes=notes,
         )
-        return dataset.keep_classes(classes)
+        return dataset.keep_classes(request.classes)
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
     unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
     return SourceSplits(origins, load, unused).with_test_split()
 
 
+def _recognizes(place: str) -> bool:
+    # object storage can't be asked for Parquet files
+    return not is_remote(place) and (
+        place.startswith("hf:") or is_dataset(Path(place).expanduser())
+    )
+
+
+SOURCE = Source(
+    "huggingface", find_huggingface, recognizes=_recognizes, needs_root=True, unit="rows"
+)
+
+
 def _list_parquet(path: Path) -> dict[str, list[str]]:
-    """The Parquet files of each split at a path."""
+    """List the Parquet files of each split at a path."""
     if path.suffix == ".parquet" and path.is_file():
         return {"train": [str(path)]}
     return list_shards(str(path), ".parquet") or list_shards(str(path / "data"), ".parquet")
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:
-    """Split → table, as the library names and maps them."""
+    """Open a data set: split → table, as the library names and maps them."""
     try:
         # an extra, which takes seconds to import
         import datasets
@@ -220,7 +223,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
             else:
                 tables = datasets.load_from_disk(str(path))
         except Exception as error:
-            # of the library, of pyarrow or of what reaches the Hub
+            # the library, pyarrow and the client of the Hub raise errors of many types
             reason = shorten(first_line(error.__cause__ or error))
             raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
     return dict(tables) if isinstance(tables, dict) else {"train": tables}
@@ -228,7 +231,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """What fails is said once, by us; bars are for a screen."""
+    """Turn off the library's messages, since we report errors, and its bars outside a terminal."""
     level = datasets.logging.get_verbosity()
     had_bars = not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -243,16 +246,18 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _find_column(features: Mapping[str, Any], names: Sequence[str], origin: str) -> str:
-    """The first of the `names` that is there."""
+    """Find the first of the columns `names` that exists."""
     for name in names:
         if name in features:
             return name
     only = shorten(", ".join(features))
-    raise ValueError(f"{origin} has no column {' or '.join(names)}, only {only}")
+    wanted = " or ".join(names)
+    raise ValueError(f"{origin} has no column {wanted}, only {only}; rename the right one")
 
 
 def _read_labels(table: Any, column: str, origin: str) -> list[Any]:
-    """The value of each row; none where no row has one (-1, as the Hub's test splits, or null)."""
+    """Read the label of each row; none if no row has one (-1, as in test splits of the Hub, or
+    null)."""
     values = list(table[column])
     if all(value is None or value == -1 for value in values):
         return []

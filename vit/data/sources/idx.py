@@ -1,5 +1,4 @@
-"""idx files, in which MNIST and its successors are published: train-images-idx3-ubyte.gz and so
-on."""
+"""idx files, the format of MNIST and its successors: train-images-idx3-ubyte.gz and so on."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _SPLIT_OF = {"train": "train", "t10k": "test", "test": "test"}
 
 
 def list_idx(folder: Path) -> dict[str, Path]:
-    """Split → the idx file of its images, for those that lie in `folder`."""
+    """Find the idx files of images that lie in `folder`: split → file."""
     matches = {path: _IMAGES_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())}
     return {_SPLIT_OF[match[1]]: path for path, match in matches.items() if match}
 
@@ -33,25 +32,25 @@ def find_idx(
     *,
     class_names: Sequence[str] | None = None,
 ) -> SourceSplits:
-    """The splits of idx files.
+    """Find the splits of idx files.
 
     Args:
-        name: the data.name.
-        files: split → the file of its images, with that of its labels beside it.
-        classes: those to keep, by name; None keeps all.
-        class_names: in the order of the labels; None calls them by their numbers.
+        name: The data.name.
+        files: Split → the file of its images, with that of its labels beside it.
+        classes: Classes to keep, by name; None keeps all.
+        class_names: Names in the order of the labels; None names the classes by their numbers.
 
     Raises:
-        ValueError: a file is damaged, or images and labels don't fit.
-        FileNotFoundError: the labels are missing.
+        ValueError: A file is damaged, or images and labels don't fit.
+        FileNotFoundError: The labels are missing.
     """
 
     def load(split: str) -> ImageDataset:
         images = read_idx(files[split], dimensions=3)
         labels = _read_labels(files[split])
         if len(images) != len(labels):
-            text = f"{len(images)} images, and the file of labels {len(labels)} labels"
-            raise ValueError(f"{files[split]} holds {text}")
+            text = f"{len(images)} images, and its file of labels {len(labels)} labels"
+            raise ValueError(f"{files[split]} holds {text}; download both files again")
 
         names = class_names
         if names is None:
@@ -60,6 +59,7 @@ def find_idx(
             names = [str(number) for number in range(training_labels.max(initial=0) + 1)]
         if labels.max(initial=0) >= len(names):
             text = f"label {labels.max()}, and there are {len(names)} classes"
+            text += "; check that the files are of one data set"
             raise ValueError(f"the {split} split of {files[split].parent} holds {text}")
 
         dataset = ImageDataset(
@@ -75,23 +75,23 @@ def find_idx(
 
 
 def _read_labels(images_file: Path) -> np.ndarray:
-    """The labels beside a file of images, int64 [n]."""
+    """Read the labels beside a file of images, int64 [n]."""
     name = images_file.name.replace("images", "labels").replace("idx3", "idx1")
     return read_idx(images_file.with_name(name), dimensions=1).astype(np.int64)
 
 
 def read_idx(path: Path, *, dimensions: int) -> np.ndarray:
-    """The bytes of an idx file, plain or .gz, uint8 of its shape.
+    """Read an idx file, plain or .gz, as uint8 of its shape.
 
     The format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each as a big-endian
     32-bit number, then the values.
 
     Args:
-        path: the file.
+        path: The file.
         dimensions: 3 for images, 1 for labels.
 
     Raises:
-        ValueError: it isn't such a file, or is cut off.
+        ValueError: It isn't such a file, or is cut off.
     """
     open_file: Any = gzip.open if path.suffix == ".gz" else open
     try:
@@ -102,8 +102,10 @@ def read_idx(path: Path, *, dimensions: int) -> np.ndarray:
             # a byte more shows that the header is of another file
             content = file.read(math.prod(shape) + 1) if is_idx else b""
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete idx file: {error}") from error
+        raise ValueError(
+            f"{path} is not a complete idx file: {error}; download it again"
+        ) from error
     if not is_idx or len(content) != math.prod(shape):
         text = f"is not a complete idx file of unsigned bytes in {dimensions} dimensions"
-        raise ValueError(f"{path} {text}")
+        raise ValueError(f"{path} {text}; download it again")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)

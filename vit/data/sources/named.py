@@ -14,16 +14,16 @@ import numpy as np
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.sources.base import (
     ArrayReader,
-    ClassChoice,
     Root,
     deduplicate,
     find_split_folders,
     read_words,
 )
 from vit.data.sources.folders import check_root, find_class_folders, list_classes
+from vit.data.sources.source import Request, Source, root_exists
 from vit.runtime.files import default_cache_dir
 
-# its shorter side: enough to train at 224, a quarter of the full download
+# 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
 _IMAGENETTE = "imagenette2-320"
 _IMAGENETTE_URL = f"https://s3.amazonaws.com/fast-ai-imageclas/{_IMAGENETTE}.tgz"
 _IMAGENETTE_CLASSES = {
@@ -40,8 +40,8 @@ _IMAGENETTE_CLASSES = {
 }
 
 
-def find_digits(*, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, inside the installed package."""
+def find_digits(request: Request) -> SourceSplits:
+    """Find scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, in the installed package."""
 
     def load(split: str) -> ImageDataset:
         # takes a second to import
@@ -50,20 +50,20 @@ def find_digits(*, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceS
         digits = load_digits()
         pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
         dataset = _make_dataset("digits", "digits", pixels, digits.target, "0123456789")
-        return dataset.keep_classes(classes)
+        return dataset.keep_classes(request.classes)
 
     return SourceSplits({"train": "scikit-learn's digits"}, load)
 
 
-def find_cifar(name: str, *, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """CIFAR-10 or CIFAR-100 (Krizhevsky 2009) as published, verified by torchvision's checksums."""
+def find_cifar(name: str, request: Request) -> SourceSplits:
+    """Find CIFAR-10 or CIFAR-100 (Krizhevsky 2009), verified by torchvision's checksums."""
     # takes seconds to import
     from torchvision import datasets
 
     dataset_class = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    folder = choose_folder(name, root)
+    folder = choose_folder(name, request.root)
     # a folder of images would be taken for a download that broke off
-    if root is not None and "train" in find_split_folders(folder):
+    if request.root is not None and "train" in find_split_folders(folder):
         text = f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
         raise ValueError(f"{text}; read it with data.name=folder")
 
@@ -72,22 +72,21 @@ def find_cifar(name: str, *, root: Root, classes: ClassChoice, cache_dir: Path) 
         archive = f"{dataset_class.filename} (from {dataset_class.url})"
         published = open_or_download(open_published, name, folder, archive)
         labels = np.array(published.targets)
-        return _make_dataset(name, split, published.data, labels, published.classes).keep_classes(
-            classes
-        )
+        dataset = _make_dataset(name, split, published.data, labels, published.classes)
+        return dataset.keep_classes(request.classes)
 
     return SourceSplits(
         {"train": "the published training set", "test": "the published test set"}, load
     )
 
 
-def find_imagenette(*, root: Root, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
+def find_imagenette(request: Request) -> SourceSplits:
+    """Find Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
     split."""
-    folder = choose_folder("imagenette", root)
-    # unpacked where it was downloaded to, or the folder itself
+    folder = choose_folder("imagenette", request.root)
+    # the folder itself, or the place where the download was unpacked
     for copy in (folder, *sorted(folder.glob("imagenette2*"))):
-        if copy.is_dir() and {"train", "validation"} <= find_split_folders(copy).keys():
+        if _is_imagenette(copy):
             break
     else:
         # takes seconds to import
@@ -100,16 +99,21 @@ def find_imagenette(*, root: Root, classes: ClassChoice, cache_dir: Path) -> Sou
             f"{_IMAGENETTE}.tgz (from {_IMAGENETTE_URL})",
         )
         copy = folder / _IMAGENETTE
-    return find_class_folders("imagenette", copy, classes, aliases=_IMAGENETTE_CLASSES)
+    return find_class_folders("imagenette", copy, request.classes, aliases=_IMAGENETTE_CLASSES)
 
 
-def find_imagenet(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """An ImageNet folder, train/<wnid> and val/<wnid>, cut to the classes named by wnid or name.
+def _is_imagenette(folder: Path) -> bool:
+    return folder.is_dir() and {"train", "validation"} <= find_split_folders(folder).keys()
 
-    Names come from LOC_synset_mapping.txt beside the folders, or, where all 1,000 wnids are there,
-    from torchvision.
+
+def find_imagenet(request: Request) -> SourceSplits:
+    """Find an ImageNet folder, train/<wnid> and val/<wnid>, with the classes named by wnid or name.
+
+    Names come from LOC_synset_mapping.txt beside the folders, or from torchvision if all 1,000
+    wnids are there.
     """
-    folder = check_root(root)
+    assert request.root is not None
+    folder = check_root(request.root)
     splits = find_split_folders(folder)
     if "train" not in splits:
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"
@@ -125,7 +129,7 @@ def find_imagenet(*, root: Path | str, classes: ClassChoice, cache_dir: Path) ->
 
         words = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
     aliases = dict(zip(words, deduplicate(words), strict=True))
-    return find_class_folders("imagenet", folder, classes, aliases=aliases)
+    return find_class_folders("imagenet", folder, request.classes, aliases=aliases)
 
 
 def _make_dataset(
@@ -140,8 +144,21 @@ def _make_dataset(
     )
 
 
+SOURCES = (
+    Source("cifar10", partial(find_cifar, "cifar10")),
+    Source("cifar100", partial(find_cifar, "cifar100")),
+    Source("digits", find_digits, is_here=lambda root: True),
+    Source("imagenet", find_imagenet, needs_root=True, is_here=root_exists, unit="files"),
+    Source(
+        "imagenette",
+        find_imagenette,
+        is_here=lambda root: root is not None and _is_imagenette(Path(root)),
+    ),
+)
+
+
 def choose_folder(name: str, root: Root) -> Path:
-    """Where a published set is, or will be."""
+    """Return the folder where a published set is, or will be downloaded to."""
     if root is None:
         return default_cache_dir() / "downloads" / name
     return check_root(root)
@@ -150,21 +167,26 @@ def choose_folder(name: str, root: Root) -> Path:
 def open_or_download(
     open_published: Callable[..., Any], name: str, folder: Path, archive: str
 ) -> Any:
-    """torchvision's data set from `folder`, downloaded (with its checksum) where it isn't there
-    yet.
+    """Open torchvision's data set in `folder`, and download it (with its checksum) if it is missing.
+
+    Args:
+        open_published: torchvision's class with its arguments.
+        name: Name of the set, for messages.
+        folder: The folder.
+        archive: Files to download by hand, for messages.
 
     Raises:
-        OSError: the download failed; the message says how to do it by hand.
+        OSError: The download failed; the message says how to do it by hand.
     """
-    # without download=True nothing is asked of a network
+    # without download=True no network is used
     with suppress(RuntimeError, OSError):
         return open_published()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open_published(download=True)
-    # ValueError: torchvision knows no address any more
+    # torchvision raises ValueError for a set that has no address any more
     except (RuntimeError, OSError, ValueError) as error:
         hint = f"by hand: put {archive} into {folder} and start again, or point data.root at a copy"
-        # torchvision says several lines, one a mirror
+        # torchvision's message has a line for each mirror
         reason = " ".join(str(error).split())
         raise OSError(f"{name} could not be downloaded ({reason}); {hint}") from error

@@ -1,4 +1,4 @@
-"""Images passed from Python instead of named: arrays, or a map-style data set of torch."""
+"""Images that are passed from Python: arrays, or a map-style data set of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vit.data.listing import list_images
 from vit.data.sources.base import ImageReader
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
-# the data.name of such a run
+# data.name of such a run
 FROM_PYTHON = "from-python"
 
 
@@ -27,7 +27,7 @@ class DatasetReader(ImageReader):
 
     dataset: Any
     indices: np.ndarray
-    # uint64, of every image, so that the cache knows them
+    # uint64, hash of every image, by which the cache knows it
     digests: np.ndarray
     in_process = True
 
@@ -49,21 +49,21 @@ def find_python_objects(
     split: str = "train",
     numbered_classes: Sequence[str] | None = None,
 ) -> SourceSplits:
-    """The splits of images passed from Python.
+    """Find the splits of images passed from Python.
 
     Args:
-        dataset: a data set of torch of (image, label), a pair of them (train, validation), or
+        dataset: A data set of torch of (image, label), a pair of them (train, validation), or
             arrays: images and labels [n]. An image is a PIL image, a uint8 array [H, W, 3] or a
             tensor [3, H, W], of uint8 or of values from 0 to 1; a label is an integer from 0 or a
             class name.
-        class_names: names of the classes; None takes those in its `classes`, or the labels that are
+        class_names: Names of the classes; None takes those in its `classes`, or the labels that are
             names, in their alphabetical order.
-        split: of a data set that isn't a pair.
-        numbered_classes: names of the classes that have none otherwise; None for "class 0" and so
-            on.
+        split: Name of the split of a data set that isn't a pair.
+        numbered_classes: Names for integer labels if there are no other names; None for "class 0"
+            and so on.
 
     Raises:
-        ValueError: the images or labels are of another kind, or the validation images have other
+        ValueError: The images or labels are of another type, or the validation images have other
             classes.
     """
     if class_names is not None:
@@ -88,7 +88,7 @@ def find_python_objects(
             theirs = ", ".join(other.class_names)
             ours = ", ".join(first.class_names)
             text = f"the validation images have classes {theirs}, the training images {ours}"
-            raise ValueError(text)
+            raise ValueError(f"{text}; pass class_names")
     return SourceSplits(
         dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
     )
@@ -101,11 +101,12 @@ def read_map_style(
     *,
     numbered_classes: Sequence[str] | None = None,
 ) -> ImageDataset:
-    """The images of one split, as `find_python_objects` takes them; each is read once."""
+    """Read each image and label of one split once, see `find_python_objects`."""
     if isinstance(dataset, tuple) and len(dataset) == 2:
         images, labels = dataset
         if len(images) != len(labels):
-            raise ValueError(f"dataset holds {len(images)} images and {len(labels)} labels")
+            text = f"dataset holds {len(images)} images and {len(labels)} labels"
+            raise ValueError(f"{text}; pass a label for each image")
         # tensors have their channels first, arrays last
         images = images if _is_tensor(images) else np.asarray(images)
         dataset = list(zip(images, labels, strict=True))
@@ -113,7 +114,7 @@ def read_map_style(
         kind = describe_kind(dataset)
         raise ValueError(f"dataset is {kind}, not (images, labels) nor a map-style data set")
 
-    # every item is read once: labels are needed now, and hashes tell the images from others
+    # every item is read now, for its label and for the hash by which the image is known
     digests = np.zeros(len(dataset), dtype=np.uint64)
     labels = []
     for index in range(len(dataset)):
@@ -121,11 +122,11 @@ def read_map_style(
         digests[index] = hash_pixels(image)
         labels.append(label)
     if not labels:
-        raise ValueError("dataset holds no images")
+        raise ValueError("dataset holds no images; pass at least one")
     numbers, names = _number_labels(labels, class_names, numbered_classes)
     if numbers.min() < 0 or numbers.max() >= len(names):
         text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
-        raise ValueError(f"dataset has {text}")
+        raise ValueError(f"dataset has {text}; name each class")
     return ImageDataset(
         name=FROM_PYTHON,
         split=split,
@@ -141,10 +142,10 @@ def _number_labels(
     class_names: Sequence[str] | None,
     numbered_classes: Sequence[str] | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as numbers, int64 [n], and the class names that these count."""
+    """Return the labels as numbers, int64 [n], and the class names in the order of the numbers."""
     if all(isinstance(label, str) for label in labels):
         own_names = sorted(set(map(str, labels)))
-        # the model's order, where it knows them all: evaluations are then comparable
+        # the model's order, if it knows all labels, so that evaluations can be compared
         if numbered_classes is not None and set(own_names) <= set(numbered_classes):
             own_names = list(numbered_classes)
         names = tuple(class_names or own_names)
@@ -162,7 +163,7 @@ def _number_labels(
     except TypeError:
         text = "the labels of dataset are not integers from 0, nor all of them class names"
         raise ValueError(text) from None
-    # without names, as many classes as the labels count
+    # without names, the largest label gives the number of classes
     counted = (f"class {number}" for number in range(numbers.max() + 1))
     return numbers, tuple(class_names or numbered_classes or counted)
 
@@ -186,27 +187,27 @@ def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    # takes a second to import, which listing data sets does without
+    # takes a second to import
     import torch
 
     return isinstance(value, torch.Tensor)
 
 
 def _tensor_to_pixels(image: Any, index: int) -> np.ndarray:
-    """uint8 [H, W, 3] or [H, W] of what torchvision's ToTensor and PILToTensor give; a uint8 tensor
-    [H, W, 3] passes as it is."""
+    """Convert the tensors of torchvision's ToTensor and PILToTensor to uint8 [H, W, 3] or [H, W]; a
+    uint8 tensor [H, W, 3] stays as it is."""
     pixels: np.ndarray = image.detach().cpu().numpy()
     is_float = np.issubdtype(pixels.dtype, np.floating)
     if is_float:
         low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=1.0))
-        # NaN compares as False
+        # false for NaN, too
         if not (low >= 0 and high <= 1):
             text = f"item {index} of dataset is a tensor of values from {low:.3g} to {high:.3g}"
-            raise ValueError(f"{text}, not 0 to 1; leave Normalize out, vit normalises by itself")
+            raise ValueError(f"{text}, not 0 to 1; leave out Normalize, vit normalises by itself")
         pixels = np.rint(pixels * 255).astype(np.uint8)
     is_channels_first = pixels.ndim == 3 and pixels.shape[0] in (1, 3)
     if is_channels_first and (is_float or pixels.shape[-1] != 3):
         pixels = pixels.transpose(1, 2, 0)
-        # one channel is grey
+        # a single channel is a grey image
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     return pixels

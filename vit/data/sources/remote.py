@@ -1,8 +1,7 @@
 """Files on this disk or in object storage, read by byte range; the latter through fsspec.
 
-Only the addresses of `SCHEMES` are read, each handed to its file system as it stands: a chain of
-addresses ("simplecache::…") is never taken apart, and no other protocol of fsspec (local files,
-archives, ssh) is reached.
+Only addresses of `SCHEMES` are read, each by its own file system. fsspec's chains of addresses
+("simplecache::…") and its other protocols (local files, archives, ssh) are never used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vit.runtime.arguments import HIDDEN, first_line, hide_tokens, shorten
 from vit.runtime.files import open_regular
 
 SCHEMES = ("s3", "hf", "https", "http")
-# of a process at the same time
+# requests of a process at the same time
 _MAX_REQUESTS = 32
 _MAX_TRIES = 5
 # seconds, doubled before each further try
@@ -32,27 +31,27 @@ _SILENCE = 30.0
 # bytes that a stream reads ahead: the headers of a tar file lie between its images
 _BLOCK_BYTES = 2**15
 
-# what a store says of the content of a file, best first
+# facts by which a store tells versions of a file apart, the best first
 _VERSIONS = ("ETag", "blob_id", "Last-Modified")
 
-_CHANGED = "has changed meanwhile: its images are not those that were listed; start again"
+_CHANGED = "has changed since its images were listed; start again"
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
 class RemoteError(OSError):
-    """What can't be read now; the message names its address."""
+    """A file can't be read now; the message names its address."""
 
 
 class StoredFile(NamedTuple):
     """A file as it was found, on this disk or in object storage."""
 
-    # or its address
+    # path or address
     path: str
     # bytes
     size: int
-    # the store's checksum or date, where it gives one
+    # checksum or date that the store gives; empty if it gives none
     version: str
 
     @property
@@ -64,7 +63,7 @@ class StoredFile(NamedTuple):
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes from `start` up to `end`. Raises RemoteError."""
+        """Read the bytes from `start` up to `end`. Raises RemoteError."""
         content: bytes
         if not is_remote(self.path):
             with open_regular(Path(self.path)) as file:
@@ -78,7 +77,7 @@ class StoredFile(NamedTuple):
         return content
 
     def open(self) -> Any:
-        """The file as a stream, to be read here and there. Reading raises RemoteError."""
+        """Open the file as a stream that can be read in parts. Reading raises RemoteError."""
         if not is_remote(self.path):
             return open_regular(Path(self.path))
 
@@ -86,7 +85,7 @@ class StoredFile(NamedTuple):
 
         read = self.read
 
-        # the streams of fsspec's file systems don't try again
+        # unlike the streams of fsspec's file systems, this one tries again
         class Stream(AbstractBufferedFile):  # type: ignore[misc]
             def _fetch_range(self, start: int, end: int) -> bytes:
                 return read(start, end)
@@ -95,12 +94,12 @@ class StoredFile(NamedTuple):
 
 
 def is_remote(path: object) -> bool:
-    """Whether this is an address, of a scheme that is read or another."""
+    """Return true for an address, of any scheme."""
     return re.match(r"\w[\w+.-]*://", str(path)) is not None
 
 
-def list_files(pattern: str) -> list[str]:
-    """The paths or addresses of a pattern, sorted. Raises RemoteError."""
+def match_files(pattern: str) -> list[str]:
+    """List the paths or addresses of a pattern, sorted. Raises RemoteError."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern))
     if "*" not in pattern:
@@ -113,7 +112,7 @@ def list_files(pattern: str) -> list[str]:
 
 
 def find_file(path: str) -> StoredFile:
-    """A file at a path or an address. Raises RemoteError."""
+    """Find a file at a path or an address. Raises RemoteError."""
     if not is_remote(path):
         stat = os.stat(path)
         version = f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
@@ -121,7 +120,7 @@ def find_file(path: str) -> StoredFile:
 
     info = request(path, lambda filesystem: filesystem.info(path))
     if info.get("size") is None:
-        text = "can't be read in parts: its server doesn't say how long it is"
+        text = "can't be read in parts: its server doesn't say how long it is; copy it to this disk"
         raise RemoteError(f"{_show(path)} {text}")
     return StoredFile(path, info["size"], _find_version(info))
 
@@ -131,21 +130,21 @@ def _find_version(facts: Mapping[str, Any]) -> str:
 
 
 def map_parallel(function: Callable[[Value], Result], values: Iterable[Value]) -> list[Result]:
-    """The function of each value, of many at a time."""
+    """Apply a function to values, many at a time, in threads."""
     with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
         return list(pool.map(function, values))
 
 
 def request(url: str, ask: Callable[[Any], Result]) -> Result:
-    """What a file system answers, asked again where its server fails.
+    """Ask a file system, and ask again if its server fails.
 
     Args:
-        url: what is asked for; its scheme chooses the file system.
-        ask: called with that.
+        url: Address; its scheme chooses the file system.
+        ask: Function that is called with the file system.
 
     Raises:
-        ValueError: the scheme is not read, or its package isn't installed.
-        RemoteError: it is not there, or can't be read now.
+        ValueError: The scheme is not supported, or its package isn't installed.
+        RemoteError: There is no such file, or it can't be read now.
     """
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
@@ -167,8 +166,8 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
         except RemoteError:
             raise
         except Exception as error:
-            # each client has errors of its own
-            # fsspec calls any failure of http a missing file; the cause says more
+            # Each client has its own types of errors. fsspec reports any failure of http as a
+            # missing file; the cause is more exact.
             failure = (is_http and error.__cause__) or error
             status = getattr(failure, "status", 500)
             is_missing = isinstance(failure, FileNotFoundError) or status == 404
@@ -182,7 +181,7 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
             reason = shorten(hide_tokens(first_line(failure)))
             if is_missing:
                 reason = "it is not there"
-            # without the cause, whose text has the whole address
+            # without the cause: its text has the whole address
             raise RemoteError(f"{_show(url)} can't be read: {reason}") from None
 
 
@@ -192,14 +191,14 @@ def _show(url: str) -> str:
 
 
 def _read_range(filesystem: Any, file: StoredFile, start: int, end: int) -> Any:
-    """The bytes from `start` up to `end` of the version that was found. Raises RemoteError where
-    the store has another."""
+    """Read the bytes from `start` up to `end` of the version that was found. Raises RemoteError if
+    the store has another version."""
     if file.path.startswith("http"):
         return filesystem.read_range(file, start, end)
     if file.path.startswith("hf:"):
         return filesystem.cat_file(_pin_commit(file, os.getpid()), start=start, end=end)
 
-    from s3fs.utils import FileExpired  # type: ignore[import-untyped]  # of the extra
+    from s3fs.utils import FileExpired  # type: ignore[import-untyped]  # an extra
 
     opened = _open_s3(file.path, os.getpid())
     if file.version != str(opened.details.get("ETag", "")):
@@ -213,8 +212,8 @@ def _read_range(filesystem: Any, file: StoredFile, start: int, end: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _pin_commit(file: StoredFile, process: int) -> str:
-    """The address of a file of the Hub at a commit, at which it never changes. Raises RemoteError
-    where the file there isn't the one that was found."""
+    """Return the address of a file of the Hub at a commit, where it never changes. Raises
+    RemoteError if the file there isn't the one that was found."""
     filesystem = _open_filesystem("hf")
     place = filesystem.resolve_path(file.path)
     # a bucket of the Hub has no commits
@@ -230,7 +229,7 @@ def _pin_commit(file: StoredFile, process: int) -> str:
 
 @lru_cache
 def _find_commit(repo_type: str, repo_id: str, revision: str, process: int) -> str:
-    """The newest commit of a repository of the Hub, asked for once a process."""
+    """Find the newest commit of a repository of the Hub, once a process."""
     from huggingface_hub import HfApi
 
     filesystem = _open_filesystem("hf")
@@ -240,24 +239,24 @@ def _find_commit(repo_type: str, repo_id: str, revision: str, process: int) -> s
 
 @lru_cache(maxsize=1024)
 def _open_s3(path: str, process: int) -> Any:
-    """A file of S3, opened once a process: that asks for its version."""
+    """Open a file of S3 once a process, because opening asks for its version."""
     return _open_filesystem("s3").open(path, cache_type="none")
 
 
 @cache
 def _define_http_filesystem() -> Any:
-    """fsspec's file system for http, which also reads a range of a version."""
+    """Extend fsspec's file system for http by a read of a range of one version."""
     from fsspec.asyn import sync_wrapper
     from fsspec.implementations.http import HTTPFileSystem
 
     class RangeFileSystem(HTTPFileSystem):  # type: ignore[misc]
         async def _read_range(self, file: StoredFile, start: int, end: int) -> bytes:
-            # compressed bytes would be others
+            # a range of compressed bytes would be another part of the file
             headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
             session = await self.set_session()
             async with session.get(self.encode_url(file.path), headers=headers) as response:
                 self._raise_not_found_for_status(response, file.path)
-                # before the body, which may be the whole file, is in memory
+                # checked before the body, which may be the whole file, is in memory
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.status != 206 or encoding != "identity":
                     text = "can't be read in parts: its server gives no byte ranges, or compresses"
@@ -274,14 +273,14 @@ def _define_http_filesystem() -> Any:
 
 
 def _open_filesystem(scheme: str) -> Any:
-    """fsspec keeps one for each process: connections don't survive a fork."""
+    """Return the file system of this process, which fsspec keeps: connections don't survive a fork."""
     if not scheme.startswith("http"):
-        # a quarter of a second, which data on this disk doesn't need
+        # takes a quarter of a second to import
         import fsspec
 
         return fsspec.filesystem(scheme)
 
-    # of the extra "remote"
+    # from the extra "remote"
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=None, sock_read=_SILENCE)

@@ -1,8 +1,8 @@
 """WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
 
 A shard is indexed once, and an image is then read by its offset: samples are reached at random, as
-with files. Of a shard in object storage only the headers are read for the index, which is kept in
-the cache, and then the bytes of each image that is needed, which are kept there too.
+with files. For the index of a shard in object storage only the headers are downloaded; then the
+bytes of each image that is needed. Both are kept in the cache.
 """
 
 from __future__ import annotations
@@ -32,22 +32,20 @@ from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
 from vit.data.sources.base import (
     SPLIT_NAMES,
-    ClassChoice,
     ImageReader,
-    check_classes,
-    check_test_classes,
+    check_labels,
     count_suffixes,
-    hash_files,
 )
 from vit.data.sources.remote import StoredFile
+from vit.data.sources.source import Request, Source
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.documents import read_json
 from vit.runtime.files import write_text
 
 _MAX_SHARDS = 1_000_000
-# of a .cls file that are read
+# bytes of a .cls file that are read
 _LABEL_BYTES = 2**10
-# of images from object storage that are kept
+# bytes of images from object storage that are kept in the cache
 _CACHE_BYTES = 32_000_000_000
 
 
@@ -55,7 +53,7 @@ class _Sample(NamedTuple):
     key: str
     # the text of the .cls file
     label: str
-    # of the image, in bytes
+    # place of the image, in bytes
     offset: int
     size: int
 
@@ -63,7 +61,7 @@ class _Sample(NamedTuple):
 class _Shard(NamedTuple):
     file: StoredFile
     samples: list[_Sample]
-    # what else the file holds, by suffix
+    # suffix → number of other files in it
     unused: dict[str, int]
 
 
@@ -92,9 +90,6 @@ class ShardReader(ImageReader):
         versions = [(shard.size, shard.version) for shard in self.shards]
         return repr(versions).encode() + self.places.tobytes()
 
-    def content_key(self) -> bytes:
-        return hash_files(Path(shard.path) for shard in self.shards) + self.places.tobytes()
-
     def subset(self, indices: np.ndarray) -> Self:
         names = [self.names[index] for index in indices]
         return replace(self, names=names, places=self.places[indices])
@@ -102,20 +97,16 @@ class ShardReader(ImageReader):
 
 @dataclass(frozen=True, eq=False)
 class RemoteShardReader(ShardReader):
-    """Images inside tar files in object storage. The bytes of an image are kept in a folder, a file
-    for each, until there are too many."""
+    """Images inside tar files in object storage. The bytes of each image are kept in a file in a
+    folder, until there are too many."""
 
     folder: Path
     is_remote: ClassVar[bool] = True
 
-    def content_key(self) -> bytes:
-        # the store has told their versions
-        return self.cache_key()
-
     def fetch(self, indices: Iterable[int]) -> None:
         missing = [index for index in indices if not self._path(index).is_file()]
         num_bytes = sum(map(len, remote.map_parallel(self._read, missing)))
-        # all processes together look about each time that a twentieth was added
+        # all processes together check the folder about each time that it has grown by a twentieth
         if secrets.randbelow(_CACHE_BYTES // 20 + 1) < num_bytes:
             self._delete_oldest()
 
@@ -128,7 +119,7 @@ class RemoteShardReader(ShardReader):
             if len(content) == self.places[index, 2]:
                 return content
 
-        # written beside its place: another process may read it meanwhile
+        # moved to its place when complete: another process may read it meanwhile
         content = super()._read(index)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -142,9 +133,9 @@ class RemoteShardReader(ShardReader):
         return self.folder / file.digest / f"{offset}-{offset + size}"
 
     def _delete_oldest(self) -> None:
-        """Of more bytes than are kept, or than are free on the disk, delete what was used longest
-        ago."""
-        # another process does it
+        """Delete the images that were used longest ago, if there are too many bytes for the cache
+        or for the disk."""
+        # another process may delete them at the same time
         with suppress(FileNotFoundError):
             files = [(path.stat(), path) for path in self.folder.glob("*/*-*")]
             total = sum(stat.st_size for stat, _ in files)
@@ -156,25 +147,27 @@ class RemoteShardReader(ShardReader):
                 total -= stat.st_size
 
 
-def find_shards(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> SourceSplits:
-    """The splits of shards.
+def find_shards(request: Request) -> SourceSplits:
+    """Find the splits of shards.
 
     As with image folders, val without test is the test split. Labels name the classes.
 
     Args:
-        root: a folder of shards, or a pattern. A folder holds <split>/*.tar or <split>-*.tar
-            (train, val, test), or *.tar as one set. A pattern is one set, of globs and braces
-            ("shards-{000..009}.tar"). Both may be addresses ("s3://bucket/{000..009}.tar").
-        classes: those to keep; None keeps all.
-        cache_dir: takes what is read of object storage.
+        request: Its root is a folder of shards, or a pattern. A folder holds <split>/*.tar or
+            <split>-*.tar (train, val, test), or *.tar as one set. A pattern is one set, of globs
+            and braces ("shards-{000..009}.tar"). Both may be addresses
+            ("s3://bucket/{000..009}.tar"). Its cache holds the index and the images of object
+            storage.
 
     Raises:
-        ValueError: a shard is damaged, a label is wrong, or a class has no training images.
-        FileNotFoundError: there are no shards.
-        RemoteError: object storage can't be read.
+        ValueError: A shard is damaged, a label is wrong, or a class has no training images.
+        FileNotFoundError: There are no shards.
+        RemoteError: Object storage can't be read.
     """
+    assert request.root is not None
+    cache_dir = request.cache_dir
     # object storage can't be asked whether an address is a folder
-    path = os.path.expanduser(root).rstrip("/")
+    path = os.path.expanduser(request.root).rstrip("/")
     unused: Counter[str] = Counter()
     if os.path.isdir(path) or (remote.is_remote(path) and ".tar" not in path):
         splits = list_shards(path)
@@ -185,29 +178,27 @@ def find_shards(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> S
     else:
         splits = {"train": _expand(path)}
     if not splits:
-        raise FileNotFoundError(f"data.root {root} holds no .tar shards")
+        raise FileNotFoundError(f"data.root {request.root} holds no .tar shards; check the path")
 
     origins = dict.fromkeys(splits, path)
     if len(splits) > 1:
         origins = {split: f"{SPLIT_NAMES[split][0]}*" for split in splits}
 
-    # all splits together, whose classes are the same
+    # all splits are indexed together, because they have the same classes
     paths = [path for shards in splits.values() for path in shards]
     shards = remote.map_parallel(partial(_index_cached, cache_dir / "shards"), paths)
     shard_at = dict(zip(paths, shards, strict=True))
     for shard in shards:
         unused.update(shard.unused)
-    labels = {sample.label for shard in shards for sample in shard.samples}
-    class_names = sorted(labels)
-    # 9 before 10
-    if all(label.isdecimal() for label in labels):
-        class_names.sort(key=int)
-    check_classes(class_names, origin=path)
-    counts = {
-        split: Counter(sample.label for path in splits[split] for sample in shard_at[path].samples)
+    labels = {
+        split: [sample.label for path in splits[split] for sample in shard_at[path].samples]
         for split in splits
     }
-    check_test_classes(counts, classes, origin=path)
+    class_names = sorted({label for names in labels.values() for label in names})
+    # 9 comes before 10
+    if all(label.isdecimal() for label in class_names):
+        class_names.sort(key=int)
+    check_labels(labels, class_names, request.classes, origin=path)
     number_of = {label: number for number, label in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
@@ -224,30 +215,42 @@ def find_shards(*, root: Path | str, classes: ClassChoice, cache_dir: Path) -> S
         dataset = ImageDataset(
             name="webdataset",
             class_names=tuple(class_names),
-            labels=np.array([number_of[sample.label] for _, sample in samples]),
+            labels=np.array([number_of[label] for label in labels[split]]),
             ids=names,
             reader=reader,
         )
-        return dataset.keep_classes(classes)
+        return dataset.keep_classes(request.classes)
 
     return SourceSplits(origins, load, unused).with_test_split()
 
 
+def _recognizes(place: str) -> bool:
+    path = Path(place).expanduser()
+    return (
+        remote.is_remote(place)
+        or ".tar" in place
+        or (path.is_dir() and bool(list_shards(str(path))))
+    )
+
+
+SOURCE = Source("webdataset", find_shards, recognizes=_recognizes, needs_root=True, unit="files")
+
+
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
-    """The shards of each split in a folder; {} where there are none.
+    """List the shards of each split in a folder; {} if there are none.
 
     Args:
-        folder: its path or address.
-        suffix: of the files.
+        folder: Path or address of the folder.
+        suffix: Suffix of the files.
 
     Raises:
-        ValueError: shards of a split have several of its names.
+        ValueError: Shards of a split have several of its names.
     """
     # split → its name there ("val/" or "val-") → shards
     named: dict[str, dict[str, list[str]]] = {split: {} for split in SPLIT_NAMES}
     top = _glob_shards(folder, f"*{suffix}")
     for split, names in SPLIT_NAMES.items():
-        # no more folders than these are looked into: others may hold very many images
+        # other folders are not read: they may hold very many images
         for path in _glob_shards(folder, f"{names[0]}*/*{suffix}") + top:
             relative = path[len(folder) :].lstrip("/")
             # "valuable-0.tar" is not "val"
@@ -269,19 +272,20 @@ def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
 
 def _glob_shards(folder: str, pattern: str) -> list[str]:
     prefix = folder if remote.is_remote(folder) else glob.escape(folder)
-    return remote.list_files(f"{prefix}/{pattern}")
+    return remote.match_files(f"{prefix}/{pattern}")
 
 
 def _expand(pattern: str) -> list[str]:
-    """The shards of a pattern, in its order."""
+    """List the shards of a pattern, in its order."""
     if _count_names(pattern) > _MAX_SHARDS:
+        name = shorten(hide_tokens(pattern))
         raise ValueError(
-            f"data.root {shorten(hide_tokens(pattern))} names more than {_MAX_SHARDS:,} shards"
+            f"data.root {name} names more than {_MAX_SHARDS:,} shards; check its braces"
         )
 
     shards: list[str] = []
     for name in braceexpand(pattern):
-        files = remote.list_files(name)
+        files = remote.match_files(name)
         if not files:
             raise FileNotFoundError(f"data.root {hide_tokens(pattern)}: no file matches {name}")
         shards += files
@@ -289,10 +293,10 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """No fewer than its braces stand for, counted before they are written out: of "{0..9}-{a,b}"
-    20."""
+    """Count at least the names that braces make, before they are written out: 20 for
+    "{0..9}-{a,b}"."""
     count = 1
-    # from the inside out: a group in others is counted as if it stood beside them
+    # from the inside out: a group inside another one counts as if it were next to it
     while group := re.search(r"\{([^{}]*)\}", pattern):
         numbers = re.match(r"(-?\d+)\.\.(-?\d+)", group[1])
         if numbers:
@@ -307,7 +311,7 @@ def _count_names(pattern: str) -> int:
 
 
 def _index_cached(cache_folder: Path, path: str) -> _Shard:
-    """A shard with its samples, which are kept for the next time."""
+    """Read the samples of a shard, and keep them for the next time."""
     file = remote.find_file(path)
     cached = cache_folder / f"{file.digest}.json"
     try:
@@ -315,7 +319,7 @@ def _index_cached(cache_folder: Path, path: str) -> _Shard:
         samples = [_Sample(*row) for row in rows]
         unused = {str(suffix): int(count) for suffix, count in unused.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        # there is none, or a damaged one
+        # there is no index yet, or a damaged one
         samples, unused = _index(file)
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_text(cached, json.dumps([samples, unused]))
@@ -323,10 +327,10 @@ def _index_cached(cache_folder: Path, path: str) -> _Shard:
 
 
 def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
-    """The samples of a tar file, in its order, and its other files by suffix.
+    """Read the samples of a tar file, in its order, and count its other files by suffix.
 
     Raises:
-        ValueError: it is not a complete tar file, an image has no label, or a key has two images or
+        ValueError: It is not a complete tar file, an image has no label, or a key has two images or
             labels.
     """
     # key → offset, size
@@ -339,7 +343,7 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
             for member in tar:
                 if not member.isreg():
                     continue
-                # tarfile finds out about a cut only where it reads the contents
+                # tarfile notices a cut only when it reads the contents
                 if not 0 <= member.size <= file.size - member.offset_data:
                     raise ValueError("it is cut short")
 
@@ -353,7 +357,7 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
                 elif suffix == "cls":
                     repeated |= {key} & labels.keys()
                     content = tar.extractfile(member)
-                    # it is a regular file
+                    # true for a regular file
                     assert content is not None
                     labels[key] = content.read(_LABEL_BYTES).decode().strip()
                 else:

@@ -18,9 +18,8 @@ from vit.data.sources.base import (
     SPLIT_OF,
     ClassChoice,
     FileReader,
-    check_classes,
     check_label,
-    check_test_classes,
+    check_labels,
     count_suffixes,
     find_split_folders,
 )
@@ -36,16 +35,15 @@ _LABEL = ("label", "class")
 
 
 def is_table(path: Path) -> bool:
-    """Whether it is a CSV or JSON Lines file."""
+    """Return true for a CSV or JSON Lines file."""
     return path.suffix.lower() in (".csv", ".jsonl") and path.is_file()
 
 
 def list_tables(root: Path) -> list[Path]:
-    """The table that `root` is or holds, or the metadata files of its split folders; none where
-    there are none.
+    """List the table that `root` is or holds, or the metadata files of its split folders.
 
     Raises:
-        ValueError: some split folders have a metadata file, and others don't.
+        ValueError: Some split folders have a metadata file, and others don't.
     """
     if root.is_file():
         return [root]
@@ -59,28 +57,28 @@ def list_tables(root: Path) -> list[Path]:
     for folder in folders:
         if tables and folder not in {table.parent for table in tables}:
             text = f"{folder} has no metadata.csv or metadata.jsonl"
-            raise ValueError(f"{text}, which other splits of {root} have")
+            raise ValueError(f"{text}, which other splits of {root} have; add it, or remove theirs")
     return tables
 
 
 def find_tables(
     root: Path, tables: Sequence[Path], classes: ClassChoice, *, allow_outside: bool
 ) -> SourceSplits:
-    """The splits of tables.
+    """Find the splits of tables.
 
     A row has a path (also filename, file_name) relative to the folder of the table, a label (also
     class) and perhaps a split and a group. Without a split, the images of a metadata file belong to
     the split whose folder they are in.
 
     Args:
-        root: the folder of the table, or of the folders with one each.
+        root: Folder of the table, or of the folders with one table each.
         tables: CSV or JSON Lines files.
-        classes: those to keep; None keeps all.
-        allow_outside: whether rows may name images outside `root`.
+        classes: Classes to keep; None keeps all.
+        allow_outside: Rows may name images outside `root`.
 
     Raises:
-        ValueError: a row is wrong, with its line number; there are fewer than two classes; or a
-            class has no training images.
+        ValueError: A row is wrong (the message has its line number), there are fewer than two
+            classes, or a class has no training images.
     """
     # split → (path, label, group) of its images
     rows: dict[str, list[tuple[str, str, str]]] = {}
@@ -91,34 +89,35 @@ def find_tables(
     for table in tables:
         for line, row in _read_rows(table):
             written = str(next(row[name] for name in _PATH if name in row))
-            # one name for each file: "./a.png" is a.png
+            # each file has one name: "./a.png" is a.png
             path = os.path.relpath(os.path.join(table.parent, written), root)
             label = next(row[name] for name in _LABEL if name in row)
             split, origin = _choose_split(row, path, table, line)
             if has_splits not in (None, "split" in row):
-                text = "a split, which rows before have not" if "split" in row else "no split"
+                text = "a split, and earlier rows have none" if "split" in row else "no split"
                 raise ValueError(f"{line} has {text}; give every row a split, or none")
             has_splits = "split" in row
 
             if path.partition("/")[0] == ".." and not allow_outside:
                 text = f"{shorten(written)} is outside {root}"
-                raise ValueError(f"{line}: {text}; data.allow_outside=true reads it")
+                raise ValueError(f"{line}: {text}; set data.allow_outside=true to read it")
             if not os.path.isfile(root / path):
-                raise ValueError(f"{line}: {shorten(written)} is not a file below {table.parent}")
+                text = f"{shorten(written)} is not a file below {table.parent}"
+                raise ValueError(f"{line}: {text}; correct the path")
             if path in paths:
-                raise ValueError(f"{line}: {shorten(path)} was already listed")
+                raise ValueError(
+                    f"{line}: {shorten(path)} was already listed; remove one of the rows"
+                )
             paths.add(path)
-            # an image without a group is one of its own
+            # an image without a group is a group of its own
             group = str(row.get("group") or path)
             has_groups = has_groups or "group" in row
             rows.setdefault(split, []).append((path, check_label(label, origin=line), group))
             origins.setdefault(split, origin)
 
-    labels = {label for split_rows in rows.values() for _, label, _ in split_rows}
-    class_names = tuple(sorted(labels))
-    check_classes(class_names, origin=str(tables[0]))
-    counts = {split: Counter(label for _, label, _ in rows[split]) for split in rows}
-    check_test_classes(counts, classes, origin=str(tables[0]))
+    labels = {split: [label for _, label, _ in rows[split]] for split in rows}
+    class_names = tuple(sorted({label for names in labels.values() for label in names}))
+    check_labels(labels, class_names, classes, origin=str(tables[0]))
     number_of = {class_name: number for number, class_name in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
@@ -126,21 +125,21 @@ def find_tables(
         dataset = ImageDataset(
             name="folder",
             class_names=class_names,
-            labels=np.array([number_of[label] for _, label, _ in rows[split]]),
+            labels=np.array([number_of[label] for label in labels[split]]),
             ids=split_paths,
             groups=[group for *_, group in rows[split]] if has_groups else None,
             reader=FileReader(root, split_paths),
         )
         return dataset.keep_classes(classes)
 
-    # a table that names splits means what it says
+    # the splits that a table names stay as they are
     unused = _count_unlisted(root, paths, tables)
     source = SourceSplits(origins, load, unused)
     return source if has_splits else source.with_test_split()
 
 
 def _count_unlisted(root: Path, paths: set[str], tables: Sequence[Path]) -> Counter[str]:
-    """What lies in the folders of the images, and isn't in the tables."""
+    """Count the files in the folders of the images that aren't in the tables."""
     unused: Counter[str] = Counter()
     for folder in {os.path.dirname(path) for path in paths}:
         with os.scandir(root / folder) as entries:
@@ -154,7 +153,7 @@ def _count_unlisted(root: Path, paths: set[str], tables: Sequence[Path]) -> Coun
 
 
 def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> tuple[str, str]:
-    """The split of a row, and where that is from."""
+    """Find the split of a row, and the place that names it."""
     if "split" in row:
         written = str(row["split"])
         if written.lower() not in SPLIT_OF:
@@ -170,7 +169,7 @@ def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> 
 
 
 def _read_rows(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE line N", values by column) of each row."""
+    """Read each row: ("FILE line N", values by column)."""
     if table.suffix.lower() != ".jsonl":
         rows = read_table(table)
         _, header = next(rows, ("", []))
@@ -195,7 +194,7 @@ def _read_rows(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_columns(columns: Iterable[str], line: str) -> None:
-    # a table without a header is found by its first row
+    # a table without a header is recognised by its first row
     names = set(columns)
     if names.isdisjoint(_PATH) or names.isdisjoint(_LABEL):
         text = f"{line} must name path (or filename, file_name) and label (or class)"

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import ClassChoice, FileReader, Root
+from vit.data.sources.base import FileReader
 from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.named import choose_folder, open_or_download
 from vit.data.sources.python_objects import read_map_style
-
-PREFIX = "torchvision:"
+from vit.data.sources.source import Request, Source
 
 # split → the arguments with which torchvision opens it
 _Splits = Mapping[str, Mapping[str, Any]]
@@ -63,59 +62,56 @@ _SHORT_NAMES = {
     "stl10": "STL10",
     "svhn": "SVHN",
 }
-# Files and labels of sets that give only opened images. Private, and tested with files in their
-# layouts: without them each of the images would be decoded to list them.
+# Files and labels of sets that give only opened images: without these private attributes each image
+# would be decoded to list them. tests/data/sources/test_torchvision_sets.py tests them.
 _SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
     "GTSRB": lambda dataset: dataset._samples,
     "OxfordIIITPet": lambda dataset: zip(dataset._images, dataset._labels, strict=True),
 }
 
 
-def find_torchvision(
-    set_name: str, *, root: Root, classes: ClassChoice, cache_dir: Path
-) -> SourceSplits:
-    """A set of torchvision, from files that are there or downloaded with torchvision's checksums.
+def find_torchvision(set_name: str, request: Request) -> SourceSplits:
+    """Find a set of torchvision; missing files are downloaded with torchvision's checksums.
 
-    Splits are the published ones, names of classes torchvision's, or numbers where it has none.
+    Splits are the published ones. Classes have torchvision's names, or numbers if it has none.
 
     Args:
-        set_name: the name of torchvision's class.
-        root: torchvision's `root`, or a folder of idx files; None is the cache.
-        classes: those to keep, by name; None keeps all.
-        cache_dir: not used.
+        set_name: Name of torchvision's class.
+        request: Its root is torchvision's `root`, or a folder of idx files; None is the cache.
 
     Raises:
-        OSError: the download failed; the message says how to do it by hand.
+        OSError: The download failed; the message says how to do it by hand.
     """
     # takes seconds to import
     from torchvision import datasets
 
     dataset_class = getattr(datasets, set_name)
-    folder = choose_folder(set_name.lower(), root)
-    # idx files where Debian's packages and hand-made copies have them
+    folder = choose_folder(set_name.lower(), request.root)
+    # Debian's packages and hand-made copies have idx files in the folder itself
     if issubclass(dataset_class, datasets.MNIST) and folder.is_dir():
         idx_files = list_idx(folder)
         if idx_files:
-            return find_idx(set_name, idx_files, classes, class_names=dataset_class.classes)
+            names = dataset_class.classes
+            return find_idx(set_name, idx_files, request.classes, class_names=names)
 
     splits = _SPLITS[set_name]
 
     def load(split: str) -> ImageDataset:
         # the default of SEMEION is True
         open_published = partial(dataset_class, folder, download=False, **splits[split])
-        # images are their paths where torchvision takes what opens them
+        # a `loader` of torchvision opens an image; this one returns its path
         if "loader" in inspect.signature(dataset_class).parameters:
             open_published = partial(open_published, loader=os.fspath)
         archive = f"the files of torchvision's {set_name}"
         dataset = open_or_download(open_published, set_name, folder, archive)
-        return _list_images(dataset, set_name, split, folder).keep_classes(classes)
+        return _list_images(dataset, set_name, split, folder).keep_classes(request.classes)
 
     titles = {"train": "training", "validation": "validation", "test": "test"}
     return SourceSplits({split: f"the published {titles[split]} set" for split in splits}, load)
 
 
 def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> ImageDataset:
-    # of Caltech's sets they are called categories
+    # Caltech's sets call them categories
     class_names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
 
     if set_name in _SAMPLES:
@@ -139,7 +135,5 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
     )
 
 
-FINDERS: Mapping[str, Callable[..., SourceSplits]] = {
-    **{name: partial(find_torchvision, set_name) for name, set_name in _SHORT_NAMES.items()},
-    **{PREFIX + set_name: partial(find_torchvision, set_name) for set_name in _SPLITS},
-}
+_NAMES = {**_SHORT_NAMES, **{f"torchvision:{set_name}": set_name for set_name in _SPLITS}}
+SOURCES = [Source(name, partial(find_torchvision, set_name)) for name, set_name in _NAMES.items()]

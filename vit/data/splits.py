@@ -1,0 +1,255 @@
+"""The splits of a data set: those that it has of its own, and those that are held out of training.
+
+A split with a folder of its own is that folder. What is missing is held out of the training images,
+stratified by class, by the rank of a hash of (seed, id): adding images moves few others between
+splits. A validation folder without a test folder (as in ImageNet) is the *test* split, and
+validation is held out of the training images.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from vit.data.corrections import correct_labels
+from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
+from vit.data.groups import (
+    MAX_COMPARED,
+    choose_groups,
+    find_groups,
+    hash_quickly,
+    join_duplicates,
+)
+from vit.data.sources.base import describe_counts, find_wordnet_names, resolve_class_names
+from vit.runtime.arguments import check_choice, shorten
+
+SPLITS = ("train", "validation", "test", "all")
+# part of the images that is held out for a set without a test split of its own
+TEST_FRACTION = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSplits:
+    """The splits of a data set, whose images are listed when a split is asked for, once.
+
+    Attributes:
+        name: The data.name.
+        source: The splits that the set has of its own; the others are held out of "train".
+        validation_fraction: Fraction of the training images that is held out for validation if the
+            set has no validation split.
+        split_seed: Seed of the choice of images that are held out.
+        cache_dir: Folder of decoded images.
+        default_split: Name of the split that `split()` returns.
+        title: Name for readers: that of a named set, or of the folder of own images.
+        test_fraction: Fraction of the images that is held out for the test if the set has no test
+            split.
+        class_names: Other names of the classes, see `data.class_names` in docs/data.md.
+        corrections: Id of an image → the name of its right class. Splits stay as they were drawn.
+        group_by: See `vit.data.groups.find_groups`; None keeps the groups that a table has.
+        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
+        unit: Word for what is counted in `describe_files`; empty for a published set.
+        renamed_classes: Class → its other name, in the splits that were listed.
+    """
+
+    name: str
+    source: SourceSplits
+    validation_fraction: float
+    split_seed: int
+    cache_dir: Path
+    default_split: str = "test"
+    title: str = ""
+    test_fraction: float = TEST_FRACTION
+    class_names: Path | Mapping[str, str] | None = None
+    corrections: Mapping[str, str] = field(default_factory=dict)
+    group_by: int | str | None = None
+    group_duplicates: bool = False
+    unit: str = ""
+    renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
+    _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
+    # a sentence about each reason to keep images together
+    _kept_together: list[str] = field(default_factory=list, init=False)
+
+    def split(self, name: str | None = None) -> ImageDataset:
+        """Return the images of a split.
+
+        Args:
+            name: "train", "validation", "test" or "all"; None is `default_split`.
+
+        Raises:
+            ValueError: The split is unknown, isn't there or would be empty.
+        """
+        dataset = self._find_split(name or self.default_split)
+        if not self.corrections:
+            return dataset
+        # a correction may use a class's own name or its other one
+        corrections = {
+            image: self.renamed_classes.get(label, label)
+            for image, label in self.corrections.items()
+        }
+        return correct_labels(dataset, corrections)
+
+    def _find_split(self, split: str) -> ImageDataset:
+        source_splits = self.source.origins
+        check_choice(split, SPLITS, name="split")
+        if split in self._listed:
+            return self._listed[split]
+
+        # a split that is held out is listed together with the rest of the training images
+        if split == "all":
+            self._listed[split] = join_datasets([self._load(part) for part in source_splits])
+        elif split in source_splits and split != "train":
+            self._listed[split] = replace(self._load(split), split=split)
+        elif "train" not in source_splits:
+            have = ", ".join(source_splits)
+            raise ValueError(f"{self.name} has no {split} split, only {have}; choose one of these")
+        else:
+            self._hold_out()
+
+        if split not in self._listed:
+            rest = self._listed["train"]
+            text = f"none of {len(rest):,} images are held out for it; choose another split, or other images"
+            if self._held_out[split]:
+                text = f"all classes have too few images (such as {rest.class_names[0]!r})"
+                text += "; add images, or give the split a folder"
+            raise ValueError(f"the {split} split is empty: {text}")
+        return self._listed[split]
+
+    def describe_splits(self) -> list[str]:
+        """Describe the origin of the test and the validation split, a sentence each."""
+        origins = self.source.origins
+        rest = origins.get("train", "")
+        sentences = []
+        for split in ("test", "validation"):
+            if split in origins:
+                sentences.append(f"{origins[split]} is the {split} split")
+            elif rest and self._held_out[split]:
+                percent = f"{100 * self._held_out[split]:g} %"
+                sentences.append(f"{split} is {percent} of {rest} (seed {self.split_seed})")
+                rest = "the rest"
+        return sentences + self._kept_together
+
+    def describe_files(self, num_unreadable: int = 0) -> str:
+        """Count the images that were found and the files that are not used.
+
+        Args:
+            num_unreadable: Number of images that can't be read.
+
+        Returns:
+            A sentence; empty for a published set.
+        """
+        if not self.unit:
+            return ""
+        datasets = [self._load(split) for split in self.source.origins]
+        unused = Counter(self.source.unused)
+        for dataset in datasets:
+            unused.update(dataset.unused)
+        num_images = sum(map(len, datasets)) - num_unreadable
+
+        # names without a space are suffixes; the others are descriptions
+        others = {name: count for name, count in unused.items() if " " not in name}
+        parts = [f"{num_images:,} images in {len(datasets[0].class_names):,} classes"]
+        if num_unreadable:
+            parts.append(f"{num_unreadable:,} unreadable")
+        if others:
+            parts.append(f"{sum(others.values()):,} not images: {describe_counts(others)}")
+        if len(others) < len(unused):
+            rest = {name: count for name, count in unused.items() if name not in others}
+            parts.append(f"{sum(rest.values()):,} not used: {describe_counts(rest)}")
+        num_files = num_images + num_unreadable + sum(unused.values())
+        return f"{num_files:,} {self.unit}: {', '.join(parts)}"
+
+    @property
+    def _held_out(self) -> dict[str, float]:
+        """Split → the fraction of the remaining training images that is held out for it."""
+        fractions = {"test": self.test_fraction, "validation": self.validation_fraction}
+        source_splits = self.source.origins
+        return {split: part for split, part in fractions.items() if split not in source_splits}
+
+    def _load(self, split: str) -> ImageDataset:
+        """A split that the data set has of its own."""
+        dataset = self.source.load(split)
+        if self.group_by is not None:
+            dataset = replace(dataset, groups=find_groups(dataset, self.group_by))
+        source = self.class_names
+        if source is None:
+            source = find_wordnet_names(dataset.class_names)
+        if not source:
+            return dataset
+        names = resolve_class_names(dataset.class_names, source)
+        self.renamed_classes.update(zip(dataset.class_names, names, strict=True))
+        return replace(dataset, class_names=names)
+
+    def _hold_out(self) -> None:
+        # the test split first: it doesn't depend on the fraction for validation
+        rest = self._load("train")
+        num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
+        counts = dict(zip(rest.class_names, np.bincount(rest.labels).tolist(), strict=False))
+        few = {name: count for name, count in counts.items() if count < num_splits}
+        if few:
+            text = (
+                f"{len(few)} of {len(counts)} classes have too few images for {num_splits} splits"
+            )
+            note = f"{text}: {shorten(describe_counts(few))}"
+            rest = replace(rest, notes=(*rest.notes, note))
+        rest = replace(rest, groups=self._group_images(rest, num_splits))
+        for split, fraction in self._held_out.items():
+            salt = f"{self.split_seed}:{split}"
+            if rest.groups is None:
+                mask = _choose_stratified(rest, fraction, salt=salt)
+            else:
+                mask = choose_groups(rest.groups, rest.labels, fraction=fraction, salt=salt)
+            if mask.any():
+                self._listed[split] = replace(rest.subset(np.flatnonzero(mask)), split=split)
+            rest = rest.subset(np.flatnonzero(~mask))
+        self._listed["train"] = replace(rest, split="train")
+
+    def _group_images(self, dataset: ImageDataset, num_splits: int) -> Sequence[str] | None:
+        """Find the groups of the images that splits are drawn from."""
+        groups = dataset.groups
+        if groups is not None:
+            self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
+        if not self.group_duplicates or len(dataset) > MAX_COMPARED:
+            return groups
+        joined, num_copies = join_duplicates(
+            groups or dataset.ids,
+            dataset.labels,
+            hash_quickly(dataset),
+            # images that aren't split here may be divided into folds
+            num_splits=max(num_splits, 2),
+        )
+        # without copies, the splits are those without `group_duplicates`
+        if not num_copies:
+            return groups
+        self._kept_together.append(
+            f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
+        )
+        return joined
+
+
+def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
+    """Choose a fraction of every class: the images whose hashes of (salt, id) rank lowest.
+
+    Returns:
+        Mask, bool [n]. At least one image of every class that has two or more.
+    """
+    texts = (f"{salt}:{name}" for name in dataset.ids)
+    digests = (hashlib.blake2b(text.encode(errors="surrogateescape")).digest() for text in texts)
+    ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
+
+    # at least one image, but never all of a class
+    class_sizes = np.bincount(dataset.labels)
+    num_chosen = np.maximum(np.rint(fraction * class_sizes), fraction > 0)
+    num_chosen = np.minimum(num_chosen, class_sizes - 1)
+
+    # sorted by class, then by rank
+    order = np.lexsort((ranks, dataset.labels))
+    labels = dataset.labels[order]
+    class_starts = np.cumsum(class_sizes) - class_sizes
+    rank_in_class = np.arange(len(dataset)) - class_starts[labels]
+
+    mask = np.zeros(len(dataset), dtype=bool)
+    mask[order] = rank_in_class < num_chosen[labels]
+    return mask
