@@ -25,7 +25,6 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.options import (
     EvaluateOptions,
     ExplainOptions,
-    FaithfulnessOptions,
     PredictOptions,
     TrainOptions,
 )
@@ -113,7 +112,6 @@ RECORDS = {
     "evaluate": EvaluateOptions,
     "predict": PredictOptions,
     "explain": ExplainOptions,
-    "measure_faithfulness": FaithfulnessOptions,
 }
 
 

@@ -11,40 +11,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from vit.analysis.audit.run import audit as audit
 from vit.analysis.class_summary.summarize import summarize_classes as summarize_classes
 from vit.analysis.compare.comparison import compare as compare
-from vit.analysis.faithfulness.benchmark import Benchmark
-from vit.analysis.faithfulness.images import select_correct_images, select_images
-from vit.analysis.faithfulness.result import FaithfulnessResult
-from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
+from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs, list_images
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import check_data, load_images, open_data
 from vit.evaluation.report.report import render_pages
-from vit.explanation.best_method import choose_methods, write_best_method
-from vit.explanation.explainer import Explainer, choose_explain_batch_size
+from vit.explanation.best_method import choose_methods
+from vit.explanation.explainer import Explainer
 from vit.explanation.explanation_files import write_explanations
 from vit.explanation.items import find_items
-from vit.explanation.methods.registry import METHODS, find_methods
 from vit.explanation.records import Explanations
-from vit.explanation.targets import (
-    CLASS,
-    ChooseTargets,
-    build_target,
-    describe_target,
-    find_output_kind,
-)
 from vit.explanation.writer import MapWriter
-from vit.model.logits import compute_logits
 from vit.options import (
     TTA,
     EvaluateOptions,
     ExplainOptions,
-    FaithfulnessOptions,
     MapOptions,
     PredictOptions,
     TargetLike,
@@ -55,10 +43,8 @@ from vit.prediction.embeddings import check_embeddings_file, embed_images, save_
 from vit.prediction.predictor import Prediction, PredictionResult, predict_images
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import as_tuple, check_choice, check_kind
-from vit.runtime.device import describe_device
 from vit.runtime.files import expand_home, prepare_output
 from vit.runtime.processes import join_processes
-from vit.runtime.progress import show_progress
 from vit.training.observers import Observer
 from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
@@ -474,125 +460,3 @@ def explain(
     if not resume:
         prepare_output(map_writer.output, overwrite=overwrite)
     return write_explanations(explainer, items, map_writer)
-
-
-@keeps_mode
-def measure_faithfulness(
-    model: ModelLike,
-    *,
-    data: str | Path | None = None,
-    root: str | Path | None = None,
-    split: str | None = None,
-    dataset: Any = None,
-    class_names: Sequence[str] | None = None,
-    methods: str | Sequence[str] = "all",
-    target: TargetLike = "auto",
-    count: int = 128,
-    minutes: float | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    random_weights: bool = False,
-) -> FaithfulnessResult:
-    """Measure how faithful attention maps are to the model.
-
-    Args:
-        model: as of `vit.evaluate`.
-        data: as of `vit.evaluate`; so are `root` and `split`.
-        root: where the data set that `data` names is.
-        split: of the data.
-        dataset: as of `vit.evaluate`, as is `class_names`.
-        class_names: of `dataset`.
-        methods: names of methods. "all": every one; then the best is kept beside the model file,
-            for `vit.explain(methods="best")`.
-        target: "auto": the true class, of images that are predicted correctly. Else as of
-            `vit.explain`, of one class, on images as they come: what is removed and added lowers
-            and raises the target's value.
-        count: images to measure on, at least 8.
-        minutes: so long, about. Where not all fits, leave-one-out leaves out larger groups, curves
-            have fewer points, and fewer images are measured, at least 8; a note says so. None: all
-            of it.
-        batch_size: as of `vit.explain`.
-        seed: of the choice of images and of the random maps.
-        device: as of `vit.evaluate`.
-        random_weights: measure the same model untrained.
-
-    Returns:
-        The result: `.summary` holds means with 95 % intervals, by metric and method; `.table` is
-        the same as text.
-
-    Raises:
-        ValueError: an unknown method, or fewer than 8 correct predictions.
-
-    Example:
-        >>> result = vit.measure_faithfulness("runs/digits", methods=("rollout", "gae"), count=64)
-        >>> print(result.table)
-    """
-    check_data(data, dataset)
-    methods = as_tuple(methods)
-    pick(FaithfulnessOptions, locals())
-    names = list(METHODS) if methods == ("all",) else list(methods)
-    # a wrong name is said before the model is loaded
-    find_methods(names)
-    bundle = open_model(model, device=device, random_weights=random_weights)
-    source = open_data(bundle, data, root, dataset, class_names).split(split)
-    batch_size = batch_size or choose_explain_batch_size(
-        bundle.preprocess.image_size, bundle.device
-    )
-    kind = find_output_kind(bundle.model, bundle.class_names)
-    if target == "auto" and kind == "classes":
-        # of wrong predictions there is no right evidence
-        images, classes, ids = select_correct_images(
-            bundle, source, count=count, batch_size=batch_size, seed=seed
-        )
-        measured = CLASS
-    else:
-        measured, choose_targets = build_target(target, bundle.class_names, kind)
-        images, ids = select_images(source, bundle.preprocess, count=count, seed=seed)
-        classes = _choose_classes(bundle.model, images, choose_targets, batch_size=batch_size)
-    benchmark = Benchmark(
-        bundle, images, classes, names, measured, batch_size=batch_size, filled=64, seed=seed
-    )
-
-    if minutes is not None:
-        benchmark.fit(60 * minutes)
-        ids = ids[: len(benchmark.images)]
-    work, _ = benchmark.plan
-    with show_progress("faithfulness", round(work)) as benchmark.advance:
-        measurement = benchmark.measure()
-
-    # what a reader needs to measure the same again
-    conditions = {
-        "model": bundle.name,
-        "model_sha256": bundle.sha256,
-        "run_id": bundle.metadata.get("run_id"),
-        "data": source.name,
-        "split": source.split,
-        "target": describe_target(target),
-        "num_images": len(ids),
-        "seed": seed,
-        "device": describe_device(bundle.device),
-        "precision": benchmark.precision,
-        "versions": collect_versions(),
-    }
-    result = FaithfulnessResult(measurement, conditions, ids)
-    # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
-    if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
-        measurement.notes.append(write_best_method(bundle, result))
-    return result
-
-
-@torch.no_grad()
-def _choose_classes(
-    model: nn.Module, images: Tensor, choose_targets: ChooseTargets, *, batch_size: int
-) -> Tensor:
-    """The class of each image that is measured."""
-    device = next(model.parameters()).device
-    columns = [
-        choose_targets(compute_logits(model, batch.to(device)))
-        for batch in torch.split(images, batch_size)
-    ]
-    classes = torch.cat(columns)
-    if classes.shape[1] != 1:
-        raise ValueError("faithfulness is measured of one class of each image; name one, or auto")
-    return classes[:, 0]

@@ -185,31 +185,6 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaithfulnessOptions(DataOptions):
-    """On what `vit faithfulness` measures which methods.
-
-    Args:
-        methods: all, or names separated by commas
-        target: auto (the true class, of images that are predicted correctly), or as of vit explain
-        count: images to measure on
-        minutes: so long, with fewer images and points of curves where not all fits; default: all
-        batch_size: images at a time; default: 64 up to 64 pixels a side, else 16
-        seed: of the choice of images and of random maps
-        device: auto, cpu, cuda or cuda:N
-        random_weights: the same model untrained: a sanity check
-    """
-
-    methods: tuple[str, ...] = ("all",)
-    target: Annotated[TargetLike, Option(flag="--class")] = "auto"
-    count: Annotated[int, Option(flag="--images", min=8)] = 128
-    minutes: Annotated[float | None, Option(min=0.1)] = None
-    batch_size: Annotated[int | None, Option(min=1)] = None
-    seed: int = 0
-    device: str = "auto"
-    random_weights: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(DataOptions):
     """In which form `vit export` writes a model.
 

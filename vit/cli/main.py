@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 import vit
-from vit.analysis.faithfulness.command import faithfulness
 from vit.cli.build import add_command
 from vit.cli.evaluate import evaluate
 from vit.cli.explain import explain
@@ -55,7 +54,7 @@ COMMANDS = (
     "vit.cli.info",
     predict,
     "vit.analysis.compare.command",
-    faithfulness,
+    "vit.analysis.faithfulness.command",
     export,
     serve,
 )

@@ -1,20 +1,17 @@
 """Which method measured best for a model: kept beside its file by `vit faithfulness`, read by `vit
 explain`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vit.analysis.faithfulness.result import GAINS, FaithfulnessResult
 from vit.bundle import MODEL_FILE, Bundle
 from vit.explanation.capture.layers import has_attention
 from vit.explanation.methods.registry import METHODS_WITHOUT_ATTENTION, compute_maps
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.documents import read_json
-from vit.runtime.files import write_text
 
 # stands for the method in the file
 BEST = "best"
@@ -51,29 +48,8 @@ def find_record(bundle: Bundle) -> Path | None:
     return path.with_suffix(".faithfulness.json") if path.is_file() else None
 
 
-def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
-    """Keep the best method beside the model file; the sentence says where, or why not."""
-    path = find_record(bundle)
-    if path is None:
-        return f"{bundle.name} is not a model file, so nothing is kept for --method best"
-    best_method = result.summary["best_method"]
-    gains = {metric: result.summary["metrics"][metric] for metric in GAINS}
-    content = {
-        "schema_version": 1,
-        **result.conditions,
-        "best_method": best_method,
-        "best": {metric: gain["best"] for metric, gain in gains.items()},
-        "gains": {metric: gain["methods"] for metric, gain in gains.items()},
-    }
-    try:
-        write_text(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        return f"nothing is kept for --method best: {path}: {error.strerror}"
-    return f"{best_method} is now what --method best takes: {path}"
-
-
 def read_best_method(bundle: Bundle) -> BestMethod:
-    """Read what `write_best_method` wrote.
+    """Read what `vit faithfulness` wrote.
 
     Raises:
         ValueError: nothing was measured of this model file, or the record is damaged.

@@ -9,7 +9,7 @@ import pytest
 
 import vit
 from tests.conftest import Launcher, Outcome
-from vit.explanation import best_method
+from vit.analysis.faithfulness import result as result_module
 from vit.explanation.methods.registry import METHODS
 
 
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     def refuse(path: Path, text: str) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(best_method, "write_text", refuse)
+    monkeypatch.setattr(result_module, "write_text", refuse)
     result = vit.measure_faithfulness(tiny_run, count=8)
     assert "nothing is kept for --method best" in result.measurement.notes[-1]
     assert "Read-only file system" in result.measurement.notes[-1]

@@ -1,15 +1,17 @@
-"""`vit faithfulness`: how faithful each kind of attention map is to the model."""
+"""The command `vit faithfulness`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vit.options import FaithfulnessOptions
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
+from vit.runtime.files import check_output
 
 if TYPE_CHECKING:
     from vit.analysis.faithfulness.result import FaithfulnessResult
 
-OPERATORS = {
+_GAINS = {
     "srg": "with tokens dropped",
     "srg_mean": "with patches filled with the mean",
     "srg_blur": "with patches blurred",
@@ -17,33 +19,42 @@ OPERATORS = {
 
 
 def faithfulness(
-    model: str, *, output: Path, options: FaithfulnessOptions, overwrite: bool = False
+    measure: "partial[FaithfulnessResult]", *, output: Path, overwrite: bool = False
 ) -> None:
-    """Measure how faithful each kind of map is to the model, beside maps that don't depend on it.
+    """Measure which map methods are most faithful to a model.
 
-    Patches are removed in a map's order while the probability of the class is measured; maps are
-    also compared with leave-one-out occlusion and with those of randomised weights. Writes
-    faithfulness.json, .md, .png and .npz (the numbers of every image) and, where all methods are
-    measured, model.faithfulness.json beside the model file, for vit explain --method best.
+    Patches are removed in the order of a map while the probability of the class is measured. Maps
+    are also compared with leave-one-out occlusion, with maps of randomised weights and with
+    baselines that don't depend on the model. Writes faithfulness.json, .md, .png and .npz (the
+    numbers of every image). After --methods all the best method is also written beside the model
+    file, for vit explain --method best.
 
     Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
-        output: directory for the results
-        overwrite: replace an earlier result
+        output: Directory for the results.
+        overwrite: Replace an earlier result.
     """
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.runtime.files import check_output
-
     # before minutes of work
     check_output(output, overwrite=overwrite)
-    result = api.measure_faithfulness(model, **vars(options))
+    result = measure()
     result.save(output, overwrite=overwrite)
     _show(result, output)
 
 
+COMMAND = Command(
+    run=faithfulness,
+    function="measure_faithfulness",
+    python_only=("dataset", "class_names"),
+    flags={"target": "--class", "count": "--images"},
+    help={
+        "methods": "all, or names separated by commas.",
+        "target": "Class to explain: auto (the true class of images predicted correctly), or one of"
+        " vit explain --class.",
+    },
+)
+
+
 def _show(result: "FaithfulnessResult", output: Path) -> None:
-    """What fits into 80 characters a line; faithfulness.md has every column."""
+    """Print the columns that fit into 80 characters; faithfulness.md has all."""
     from vit.analysis.faithfulness.result import format_estimate
 
     rows = []
@@ -62,10 +73,10 @@ def _show(result: "FaithfulnessResult", output: Path) -> None:
     title = f"Symmetric relevance gain on {len(result.ids)} images"
     console.print(build_table(rows, headings, title=title))
     console.print(
-        "95 % intervals. *: perhaps the best; "
-        "the interval of its difference to the highest includes 0"
+        "Means and 95 % intervals. *: tied for best: "
+        "the interval of the difference to the highest includes 0"
     )
-    for metric, operator in OPERATORS.items():
+    for metric, operator in _GAINS.items():
         lower = result.summary["metrics"][metric]["below_centre"]
         if lower:
             console.print(f"{operator}, the centre of the image beats {', '.join(lower)}")

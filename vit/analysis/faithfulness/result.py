@@ -1,9 +1,9 @@
-"""A measurement as files: means with their intervals, a table, the per-image numbers and a plot."""
+"""The result of the benchmark and its files: a table, a plot and the numbers of every image."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,15 @@ from vit.analysis.faithfulness.map_metrics import (
     find_lower,
     to_markdown,
 )
+from vit.bundle import Bundle
+from vit.explanation.best_method import find_record
 from vit.explanation.methods.registry import METHODS
-from vit.runtime.files import prepare_output, write_arrays, write_atomically, write_text
+from vit.runtime.files import FileContent, Result, save_arrays, write_text
 
 SCHEMA_VERSION = 4
-# symmetric relevance gain with tokens dropped, and with patches painted over
+# symmetric relevance gains: with tokens dropped, and with patches painted over
 GAINS = ("srg", *PAINTED.values())
-
-
-# metrics and their columns; an arrow says which values are better
+# column of each metric; an arrow says which values are better
 COLUMNS = {
     "srg": "SRG ↑",
     "srg_mean": "SRG, mean fill ↑",
@@ -40,19 +40,23 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class FaithfulnessResult:
-    """The benchmark's numbers and their conditions."""
+class FaithfulnessResult(Result):
+    """The numbers of the benchmark and their conditions.
+
+    Attributes:
+        measurement: The numbers of every image.
+        conditions: Model, data, split, number of images, seed, device and versions.
+        ids: The images.
+    """
 
     measurement: Measurement
-    # model, data, split, number of images, seed, device, versions
     conditions: Mapping[str, Any]
-    # of the images
     ids: list[str]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Means with 95 % intervals by metric and map, the methods that may be the best by each
-        gain, and the one of them that is chosen."""
+        """Means with 95 % intervals by metric and map, the methods that are statistically tied for
+        best in each gain, and the best method."""
         metrics: dict[str, dict[str, Any]] = {}
         for metric in COLUMNS:
             values = self.measurement.values[metric]
@@ -73,14 +77,14 @@ class FaithfulnessResult:
 
     @property
     def names(self) -> list[str]:
-        """Methods and baselines, the highest symmetric relevance gain with tokens dropped first."""
+        """Methods and baselines by falling symmetric relevance gain with tokens dropped."""
         gains = self.summary["metrics"]["srg"]["methods"]
         return sorted(gains, key=lambda name: -gains[name]["mean"])
 
     @property
     def table(self) -> str:
-        """Methods and baselines in Markdown; bold are gains that may be the best, and those of the
-        centre where they beat a method."""
+        """Methods and baselines in Markdown. Bold: gains that are tied for best, and those of the
+        centre that beat a method."""
         rows = [self._format_row(name) for name in self.names]
         return to_markdown(["map", "of a class", *COLUMNS.values(), "ms"], rows)
 
@@ -99,59 +103,74 @@ class FaithfulnessResult:
                 cell = f"**{cell}**"
             row.append(cell)
 
-        # baselines take none to speak of, but leave-one-out
+        # leave-one-out is the only baseline that takes time
         milliseconds = self.measurement.milliseconds.get(name)
         row.append(f"{milliseconds:.1f}" if milliseconds else "")
         return row
 
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write faithfulness.json, .md, .npz (the numbers of every image) and .png.
-
-        Args:
-            directory: a new or empty directory.
-            overwrite: replace an earlier result in it.
-
-        Raises:
-            FileExistsError: it holds files, and `overwrite` is not set or they are not a result.
-        """
-        output = prepare_output(directory, overwrite=overwrite)
+    def build_files(self) -> dict[str, FileContent]:
         content = {
             "schema_version": SCHEMA_VERSION,
             **self.conditions,
             **self.summary,
             "image_ids": self.ids,
         }
-        write_text(output / "faithfulness.json", json.dumps(content, indent=1) + "\n")
-        write_text(output / "faithfulness.md", self.table + "\n")
         arrays = {
             f"{metric}.{name}": values
             for metric, values_by_map in self.measurement.values.items()
             for name, values in values_by_map.items()
         }
-        write_arrays(output / "faithfulness.npz", arrays)
-        write_atomically(
-            output / "faithfulness.png", lambda path: draw_plot(path, self.summary["metrics"])
-        )
+        return {
+            "faithfulness.json": json.dumps(content, indent=1) + "\n",
+            "faithfulness.md": self.table + "\n",
+            "faithfulness.npz": partial(save_arrays, arrays=arrays),
+            "faithfulness.png": partial(draw_plot, metrics=self.summary["metrics"]),
+        }
+
+
+def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
+    """Write the best method beside the model file, for `vit explain --method best`.
+
+    Returns:
+        A sentence that says where it is, or why it was not written.
+    """
+    path = find_record(bundle)
+    if path is None:
+        return f"{bundle.name} is not a model file, so nothing is kept for --method best"
+    best_method = result.summary["best_method"]
+    gains = {metric: result.summary["metrics"][metric] for metric in GAINS}
+    content = {
+        "schema_version": 1,
+        **result.conditions,
+        "best_method": best_method,
+        "best": {metric: gain["best"] for metric, gain in gains.items()},
+        "gains": {metric: gain["methods"] for metric, gain in gains.items()},
+    }
+    try:
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        return f"nothing is kept for --method best: {path}: {error.strerror}"
+    return f"--method best now uses {best_method}: {path}"
 
 
 def choose_best(metrics: Mapping[str, Any]) -> str:
-    """Of the methods that may be the best with tokens dropped and with the mean fill, or with tokens
-    dropped if there is none, the one with the highest symmetric relevance gain with tokens
-    dropped."""
-    # the highest gain first
+    """Choose among the methods that are statistically tied for best both with tokens dropped and with
+    the mean fill (or, if there are none, with tokens dropped). The one with the highest symmetric
+    relevance gain with tokens dropped is the best."""
+    # these lists begin with the highest gain
     best_dropped: list[str] = metrics["srg"]["best"]
     best_with_both = [name for name in best_dropped if name in metrics["srg_mean"]["best"]]
     return (best_with_both or best_dropped)[0]
 
 
 def format_estimate(mean: Mapping[str, Any]) -> str:
-    """A mean with its interval."""
+    """Format a mean with its interval."""
     return f"{mean['mean']:.3f} ({mean['low']:.3f}–{mean['high']:.3f})"
 
 
 def draw_plot(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Draw the symmetric relevance gains of each map with their intervals; a dotted line is at
-    the random map's."""
+    """Draw the symmetric relevance gains of each map with their intervals. A dotted line marks the
+    gain of random maps."""
     # half a second, which other commands don't need
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

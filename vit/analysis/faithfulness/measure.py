@@ -1,0 +1,171 @@
+"""`vit.measure_faithfulness`: the images, the benchmark on them, and its conditions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from vit.analysis.faithfulness.benchmark import Benchmark
+from vit.analysis.faithfulness.images import select_correct_images, select_images
+from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
+from vit.data.dataset import ImageDataset
+from vit.evaluation.images import check_data, open_data
+from vit.explanation.explainer import choose_explain_batch_size
+from vit.explanation.methods.registry import METHODS, find_methods
+from vit.explanation.targets import (
+    CLASS,
+    Target,
+    build_target,
+    describe_target,
+    find_output_kind,
+)
+from vit.model.logits import compute_logits
+from vit.options import TargetLike
+from vit.runtime.arguments import as_tuple, check_arguments
+from vit.runtime.device import describe_device
+from vit.runtime.progress import show_progress
+from vit.runtime.tensors import Images
+
+
+@check_arguments(count=(8, None), minutes=(0.1, None), batch_size=(1, None))
+@keeps_mode
+def measure_faithfulness(
+    model: ModelLike,
+    *,
+    data: str | Path | None = None,
+    root: str | Path | None = None,
+    split: str | None = None,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
+    methods: str | Sequence[str] = "all",
+    target: TargetLike = "auto",
+    count: int = 128,
+    minutes: float | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    random_weights: bool = False,
+) -> FaithfulnessResult:
+    """Measure how faithful attention maps are to the model.
+
+    Args:
+        model: See `vit.evaluate`.
+        data: See `vit.evaluate`.
+        root: See `vit.evaluate`.
+        split: See `vit.evaluate`.
+        dataset: See `vit.evaluate`.
+        class_names: See `vit.evaluate`.
+        methods: Names of map methods, or "all". After "all" the best method
+            is kept beside the model file, for `vit.explain(methods="best")`.
+        target: Class to explain. "auto": the true class of each image that is
+            predicted correctly. Any other target of `vit.explain` for one
+            class is measured on images whatever the model predicts for them:
+            removing patches lowers its value, adding them raises it.
+        count: Images to measure on, at least 8.
+        minutes: Time limit, approximately. If not everything fits into it,
+            leave-one-out leaves out larger groups, curves have fewer points,
+            and fewer images are measured, at least 8; a note says so.
+            None: no limit.
+        batch_size: See `vit.explain`.
+        seed: Seed for the choice of images and for the random maps.
+        device: See `vit.evaluate`.
+        random_weights: Measure the same model untrained, as a sanity check.
+
+    Returns:
+        The result: `.summary` holds means with 95 % intervals by metric and
+        method, `.table` the same as text.
+
+    Raises:
+        ValueError: A method is unknown, or fewer than 8 images are predicted
+            correctly.
+
+    Example:
+        >>> result = vit.measure_faithfulness("runs/digits", methods="gae")
+        >>> print(result.table)
+    """
+    check_data(data, dataset)
+    names = list(as_tuple(methods))
+    if names == ["all"]:
+        names = list(METHODS)
+    # a wrong name is reported before the model is loaded
+    find_methods(names)
+    bundle = open_model(model, device=device, random_weights=random_weights)
+    source = open_data(bundle, data, root, dataset, class_names).split(split)
+    batch_size = batch_size or choose_explain_batch_size(
+        bundle.preprocess.image_size, bundle.device
+    )
+    images, classes, ids, measured = _choose_images(
+        bundle, source, target, count=count, batch_size=batch_size, seed=seed
+    )
+    benchmark = Benchmark(
+        bundle, images, classes, names, measured, batch_size=batch_size, seed=seed
+    )
+
+    if minutes is not None:
+        benchmark.fit(60 * minutes)
+        ids = ids[: len(benchmark.images)]
+    work, _ = benchmark.plan
+    with show_progress("faithfulness", round(work)) as benchmark.advance:
+        measurement = benchmark.measure()
+
+    # what a reader needs to measure the same again
+    conditions = {
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
+        "data": source.name,
+        "split": source.split,
+        "target": describe_target(target),
+        "num_images": len(ids),
+        "seed": seed,
+        "device": describe_device(bundle.device),
+        "precision": benchmark.precision,
+        "versions": collect_versions(),
+    }
+    result = FaithfulnessResult(measurement, conditions, ids)
+    # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
+    if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
+        measurement.notes.append(write_best_method(bundle, result))
+    return result
+
+
+@torch.no_grad()
+def _choose_images(
+    bundle: Bundle,
+    source: ImageDataset,
+    target: TargetLike,
+    *,
+    count: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[Images, Int[Tensor, " n"], list[str], Target]:
+    """Choose images, as the model takes them.
+
+    Returns:
+        The images, the class of each that is explained, their ids, and the target.
+    """
+    kind = find_output_kind(bundle.model, bundle.class_names)
+    if target == "auto" and kind == "classes":
+        # no map can point at evidence for a wrong prediction
+        correct = select_correct_images(
+            bundle, source, count=count, batch_size=batch_size, seed=seed
+        )
+        return *correct, CLASS
+    measured, choose_targets = build_target(target, bundle.class_names, kind)
+    images, ids = select_images(source, bundle.preprocess, count=count, seed=seed)
+    classes = torch.cat(
+        [
+            choose_targets(compute_logits(bundle.model, batch.to(bundle.device)))
+            for batch in images.split(batch_size)
+        ]
+    )
+    if classes.shape[1] != 1:
+        raise ValueError(
+            f"faithfulness is measured for one class of each image, not for {target!r};"
+            " name one, or auto"
+        )
+    return images, classes[:, 0], ids, measured
