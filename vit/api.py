@@ -19,6 +19,8 @@ from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs, list_images
+from vit.data.sources.registry import register_source as register_source
+from vit.data.sources.source import Source as Source
 from vit.data.transforms import Transform
 from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
 from vit.evaluation.images import check_data, load_images, open_data

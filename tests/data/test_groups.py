@@ -137,7 +137,7 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: 
     folders = open_dataset("folder", root=tmp_path / "folders").split("all")
     assert set(find_groups(folders, 1)) == set(groups)
     for group_by, text in [
-        (2, "makes one group, 'cat', of all images of 'cat'"),
+        (2, "puts all images of 'cat' into one group, 'cat'"),
         (7, "finds no group in paths such as"),
         ("site", "has 0 groups in brackets"),
         ("(", "is not a regular expression"),

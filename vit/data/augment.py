@@ -26,9 +26,9 @@ class AugmentParams(NamedTuple):
     crop: CropParams
     # brightness, contrast, saturation
     color_factors: Float[Tensor, "3 B"] | None
-    # those of RandAugment, in this order
+    # operations of RandAugment, in this order
     operations: tuple[Operation, ...]
-    # those of cutout and random erasing
+    # boxes of cutout and random erasing
     erased_boxes: tuple[Boxes, ...]
     mix: MixParams | None
 

@@ -38,16 +38,15 @@ OPERATIONS = (
 
 
 class Operation(NamedTuple):
-    """One of `OPERATIONS`, and the samples of a batch that get it."""
+    """One of `OPERATIONS`, the samples of a batch that get it, and its strength from -1 to 1."""
 
     name: str
     samples: Int64[Tensor, " n"]
-    # -1 to 1
     strength: float
 
 
 def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
-    """Brightness, contrast and saturation, as torchvision's ColorJitter in this order.
+    """Change brightness, contrast and saturation, in this order, as torchvision's ColorJitter does.
 
     At a factor of 0 the image is black, its mean luma, or grey; at 1 it stays as it is.
     """
@@ -60,22 +59,22 @@ def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
 
 
 def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
-    """Luma by ITU-R 601-2, as in torchvision."""
+    """Compute luma by ITU-R 601-2, as torchvision does."""
     return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device, images.dtype))[:, None]
 
 
-# each would be a copy to the device
+# cached, because each call would copy them to the device
 @lru_cache
 def _luma_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor((0.2989, 0.587, 0.114), device=device, dtype=dtype)
 
 
 def sample_operations(rng: StatelessRandom, stream: str, magnitude: float) -> list[Operation]:
-    """One operation of RandAugment for each sample; `magnitude` is 0 to 10."""
+    """Sample an operation of RandAugment for each sample; `magnitude` is 0 to 10."""
     chosen = rng.integers(stream, below=len(OPERATIONS))
     is_negative = rng.bits(f"{stream} sign") < 0
     operations = []
-    # samples are listed on the host: no list is ever read back from the device
+    # samples are listed on the host, so that no list is read back from the device
     for strength in (magnitude / 10, -magnitude / 10):
         for number, name in enumerate(OPERATIONS):
             is_chosen = (chosen == number) & (is_negative == (strength < 0))
@@ -86,8 +85,8 @@ def sample_operations(rng: StatelessRandom, stream: str, magnitude: float) -> li
 
 
 def apply_operations(images: UInt8Images, operations: Sequence[Operation]) -> UInt8Images:
-    """The images after the operations, whose samples are on the images' device."""
-    # a sample gets one operation of each round, and rounds follow one another in the list
+    """Apply the operations; their samples are on the images' device."""
+    # the list has one round after another; in each, a sample gets one operation
     result = images.clone()
     for name, samples, strength in operations:
         result[samples] = _apply_operation(result[samples], name, strength)
@@ -99,11 +98,11 @@ def _apply_operation(images: UInt8Images, name: str, strength: float) -> UInt8Im
     from torchvision.transforms.v2 import functional
 
     height, width = images.shape[2:]
-    # 1 leaves the image as it is
+    # a factor of 1 leaves the image as it is
     factor = 1 + 0.9 * strength
-    # shears leave the upper left corner where it is
+    # a shear keeps the upper left corner in place
     shear = 0.3 * strength
-    # whole pixels, as torchvision's
+    # whole pixels, as in torchvision
     right = float(int(150 / 331 * width * strength))
     down = float(int(150 / 331 * height * strength))
     match name:
@@ -138,14 +137,14 @@ def _apply_operation(images: UInt8Images, name: str, strength: float) -> UInt8Im
     return images
 
 
-# torchvision's `affine` and `adjust_sharpness` would copy matrices to the device, and wait
+# torchvision's `affine` and `adjust_sharpness` copy matrices to the device and wait, ours don't
 def _affine(
     images: UInt8Images,
     *,
     x_weights: tuple[float, float, float] = (1.0, 0.0, 0.0),
     y_weights: tuple[float, float, float] = (0.0, 1.0, 0.0),
 ) -> UInt8Images:
-    """What lies at (x, y) of the result, in pixels from the centre, is taken from (x, y, 1) ·
+    """Transform images: the pixel at (x, y), counted from the centre, is read at (x, y, 1) ·
     `x_weights` and (x, y, 1) · `y_weights`, bilinear."""
     height, width = images.shape[2:]
     y = torch.arange(height, device=images.device)[:, None] - (height - 1) / 2
@@ -158,7 +157,7 @@ def _affine(
 
 
 def _adjust_sharpness(images: UInt8Images, factor: float) -> UInt8Images:
-    """Blurred at 0 by Pillow's SMOOTH filter, 1 around 5, of 13; the outermost pixels stay."""
+    """Blend with Pillow's SMOOTH filter (weights 1 around 5), which 0 gives; the edge stays."""
     blurred = images.float()
     inside = blurred[:, :, 1:-1, 1:-1]
     inside.copy_(((9 * F.avg_pool2d(blurred, 3, 1) + 4 * inside) / 13).round())

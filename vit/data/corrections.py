@@ -1,5 +1,4 @@
-"""Labels that somebody has corrected, from the `corrections.csv` of an audit. The files stay where
-they are."""
+"""Corrected labels, from the `corrections.csv` of an audit. The image files stay where they are."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,14 +14,14 @@ COLUMNS = ("path", "given", "label")
 
 
 def read_corrections(path: Path) -> dict[str, str]:
-    """Path of an image below the root → the name of its right class.
+    """Read corrections: path of an image below the root → the name of its right class.
 
     Args:
-        path: a CSV file with the columns path, given (the label that it has) and label.
+        path: A CSV file with the columns path, given (the present label) and label.
 
     Raises:
-        ValueError: names the line that is wrong.
-        OSError: the file can't be read.
+        ValueError: A line is wrong; the message names it.
+        OSError: The file can't be read.
     """
     rows = read_table(path)
     _, header = next(rows, ("", []))
@@ -33,7 +32,8 @@ def read_corrections(path: Path) -> dict[str, str]:
     corrections: dict[str, str] = {}
     for line, row in rows:
         if len(row) != len(COLUMNS):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
+            text = f"{line} has {len(row)} fields instead of {len(COLUMNS)}"
+            raise ValueError(f"{text}; write {','.join(COLUMNS)}")
         name, _, label = row
         if corrections.get(name, label) != label:
             raise ValueError(f"{line} gives {shorten(name)!r} a second label; keep one")
@@ -42,10 +42,10 @@ def read_corrections(path: Path) -> dict[str, str]:
 
 
 def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> ImageDataset:
-    """The images with the labels of `corrections`, by their ids; others keep theirs.
+    """Replace the labels of the images whose ids are in `corrections`.
 
     Raises:
-        ValueError: a label is not one of the classes.
+        ValueError: A label is not one of the classes.
     """
     label_of = {name: label for label, name in enumerate(dataset.class_names)}
     labels = dataset.labels.copy()
@@ -63,12 +63,13 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
     if num_changed == 0:
         return dataset
     note = f"{num_changed} labels of the {dataset.split} images are those of data.corrections"
-    # what is decoded stays: pixels don't depend on labels
+    # decoded pixels don't depend on labels
     return replace(dataset, labels=labels.astype(np.int64), notes=(*dataset.notes, note))
 
 
 def check_corrections(dataset: ImageDataset, corrections: Mapping[str, str]) -> None:
-    """Raise ValueError where none of `dataset`, all images of a set, has the id of a correction."""
+    """Raise ValueError if a correction names an image that is not in `dataset`, all images of a
+    set."""
     unknown = corrections.keys() - set(dataset.ids)
     if unknown:
         raise ValueError(

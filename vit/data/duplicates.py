@@ -11,18 +11,18 @@ from vit.data.images import divide
 
 # bits of 64 by which near-duplicates may differ
 NEAR = 6
-# hashes with fewer bits set or unset are of flat images, which are all similar
+# hashes with fewer bits set or unset belong to flat images, which are all similar
 _FLAT = 8
-# pixels: of smaller images, many of one class have equal hashes
+# pixels; many smaller images of one class have equal hashes
 _MIN_SIDE = 16
-# at which the search in one set ends: of k copies there are k (k - 1) / 2 pairs
+# the search in one set ends there: k copies make k (k - 1) / 2 pairs
 _MAX_PAIRS = 10_000
-# pairs compared at once: 16 MiB a temporary, which stays in the cache
+# pairs compared at once: temporaries of 16 MiB stay in the processor's cache
 _BLOCK = 1 << 21
 
 
 def hash_pixels(image: Image.Image) -> int:
-    """64 bits of the sha256 of an RGB image's size and pixels."""
+    """Compute 64 bits of the sha256 of an RGB image's size and pixels."""
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
     for _, band in divide(image):
         digest.update(band.tobytes())
@@ -30,13 +30,12 @@ def hash_pixels(image: Image.Image) -> int:
 
 
 def compute_dhash(image: Image.Image) -> int:
-    """64-bit difference hash (dHash) of an RGB image, hardly changed by recoding, rescaling and
-    small crops.
+    """Compute the 64-bit difference hash (dHash) of an RGB image.
 
-    32 bits say whether a cell of a 4×8 grey grid is brighter than its left neighbour, 32 whether
-    one of an 8×4 grid is brighter than the one above. Below 16 pixels it is 0, which
-    `find_duplicates` ignores: of the 8×8 digits, half the test images would resemble a training
-    image.
+    Recoding, rescaling and small crops hardly change it. 32 bits compare each cell of a 4×8 grey
+    grid with its left neighbour, and 32 bits each cell of an 8×4 grid with the one above. Below 16
+    pixels the hash is 0, which `find_duplicates` ignores: half of the 8×8 test digits would
+    resemble a training image.
     """
     if min(image.size) < _MIN_SIDE:
         return 0
@@ -49,11 +48,14 @@ def compute_dhash(image: Image.Image) -> int:
 
 
 class Duplicates(NamedTuple):
-    """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query."""
+    """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query.
 
-    # same pixels
+    Attributes:
+        exact: Pairs with the same pixels.
+        near: Pairs with other pixels and the closest perceptual hash.
+    """
+
     exact: np.ndarray
-    # other pixels, the closest perceptual hash
     near: np.ndarray
 
 
@@ -63,32 +65,31 @@ def find_duplicates(
     """Find images that were in training, also mirrored.
 
     Exact pairs are certain, near ones are suspects; docs/data.md says how many planted copies are
-    found. Images so flat that their hashes are nearly all zeros or ones are compared by their
-    pixels alone.
+    found. Flat images, whose hashes are nearly all zeros or ones, are compared only by their pixels.
 
     Args:
-        hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is looked for.
-        training_hashes: uint64 [2, m], of those in training.
-        max_distance: bits by which the perceptual hashes of a near pair may differ.
+        hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.
+        training_hashes: uint64 [2, m], the same of the training images.
+        max_distance: Bits by which the perceptual hashes of a near pair may differ.
     """
     digests, dhashes = hashes
     training_digests, training_dhashes = training_hashes
 
-    # same pixels: the first training image that has them
+    # exact pairs take the first training image with the same pixels
     is_exact = np.isin(digests, training_digests)
     exact = np.flatnonzero(is_exact)
     unique_digests, first_indices = np.unique(training_digests, return_index=True)
     places = np.searchsorted(unique_digests, digests[exact])
     exact_pairs = np.stack([exact, first_indices[places]], axis=1)
 
-    # similar pixels: images of one hash are compared once, so that many copies take no longer
+    # each hash is compared once, so that many copies take no longer
     queries = np.flatnonzero(~is_exact & _is_distinctive(dhashes))
     query_dhashes, inverse = np.unique(dhashes[queries], return_inverse=True)
     # in the order of the training images, so that the first of equally close ones is found
     candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
     candidates = candidates[_is_distinctive(training_dhashes[candidates])]
     closest, distances = _find_closest(query_dhashes, training_dhashes[candidates])
-    # or similar to the mirror image
+    # the mirror image may be more similar
     mirror_closest, mirror_distances = _find_closest(
         _mirror(query_dhashes), training_dhashes[candidates]
     )
@@ -101,13 +102,13 @@ def find_duplicates(
 
 
 def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Pairs of images of one set that are the same or nearly, also mirrored; at most 10,000.
+    """Find pairs of equal or nearly equal images in one set, also mirrored; at most 10,000.
 
     Args:
-        hashes: as in `find_duplicates`, uint64 [2, n].
+        hashes: uint64 [2, n], see `find_duplicates`.
 
     Returns:
-        (first index, second index, whether the pixels are the same), in the order of the images.
+        (first index, second index, true for equal pixels), in the order of the images.
     """
     digests, dhashes = hashes
     is_distinctive = _is_distinctive(dhashes)
@@ -128,9 +129,9 @@ def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def _mirror(dhashes: np.ndarray) -> np.ndarray:
-    """What `compute_dhash` gives for the mirror images, but for cells that are equally bright."""
+    """Compute the `compute_dhash` of the mirror images; cells of equal brightness may differ."""
     bits = np.unpackbits(dhashes.astype(">u8").view(np.uint8)).reshape(-1, 2, 32)
-    # in the mirror, a cell is brighter than its left neighbour where it was not
+    # in the mirror image, left and right are exchanged in each comparison
     across = 1 - bits[:, 0].reshape(-1, 4, 8)[..., ::-1]
     down = bits[:, 1].reshape(-1, 8, 4)[..., ::-1]
     mirrored = np.concatenate([across.reshape(-1, 32), down.reshape(-1, 32)], axis=1)
@@ -143,8 +144,11 @@ def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
 
 
 def _find_closest(queries: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of the closest training hashes of each query, int64 [n], and the bits that differ,
-    65 where there are none."""
+    """Find the first of the closest training hashes of each query.
+
+    Returns:
+        Its index, int64 [n], and the number of different bits, 65 if there are no training hashes.
+    """
     closest = np.zeros(len(queries), dtype=np.int64)
     distances = np.full(len(queries), 65)
     if not len(training):

@@ -1,5 +1,5 @@
-"""Images that belong together, such as those of one animal, site, patient or burst, and copies: a
-split that parts them measures how well a model knows them by heart."""
+"""Groups of images that must stay on one side of a split: those of one animal, site, patient or
+burst, and copies. Otherwise a test measures how well the model has memorised them."""
 
 import hashlib
 import re
@@ -14,24 +14,24 @@ from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.runtime.arguments import shorten
 
-# images among which copies are looked for: seconds
+# largest number of images that are compared with one another; it takes seconds
 MAX_COMPARED = 5000
-# pixels at least, of which an image's hashes are made here
+# smallest side in pixels at which JPEG files are decoded for their hashes
 _DRAFT_SIDE = 128
 
 
 def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
-    """The group of each image, by its path.
+    """Find the group of each image, by its path.
 
     Args:
-        dataset: whose ids are paths.
-        group_by: 1: the name of the folder that an image is in, 2: of the one above, and so on; or
-            a regular expression with one group, which is looked for in the path. A path without it
-            is a group of its own.
+        dataset: The images; their ids are paths.
+        group_by: 1 for the name of the folder that an image is in, 2 for the folder above it, and
+            so on; or a regular expression with one group, which is searched in the path. An image
+            whose path doesn't match is a group of its own.
 
     Raises:
-        ValueError: no image has such a folder or such a path, the expression is wrong, or a class
-            is one group.
+        ValueError: No image has such a folder or such a path, the expression is wrong, or all
+            images of a class are one group.
     """
     origin = f"data.group_by {shorten(repr(group_by))}"
     if isinstance(group_by, int):
@@ -40,15 +40,16 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     else:
         names = _match(dataset.ids, group_by, origin)
     if not any(names):
-        raise ValueError(f"{origin} finds no group in paths such as {shorten(dataset.ids[0])!r}")
+        path = shorten(dataset.ids[0])
+        raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
 
     groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
     for label, class_name in enumerate(dataset.class_names):
         class_groups = {groups[index] for index in np.flatnonzero(dataset.labels == label)}
         if len(class_groups) == 1 and (dataset.labels == label).sum() > 1:
             raise ValueError(
-                f"{origin} makes one group, {shorten(class_groups.pop())!r}, of all images of"
-                f" {shorten(class_name)!r}: they can't be split; take another one"
+                f"{origin} puts all images of {shorten(class_name)!r} into one group,"
+                f" {shorten(class_groups.pop())!r}, which can't be split; try another one"
             )
     return tuple(groups)
 
@@ -68,8 +69,11 @@ def _match(ids: Sequence[str], pattern: str, origin: str) -> list[str | None]:
 
 
 def hash_quickly(dataset: ImageDataset) -> np.ndarray:
-    """Hashes as of `vit.data.duplicates`, uint64 [2, n], of JPEG files decoded at a fraction of
-    their size; an image that can't be read is like no other."""
+    """Compute the hashes of `vit.data.duplicates` from JPEG files decoded at a fraction of their size.
+
+    Returns:
+        uint64 [2, n]. An image that can't be read has a hash of its own.
+    """
 
     def hash_image(index: int) -> tuple[int, int]:
         try:
@@ -87,14 +91,18 @@ def hash_quickly(dataset: ImageDataset) -> np.ndarray:
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
 ) -> tuple[tuple[str, ...], int]:
-    """The groups, with those made one that share an image, or nearly; and how many images have a
-    copy. A class whose images would be too few groups for the splits keeps its own.
+    """Join groups that share an image or a near-copy of one.
+
+    A class that would have fewer groups than splits keeps its own groups.
 
     Args:
-        groups: of each image.
-        labels: of each.
-        hashes: of each, as of `hash_quickly`.
-        num_splits: that images are divided into.
+        groups: Group of each image.
+        labels: Class of each image.
+        hashes: Hashes of the images, see `hash_quickly`.
+        num_splits: Number of splits into which the images are divided.
+
+    Returns:
+        The group of each image, and the number of images that have a copy.
     """
     parents = {group: group for group in groups}
 
@@ -107,7 +115,7 @@ def join_duplicates(
     for first, second, _ in find_pairs(hashes):
         copies |= {first, second}
         roots = sorted({find_root(groups[first]), find_root(groups[second])})
-        # the first by name: the order of the files doesn't matter
+        # the first by name, so that the order of the files doesn't matter
         parents[roots[-1]] = roots[0]
     joined = np.array([find_root(group) for group in groups], dtype=object)
 
@@ -123,17 +131,20 @@ def join_duplicates(
 def choose_groups(
     groups: Sequence[str], labels: np.ndarray, *, fraction: float, salt: str
 ) -> np.ndarray:
-    """Mask, bool [n], of whole groups that have about a fraction of every class.
+    """Choose whole groups that have about a fraction of every class.
 
-    Groups are taken in the order of the hashes of (salt, group), where one brings the numbers of
-    its classes nearer to the fraction; of a class of which none was, its smallest group. One group
-    at least of every class stays.
+    Groups are tried in the order of the hashes of (salt, group), and chosen if they bring the
+    numbers of their classes nearer to the fraction. A class without a chosen group gets its
+    smallest one. At least one group of every class is not chosen.
 
     Args:
-        groups: of each image.
-        labels: of each.
-        fraction: of the images.
-        salt: which groups are chosen.
+        groups: Group of each image.
+        labels: Class of each image.
+        fraction: Fraction of the images to choose.
+        salt: Text that decides which groups are chosen.
+
+    Returns:
+        Mask of the images, bool [n].
     """
     class_sizes = Counter(labels.tolist())
     # at least one image, but never all of a class

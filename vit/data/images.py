@@ -30,29 +30,28 @@ IMAGE_SUFFIXES = (
     ".tiff",
     ".webp",
 )
-# photos of telephones, which the package pillow-heif reads
+# photos of telephones; the package pillow-heif reads them
 HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
-# what image files are opened as, whatever their names: some of Pillow's other formats start
-# programs
+# formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
-# A file of some kB may hold very many pixels. The threads of a pool decode images of more than this
-# one at a time, each in a new thread: glibc keeps the memory that a thread's allocations took, so
-# that eight threads would keep eight large images.
+# A small file may hold very many pixels. The threads of a pool decode larger images than this one at
+# a time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads would
+# keep eight large images.
 _LARGE_PIXELS = 25_000_000
-# of more pixels none is decoded, unless the environment's VIT_MAX_PIXELS says another number
+# larger images are refused; VIT_MAX_PIXELS in the environment sets another limit
 _MAX_PIXELS = 100_000_000
 _MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
 _large_image_lock = threading.Lock()
 
-# that are converted or hashed at once
+# pixels that are converted or hashed at once
 _BAND_PIXELS = 2**22
 
 
 @cache
 def has_heif() -> bool:
-    """Whether the package that reads HEIC is installed; Pillow knows of it then."""
+    """Let Pillow read HEIC, and return true, if the package for it is installed."""
     try:
         from pillow_heif import register_heif_opener  # type: ignore[import-not-found]  # an extra
     except ImportError:
@@ -62,8 +61,8 @@ def has_heif() -> bool:
 
 
 def is_image_name(path: str) -> bool:
-    """Whether a file is an image that is read, by its suffix; hidden ones are not."""
-    # Path.suffix would take many times longer
+    """Return true if a file has the suffix of an image and isn't hidden."""
+    # Path.suffix would be many times slower
     text = path.lower()
     has_suffix = text.endswith(IMAGE_SUFFIXES) or (text.endswith(HEIF_SUFFIXES) and has_heif())
     return has_suffix and not os.path.basename(path).startswith(".")
@@ -74,19 +73,19 @@ def read_image(
 ) -> Image.Image:
     """Decode an image file of any mode into upright RGB.
 
-    EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is laid on white, and of
-    an animation the first frame is taken.
+    EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is put on white, and
+    only the first frame of an animation is read.
 
     Args:
-        file: a path, or a file opened for reading bytes.
-        name: of an opened file, in messages.
-        draft_side: pixels of a side that are enough: JPEG files are decoded at an eighth of their
-            size or more, in a fraction of the time. None: the full size.
+        file: A path, or a file opened for reading bytes.
+        name: Name of an opened file, for messages.
+        draft_side: Pixels of a side that are enough. JPEG files are then decoded at a fraction of
+            their size, down to an eighth, in less time. None decodes the full size.
 
     Raises:
-        ValueError: the file is truncated, is not an image, or has more than 100 million pixels (or
-            those of the environment's VIT_MAX_PIXELS).
-        FileNotFoundError: there is no such file.
+        ValueError: The file is truncated, is not an image, or has more than 100 million pixels (or
+            VIT_MAX_PIXELS of the environment).
+        FileNotFoundError: There is no such file.
     """
     if isinstance(file, Path):
         try:
@@ -111,8 +110,8 @@ def read_image(
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
             is_large = num_pixels > _LARGE_PIXELS
-            # the main thread doesn't wait: a process forked while the lock is held would wait for
-            # ever
+            # The main thread doesn't take the lock: a process that is forked while it is held would
+            # wait for ever.
             if is_large and threading.current_thread() is not threading.main_thread():
                 with _large_image_lock, ThreadPoolExecutor(1) as decoder:
                     return decoder.submit(_decode, image).result()
@@ -123,7 +122,7 @@ def read_image(
         text = f"it has more than {max_pixels:,} pixels; {_MAX_PIXELS_HINT}"
         raise ValueError(f"{name} can't be read as an image: {text}") from error
     except Exception as error:
-        # Pillow's decoders answer broken bytes with nearly any
+        # for broken bytes, Pillow's decoders raise errors of nearly any type
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
         raise ValueError(f"{name} can't be read as an image: {reason}") from error
 
@@ -131,12 +130,13 @@ def read_image(
 def _max_pixels() -> int:
     text = os.environ.get("VIT_MAX_PIXELS") or str(_MAX_PIXELS)
     if not text.isdecimal():
-        raise ValueError(f"VIT_MAX_PIXELS={text} in the environment is not a number of pixels")
+        text = f"VIT_MAX_PIXELS={text} in the environment is not a number of pixels"
+        raise ValueError(f"{text}; set one such as {_MAX_PIXELS}")
     return int(text)
 
 
 def _explain_format(file: BinaryIO) -> str:
-    """Why none of our decoders takes a file."""
+    """Explain why a file is not an image of a known format."""
     file.seek(0)
     header = file.read(12)
     if not header:
@@ -153,11 +153,11 @@ def _decode(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode as RGB: 16-bit grey scaled to 8, transparency laid on white."""
+    """Convert an image of any mode to RGB: 16-bit grey is scaled to 8, transparency is put on white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
 
-    # the copies in between take up to 8 times the memory of the result
+    # intermediate copies take up to 8 times the memory of the result, so large images are divided
     if image.width * image.height <= _BAND_PIXELS:
         return _convert(image)
     rgb = Image.new("RGB", image.size)
@@ -167,8 +167,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Bands of an image from the top down, each with the row that it begins at: what is done to
-    these takes little memory."""
+    """Divide an image into bands from the top down, so that working on one takes little memory.
+
+    Yields:
+        (number of the first row, band).
+    """
     band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
     for top in range(0, image.height, band_height):
         bottom = min(top + band_height, image.height)
@@ -185,7 +188,7 @@ def _convert(image: Image.Image) -> Image.Image:
             "floating-point pixels have no fixed range; save it with 8 or 16 bits a channel"
         )
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        # premultiplied: Pillow converts these to LA and RGBA alone
+        # Pillow converts premultiplied modes only to LA and RGBA
         if image.mode in ("La", "RGBa"):
             image = image.convert(image.mode.upper())
         image = image.convert("RGBA")

@@ -15,16 +15,16 @@ ImageInputs = ImageInput | Iterable[ImageInput]
 
 
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
-    """Each image as the path of a file or as an upright PIL image in RGB, in order.
+    """List images, in order: each as the path of a file or as an upright PIL image in RGB.
 
     Args:
-        images: paths, PIL images or arrays, one or several. A folder stands for the image files
-            below it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, of several
-            images, [N, H, W, 3]. A path that doesn't exist is passed on, since reading it says so,
-            and in a list a folder without images too.
+        images: Paths, PIL images or arrays, one or several. A folder gives the image files below
+            it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, for several
+            images, [N, H, W, 3]. A path that doesn't exist, and in a list a folder without images,
+            is listed too: reading it raises an error that names it.
 
     Raises:
-        ValueError: a folder by itself has no images, or an array is of another kind.
+        ValueError: A single folder has no images, or an array has another type or shape.
     """
     if isinstance(images, str | Path):
         # not Path.is_dir, which raises for a name of 300 characters
@@ -33,10 +33,10 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             return
         paths = _list_folder(images)
         if not paths:
-            raise ValueError(f"{images} holds no images")
+            raise ValueError(f"{images} holds no images; check the path")
         yield from paths
     elif isinstance(images, Image.Image):
-        # Pillow would copy also what is upright
+        # Pillow would copy upright images, too
         is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
         yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
@@ -75,21 +75,22 @@ def list_files(
     hidden: bool = True,
     check_link: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Files below a folder, those of each directory in sorted order.
+    """List the files below a folder, those of each directory in sorted order.
 
     Args:
-        folder: its directories that can't be read are left out where links are not followed.
-        hidden: whether directories whose names begin with a dot are read.
-        check_link: called with each link, to a file or a directory, before it is followed; None:
-            links to directories are not followed.
+        folder: The folder.
+        hidden: Read directories whose names begin with a dot.
+        check_link: Function that is called with each link, to a file or a directory, before it is
+            followed. With None, links to directories are not followed, and directories that can't
+            be read are left out.
 
     Raises:
-        OSError: a directory can't be read.
+        OSError: A directory can't be read.
     """
     waiting = [os.fspath(folder)]
     while waiting:
         directory = waiting.pop()
-        # one level at a time: os.walk recurses, and folders may be nested deeper than Python's stack
+        # not os.walk, which recurses: folders may be nested deeper than Python's stack
         try:
             with os.scandir(directory) as entries:
                 sorted_entries = sorted(entries, key=lambda entry: entry.name)
@@ -101,7 +102,7 @@ def list_files(
         subfolders = []
         for entry in sorted_entries:
             is_link = entry.is_symlink()
-            # of a link that leads to itself, is_dir raises
+            # entry.is_dir would raise for a link that leads to itself
             is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
             if is_folder and not hidden and entry.name.startswith("."):
                 continue
@@ -111,5 +112,5 @@ def list_files(
                 yield entry.path
             elif check_link is not None or not is_link:
                 subfolders.append(entry.path)
-        # the last of `waiting` is read first
+        # the last directory of `waiting` is read first
         waiting += reversed(subfolders)

@@ -30,11 +30,14 @@ _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the model's input lies on an upright image."""
+    """Place of the model's input on an upright image.
 
-    # width, height
+    Attributes:
+        original_size: Width and height of the image.
+        box: Left, top, right and bottom of the input, in pixels of the image.
+    """
+
     original_size: tuple[int, int]
-    # left, top, right, bottom in that image's pixels
     box: tuple[float, float, float, float]
 
 
@@ -46,14 +49,14 @@ class Preprocess:
     from its centre.
 
     Args:
-        image_size: height and width of the model's input.
-        crop_pct: the input's part of the scaled image, in (0, 1].
-        mean: of each channel, for pixels in [0, 1].
-        std: of each channel, for pixels in [0, 1].
+        image_size: Height and width of the model's input.
+        crop_pct: Side of the input as a fraction of the scaled image, in (0, 1].
+        mean: Mean of each channel, for pixels in [0, 1].
+        std: Standard deviation of each channel, for pixels in [0, 1].
         interpolation: Pillow's filter.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: A value is out of range.
     """
 
     image_size: tuple[int, int]
@@ -82,7 +85,7 @@ class Preprocess:
         return round(height / self.crop_pct), round(width / self.crop_pct)
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
-        """Pixels [H, W, 3] of an image of any mode."""
+        """Return the input's pixels [H, W, 3] of an image of any mode."""
         if image.mode != "RGB":
             image = to_rgb(image)
         height, width = self.resize_size
@@ -98,7 +101,7 @@ class Preprocess:
         return pixels[..., top : top + height, left : left + width, :]
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
-        """What `to_uint8` takes of an image of `size` (width, height)."""
+        """Compute the part of an image of `size` (width, height) that `to_uint8` returns."""
         height, width = self.image_size
         left, top, right, _ = self._cover(size)
         # original pixels per pixel of the input
@@ -109,7 +112,7 @@ class Preprocess:
         return Geometry(size, box=(left, top, left + width * scale, top + height * scale))
 
     def normalize(self, pixels: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
-        """Pixels 0..255 to the model's input range."""
+        """Scale and shift pixels 0..255 to the model's input range."""
         import torch
 
         scale, shift = self.scale_and_shift(pixels.device)
@@ -117,23 +120,23 @@ class Preprocess:
         return torch.addcmul(shift.view(3, 1, 1), channels_first, scale.view(3, 1, 1))
 
     def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Two tensors [3]: a pixel of 0..255 becomes pixel * scale + shift."""
+        """Return two tensors [3], scale and shift, for pixels of 0..255."""
         return _scale_and_shift(tuple(self.mean), tuple(self.std), str(device))
 
     def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:
-        """The model's input for RGB images of any sizes."""
+        """Return the model's input for RGB images of any sizes."""
         import torch
 
         pixels = np.stack([self.to_uint8(image) for image in images])
         return self.normalize(torch.from_numpy(pixels))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """The inverse of `to_dict`; what is missing is the default."""
+        """Return the inverse of `to_dict`; missing values are the defaults."""
         arguments: Any = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
@@ -141,33 +144,34 @@ class Preprocess:
         return cls(**arguments)
 
     def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
-        """The centred box of the original (width, height) that has the aspect of `resize_size`."""
+        """Find the largest centred box of an image of `size` (width, height) that has the aspect of
+        `resize_size`."""
         width, height = size
         target_height, target_width = self.resize_size
-        # original pixels per target pixel, as many as fit in both directions
+        # original pixels per target pixel that fit in both directions
         scale = min(width / target_width, height / target_height)
         box_width = target_width * scale
         box_height = target_height * scale
-        # max, min: Pillow refuses a box that rounding pushed over an edge
+        # Pillow refuses a box that rounding has pushed over an edge
         left = max((width - box_width) / 2, 0.0)
         top = max((height - box_height) / 2, 0.0)
         return left, top, min(left + box_width, width), min(top + box_height, height)
 
     def _margins(self) -> tuple[int, int]:
-        """Above and to the left of the centre crop."""
+        """Rows above the centre crop, and columns to its left."""
         height, width = self.resize_size
         crop_height, crop_width = self.image_size
         return (height - crop_height) // 2, (width - crop_width) // 2
 
 
-# else each batch would copy them to the device again
+# cached, so that not every batch copies them to the device
 @lru_cache
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: str
 ) -> tuple[Tensor, Tensor]:
     import torch
 
-    # what is made in inference mode could not be differentiated through elsewhere
+    # gradients can't flow through tensors that are made in inference mode
     with torch.inference_mode(False):
         means, stds = torch.tensor([mean, std], dtype=torch.float64)
         scale = 1 / (255 * stds)

@@ -35,7 +35,7 @@ class StatelessRandom:
     sample_ids: SampleIds
 
     def bits(self, stream: str) -> Int64[Tensor, " n"]:
-        """64 random bits; different ids have different bits.
+        """Draw 64 random bits; different ids have different bits.
 
         They are splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio.
         """
@@ -47,20 +47,20 @@ class StatelessRandom:
         return mixed ^ _shift_right(mixed, 31)
 
     def uniform(self, stream: str) -> Float32[Tensor, " n"]:
-        """Numbers in [0, 1), multiples of 2⁻²⁴: exact in float32."""
+        """Draw numbers in [0, 1), multiples of 2⁻²⁴: exact in float32."""
         return _shift_right(self.bits(stream), 40).float() * 2.0**-24
 
     def integers(self, stream: str, *, below: int) -> Int64[Tensor, " n"]:
-        """Integers in 0 … below - 1; `below` < 2³¹ (their bias is below / 2³²)."""
+        """Draw integers in 0 … below - 1; `below` < 2³¹ (their bias is below / 2³²)."""
         return _shift_right(_shift_right(self.bits(stream), 32) * below, 32)
 
     def permutation(self, stream: str = "order") -> SampleIds:
-        """The samples in a random order; the hash has no ties, so sorting by it is well defined."""
+        """Return the samples in a random order. The hash has no ties, so sorting is well defined."""
         return self.sample_ids[torch.argsort(self.bits(stream))]
 
 
 def _shift_right(value: Int64[Tensor, " n"], num_bits: int) -> Int64[Tensor, " n"]:
-    """Logical shift: torch's own copies the sign."""
+    """Shift without copying the sign, unlike torch's operator."""
     return (value >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 

@@ -1,34 +1,34 @@
-"""What is measured of the images before a run: their size, the mean and standard deviation of their
-pixels, and how large their classes are."""
+"""Statistics of the images before a run: their size, the mean and standard deviation of their
+pixels, and the sizes of their classes."""
 
 from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 
-from vit.config import Triple
 from vit.data.dataset import ImageDataset
 
-# decoded for a sample: a few seconds
+# pixels that are decoded for a sample, in a few seconds
 _MAX_PIXELS = 2 * 10**8
 
+# value for red, green and blue
+Triple = tuple[float, float, float]
 ClassBalance = Literal["none", "weights", "sampler"]
 
-# of the largest class to the smallest, up to which "auto" leaves them as they are. At 20:1 macro F1
-# on balanced test images of CIFAR-10 was 51.7 % so, 63.9 % with weights, 62.2 % with the sampler
-# (one seed, research/class_balance.py)
+# Above this ratio of the largest class to the smallest, "auto" balances classes. At 20:1 on CIFAR-10
+# macro F1 is 51.7 % without balance, 63.9 % with weights, 62.2 % with the sampler (one seed).
 MAX_RATIO = 5
 
 
 def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
-    """The median of the shorter sides of a sample, in pixels.
+    """Measure the median of the shorter sides of a sample, in pixels.
 
     Args:
-        dataset: the images; unreadable ones are left out.
-        count: random images of it, fewer where they are large.
+        dataset: The images; unreadable ones are left out.
+        count: Number of random images, fewer if they are large.
 
     Raises:
-        ValueError: none of them can be read.
+        ValueError: None of them can be read.
     """
     indices = np.random.default_rng(0).permutation(len(dataset))[:count]
     sides = []
@@ -42,8 +42,8 @@ def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
 
 
 def are_grey(dataset: ImageDataset, *, count: int) -> bool:
-    """Whether a random sample of so many images has no colours. Raises ValueError where none of them
-    can be read."""
+    """Return true if `count` random images have no colours. Raises ValueError if none of them can be
+    read."""
     indices = np.random.default_rng(0).permutation(len(dataset))[:count]
     for image in dataset.read_sample(indices):
         red, green, blue = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
@@ -53,13 +53,13 @@ def are_grey(dataset: ImageDataset, *, count: int) -> bool:
 
 
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
-    """Mean and standard deviation of each channel, of pixels in [0, 1], rounded to 4 digits.
+    """Measure mean and standard deviation of each channel, of pixels in [0, 1], with 4 digits.
 
     Args:
-        images: uint8 [H, W, 3] each.
+        images: Images, uint8 [H, W, 3] each.
     """
-    # exact sums of integers, so that the numbers don't depend on how numpy adds; image by image,
-    # since numpy takes 8 bytes a pixel for it
+    # sums of integers are exact and don't depend on how numpy adds; image by image, because numpy
+    # takes 8 bytes a pixel for bincount
     histogram = np.zeros((3, 256), dtype=np.int64)
     for image in images:
         for channel in range(3):
@@ -72,7 +72,7 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
     for counts in histogram:
         mean = float(counts @ values) / num_pixels / 255
         mean_square = float(counts @ values**2) / num_pixels / 255**2
-        # rounding makes that of one colour negative
+        # rounding can make the variance of one colour negative
         variance = max(mean_square - mean**2, 0.0)
         std = max(variance**0.5, 1 / 255)
         means.append(round(mean, 4))
@@ -81,7 +81,7 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
 
 
 def compute_class_ratio(labels: np.ndarray) -> float:
-    """Images of the largest class for each of the smallest, of those that have any."""
+    """Compute the ratio of the largest class to the smallest that has images."""
     counts = np.unique(labels, return_counts=True)[1]
     return float(counts.max() / counts.min())
 
@@ -89,7 +89,7 @@ def compute_class_ratio(labels: np.ndarray) -> float:
 def choose_class_balance(
     labels: np.ndarray, *, wanted: ClassBalance | Literal["auto"]
 ) -> tuple[ClassBalance, str]:
-    """What is done about classes of different sizes, and why in words."""
+    """Choose how classes of different sizes are balanced; return it with the reason in words."""
     sizes = f"{compute_class_ratio(labels):.1f} images of the largest class for one of the smallest"
     if wanted != "auto":
         return wanted, f"train.class_balance says so; {sizes}"
@@ -97,8 +97,11 @@ def choose_class_balance(
 
 
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """float32 [C]: inversely proportional to the images of a class, as scikit-learn's "balanced",
-    so that their mean over the images is 1; 0 for a class without any."""
+    """Compute weights of the classes as scikit-learn's "balanced" does, float32 [C].
+
+    They are inversely proportional to the number of images of a class; their mean over the images
+    is 1. A class without images has 0.
+    """
     counts = np.bincount(labels, minlength=num_classes)
     weights: np.ndarray = len(labels) / np.maximum(counts, 1) / (counts > 0).sum() * (counts > 0)
     return weights.astype(np.float32)

@@ -27,7 +27,7 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
         ValueError: The result is neither an RGB image nor uint8 [H, W, 3] nor a uint8 tensor
             [3, H, W].
     """
-    # albumentations'
+    # a transform of albumentations
     if hasattr(transform, "set_random_seed"):
         transform.set_random_seed(seed)
         result = transform(image=np.array(image))["image"]
@@ -36,7 +36,7 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
         takes_pil = type(transform).__module__.startswith("torchvision.")
         result = transform(image if takes_pil else np.array(image))
 
-    # torchvision's give [3, H, W], all others [H, W, 3]
+    # torchvision returns [3, H, W], all others [H, W, 3]
     if isinstance(result, torch.Tensor):
         result = result.permute(1, 2, 0)
     pixels = np.asarray(result)
@@ -75,12 +75,12 @@ class TrainTransform:
             self._preprocess = Preprocess(self.size, interpolation=preprocess.interpolation)
 
     def __call__(self, image: Image.Image, *, seed: int) -> np.ndarray:
-        # another seed than the crop's: both may be albumentations'
+        # another seed than that of the crop, because both may be of albumentations
         if self._transform is not None:
             image = apply_transform(self._transform, image, seed=seed + 1)
         if self._random_crop is None:
             return self._preprocess.to_uint8(image)
-        # for each image: albumentations 2.0.8 repeats its random numbers each epoch in workers
+        # seeded for each image: in workers, albumentations 2.0.8 repeats its numbers every epoch
         self._random_crop.set_random_seed(seed)
         pixels: np.ndarray = self._random_crop(image=np.asarray(image))["image"]
         return pixels

@@ -40,7 +40,7 @@ def register_source(source: Source) -> None:
     _sources[source.name] = source
 
 
-# of several that recognise the same folder, the last one is taken
+# if several recognise the same folder, the last one is taken
 for _source in (
     *named.SOURCES,
     *torchvision_sets.SOURCES,
