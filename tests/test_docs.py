@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +161,49 @@ def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
         assert (ROOT / script).is_file(), f"{page.name} names {script}"
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`?make (\w+)`", text)) <= targets
+
+
+# Things that are gone: a page that still names one is out of date.
+STALE_WORDS = (
+    "attention maps in TensorBoard",
+    "benchmark-record",
+    "check_cache",
+    "check-cache",
+    "cifar10/best",
+    "cifar100/best",
+    "explain_images",
+    "imagenette/gpu",
+    "learning curves and attention maps",
+    "MapOptions",
+    "vit.options",
+    "vit/factory",
+    "vit/pages",
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_nothing_that_is_gone(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [word for word in STALE_WORDS if word in text] == []
+    # `vit.name.name`: a module, a public name, or something in it
+    for name in set(re.findall(r"`(vit(?:\.[a-zA-Z_]\w*)+)[`(]", text)):
+        assert find_name(name), f"{page.name} names {name}"
+
+
+def find_name(name: str) -> bool:
+    """Tell if a dotted name is a module or an attribute."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
 
 
 def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:

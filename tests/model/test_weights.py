@@ -171,7 +171,7 @@ class TestFiles:
 
     def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
         weights = {"vit.embeddings.cls_token": torch.zeros(1)}
-        with pytest.raises(ValueError, match="give the folder with its config.json"):
+        with pytest.raises(ValueError, match=r"give the folder with its config\.json"):
             infer_architecture(weights, origin="it")
 
     def test_a_file_without_tensors_is_refused(self, tmp_path):
