@@ -133,8 +133,8 @@ def render_commands() -> str:
     for (name, command), registered in zip(
         group.commands.items(), app.registered_commands, strict=True
     ):
-        if registered.short_help:  # another name of a command
-            text += f"\n## vit {name}\n\n{registered.short_help}\n"
+        if registered.hidden:
+            text += f"\n`vit {name}` is another name of this command.\n"
             continue
         function: Any = registered.callback
         hints = get_type_hints(function, include_extras=True)
@@ -160,6 +160,8 @@ def render_commands() -> str:
                     " ".join((parameter.help or "").split()),
                 )
             )
+        for rare, description in getattr(command, "rare", ()):
+            text += _row((f"`--option {rare}=…`", "", description))
     return text
 
 
@@ -170,7 +172,7 @@ def _is_argument(parameter: Any) -> bool:
 def _name(parameter: Any) -> str:
     if not _is_argument(parameter):
         return ", ".join((*parameter.opts, *parameter.secondary_opts))
-    name = parameter.name.upper() + ("…" if parameter.nargs == -1 else "")
+    name = (parameter.metavar or parameter.name.upper()) + ("…" if parameter.nargs == -1 else "")
     return name if parameter.required else f"[{name}]"
 
 

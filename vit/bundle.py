@@ -1,5 +1,5 @@
-"""A model with all that is needed to use it, from one self-sufficient file, timm, or a module of
-another library."""
+"""Load a model with all that is needed to use it: from a model file, timm, or a module of another
+library."""
 
 import dataclasses
 import platform
@@ -39,33 +39,33 @@ from vit.runtime.files import compute_sha256
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.version import __version__
 
-# models that come with the package, as NAME.safetensors
+# Models that come with the package, as NAME.safetensors.
 PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
 
 Device = str | torch.device
-Values = Mapping[str, Any]  # as JSON has them
+Values = Mapping[str, Any]  # values that JSON can hold
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model in evaluation mode with its preprocessing and class names, and what its file records
-    of its training.
+    """A model in evaluation mode with its preprocessing, its class names, and the information that
+    its file has about its training.
 
     Attributes:
         model: From normalised images [B, 3, height, width] to logits [B, classes].
-        preprocess: From images of any size to what the model takes.
-        class_names: A name for each logit.
-        name: What was loaded, or the model's class.
-        sha256: Of the file, or of the weights where there is none.
-        config: The configuration that it was trained with.
-        data: The data that it was trained on: name, splits, fingerprints.
-        metadata: All that its file records.
+        preprocess: Preprocessing from images of any size to the model's input.
+        class_names: Name of each logit's class.
+        name: Path or name that was loaded, or the name of the model's class.
+        sha256: Digest of the file, or of the weights if there is no file.
+        config: Configuration of its training.
+        data: Training data: name, splits, fingerprints.
+        metadata: All metadata of its file.
         training_hashes: SHA-256 digests and dHashes of the training images.
-        likeness: By what images unlike those of the training are found.
-        passed_images: What `vit.train` was passed from Python, while its result is in memory: the
-            images that were held out are evaluated and explained by default.
+        likeness: Features by which images are compared with the training images.
+        passed_images: Images that were passed to `vit.train` from Python, while its result is in
+            memory. The held-out ones are evaluated and explained by default.
 
     Example:
         >>> bundle = vit.Bundle.from_model(timm_model, class_names=("cat", "dog"))
@@ -98,15 +98,16 @@ class Bundle:
         """Wrap a model of this project, timm, torchvision or Hugging Face.
 
         Args:
-            model: Not copied, but put into evaluation mode. Of torch.compile,
-                DistributedDataParallel or peft, the model within.
-            class_names: None: those that the model has, otherwise "class 0" and so on.
-            preprocess: None: as `vit.model.model_info.find_preprocess` finds it, otherwise with
-                ImageNet's normalisation.
+            model: The module, which is not copied, but put into evaluation mode. If torch.compile,
+                DistributedDataParallel or peft wraps it, the inner model is used.
+            class_names: Name of each class. None: the model's own names, otherwise "class 0" and
+                so on.
+            preprocess: Preprocessing of images. None: found by
+                `vit.model.model_info.find_preprocess`, otherwise with ImageNet's normalisation.
 
         Raises:
-            ValueError: for another number of class names than of logits, and where something that
-                wasn't passed can't be found.
+            ValueError: The number of class names differs from that of the logits, or an argument
+                that wasn't passed can't be found.
         """
         model = unwrap_model(model)
         names = find_class_names(model) if class_names is None else tuple(class_names)
@@ -143,8 +144,7 @@ class Bundle:
 
     @property
     def temperature(self) -> float:
-        """What the logits are divided by before the softmax; 1 unless it was fitted on validation
-        images."""
+        """Divisor of the logits before the softmax; 1 unless it was fitted on validation images."""
         return float(self.metadata.get("temperature", 1.0))
 
 
@@ -187,29 +187,29 @@ def load_model(
     device: Device = "cpu",
     random_weights: bool = False,
 ) -> Bundle:
-    """A bundle of whatever names or is a model.
+    """Return the bundle of a model that is given in any form.
 
     Args:
-        model: A bundle, a module (`Bundle.from_model`), or what `load_bundle` reads.
-        device: Where it goes; bundles and modules are moved, not copied.
-        random_weights: As in `load_bundle`.
+        model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`.
+        device: Device of the model. Bundles and modules are moved, not copied.
+        random_weights: See `load_bundle`.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_bundle` and `Bundle.from_model`.
+        FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
     """
     if isinstance(model, str | Path):
         return load_bundle(model, device=device, random_weights=random_weights)
     if random_weights:
-        raise ValueError("random_weights needs a model file, a training directory or timm:NAME")
+        raise ValueError("random_weights needs a model file, a run or timm:NAME")
     if isinstance(model, nn.Module):
         return Bundle.from_model(model.to(device))
-    expected = "a path, timm:NAME, a Bundle or an nn.Module; of a run, pass its .bundle"
+    expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
     check_kind(model, Bundle, name="model", expected=expected)
     model.model.to(device).eval()
     return model
 
 
-# building a model draws random weights; the caller's random numbers don't move
+# Building a model draws random weights, which must not change the caller's random numbers.
 @torch.random.fork_rng(devices=[])
 def load_bundle(
     source: str | Path,
@@ -218,22 +218,23 @@ def load_bundle(
     device: Device = "cpu",
     random_weights: bool = False,
 ) -> Bundle:
-    """Load a model with all that its file records.
+    """Load a model with all metadata of its file.
 
     Args:
-        source: A `model.safetensors`, a training directory, for its best model, `timm:NAME`, or the
-            name of a model that comes with the package, "imagenette".
-        model: The module that takes the weights, needed where `vit.train` was given one that is
-            neither ours nor built by timm from its name alone.
-        device: Where the model goes, as torch names devices.
-        random_weights: Keep the architecture and draw new weights (seed 0), for sanity checks.
+        source: A `model.safetensors`, a run (its best model), `timm:NAME`, or
+            "imagenette", a small model that comes with the package.
+        model: A module for the weights. Needed if `vit.train` was given a
+            module that neither this project nor timm can build by name.
+        device: Device of the model, named as in torch.
+        random_weights: Keep the architecture and draw new weights (seed 0),
+            for sanity checks.
 
     Returns:
         The model in evaluation mode, with its class names and preprocessing.
 
     Raises:
-        FileNotFoundError: where there is no such file.
-        ValueError: with what is wrong with the file.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, or `model` doesn't fit.
 
     Example:
         >>> bundle = vit.load_bundle("runs/digits")
@@ -252,8 +253,8 @@ def load_bundle(
     metadata = content.metadata
     if not metadata:
         raise ValueError(
-            f"{path} holds weights without our metadata; "
-            f"weights of timm load with vit.load_timm({str(path)!r})"
+            f"{path} holds weights, but no metadata of vit; "
+            f"load weights of timm with vit.load_timm({str(path)!r})"
         )
     if model is None:
         model = _build_to_fit(content, origin=str(path))
@@ -276,7 +277,7 @@ def load_bundle(
 
 
 def list_pretrained() -> list[str]:
-    """The names of the models that come with the package."""
+    """Return the names of the models that come with the package."""
     return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
 
 
@@ -286,15 +287,15 @@ def _find_file(source: str | Path) -> Path:
     if file.is_file():
         return file
 
-    # also beside a folder of images that has this name
+    # A folder of images may have the same name.
     names = list_pretrained()
     if str(source) in names:
         return PRETRAINED_FOLDER / f"{source}.safetensors"
     if path.is_dir():
         raise FileNotFoundError(
-            f"{source} holds no {MODEL_FILE}; has its training reached a first evaluation?"
+            f"{source} holds no {MODEL_FILE}; training writes it after the first evaluation"
         )
-    choices = ", ".join([f"a {MODEL_FILE}", "a training directory", "timm:NAME", *names])
+    choices = ", ".join([f"a {MODEL_FILE}", "a run", "timm:NAME", *names])
     raise FileNotFoundError(f"{path} does not exist; MODEL is one of: {choices}")
 
 
@@ -314,16 +315,17 @@ def save_bundle(
     """Write a model and its metadata, atomically. Equal inputs give equal bytes.
 
     Args:
-        path: Of the model file.
-        model: Of this project or any other; only ours and timm's load without being passed again.
-        preprocess, class_names, config, data, training_hashes: As in `Bundle`.
-        weights: Copies on the CPU of the model's own, where those are on a device.
-        run_id: Of the training run.
-        submit: Has the file written, later perhaps: from then on only `weights` must not change. By
-            default it is written at once.
+        path: Path of the model file.
+        model: A module. Only modules of this project and of timm can be loaded without passing
+            the module again.
+        preprocess, class_names, config, data, training_hashes: See `Bundle`.
+        weights: Copies of the weights on the CPU. None: the model's own weights are written.
+        run_id: Identifier of the run.
+        submit: Function that calls the write function that it gets, perhaps later. Until then
+            `weights` must not change. By default the file is written at once.
 
     Raises:
-        ValueError: for another number of class names than of logits.
+        ValueError: The number of class names differs from that of the logits.
     """
     if isinstance(model, VisionTransformer):
         _check_class_names(class_names, model.num_classes)
@@ -355,8 +357,8 @@ def update_metadata(
     target: Path | None = None,
     likeness: Likeness | None = None,
 ) -> None:
-    """Set metadata values (a fitted temperature, say) in the model file at `path`, atomically, or
-    in a copy of it at `target`; and `likeness`, unless it is None."""
+    """Set metadata values, such as a fitted temperature, in the model file at `path`, atomically, or
+    in a copy of it at `target`. `likeness` is replaced, too, unless it is None."""
     content = read_model_file(path)
     metadata = {**content.metadata, **values}
     changed = dataclasses.replace(content, metadata=metadata, likeness=likeness or content.likeness)
@@ -364,7 +366,7 @@ def update_metadata(
 
 
 def collect_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that a result depends on."""
+    """Return the versions of Python and of the libraries that a result depends on."""
     libraries = ("torch", "torchvision", "timm", "numpy", "safetensors")
     return {
         "vit": __version__,
@@ -374,7 +376,7 @@ def collect_versions() -> dict[str, str]:
 
 
 def _build_to_fit(content: ModelFile, *, origin: str) -> nn.Module:
-    """The untrained module that a file describes, once its weights are known to fit."""
+    """Check that a file's weights fit its description, and build that module, untrained."""
     metadata = content.metadata
     num_classes = len(metadata["class_names"])
     if "module" not in metadata:

@@ -1,7 +1,7 @@
-"""Every setting, typed, on one page.
+"""Every setting of a run, typed, on one page.
 
-A configuration is a YAML file plus `key.path=value` overrides, validated once; what is not named
-keeps the default below. Only `vit/training/` and the commands see this schema: everything else takes
+A configuration is a YAML file plus `key.path=value` overrides, validated once. A key that is not given
+keeps its default below. Only `vit/training/` and the commands use this schema: all other code takes
 values as plain arguments.
 """
 
@@ -41,17 +41,17 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """Where the images come from, how they are split and brought to size."""
+    """Source of the images, their splits and their size."""
 
-    # cifar10, folder, …: see vit.data.sources.registry
+    # kind of source: cifar10, folder, …
     name: str = "digits"
-    # the folder of the images; for webdataset a shard pattern or address
+    # folder of the images; for webdataset a shard pattern or address
     root: str | None = None
-    # a subset of the classes, by name or wnid
+    # subset of the classes, by name or wnid
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names
     class_names: AbsolutePath | dict[str, str] | None = None
-    # {path: class}, or the corrections.csv of vit audit: labels that take the place of the files'
+    # {path: class}, or the corrections.csv of vit audit: labels that replace those of the files
     corrections: AbsolutePath | dict[str, str] | None = None
     image_size: int | tuple[int, int] = 32
     # crop / resized side; None: the pretrained model's or 1
@@ -60,26 +60,26 @@ class DataConfig(_Section):
     mean: Triple | None = None
     # as mean
     std: Triple | None = None
-    # of all images, where there is no test split
+    # fraction of all images that is the test split, if the data has none
     test_fraction: float = Field(0.2, ge=0, lt=1)
-    # of the others, where there is no validation split
+    # fraction of the other images that is the validation split, if the data has none
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
-    # images of one group stay in one split: 1 for those in one folder, 2 for those in the folder
-    # above it, or a regular expression with one group; null: the column "group" of a table
+    # images of one group stay in one split. 1: images of one folder; 2: of the folder above it; or a
+    # regular expression with one group; null: the column "group" of a table
     group_by: Annotated[int, Field(ge=1)] | str | None = None
-    # whether copies of an image, and images nearly the same, stay in one split
+    # true: copies of an image, and nearly equal images, stay in one split
     group_duplicates: bool = False
-    # resident: decoded once, in memory; workers: decoded by processes as training goes; tokens:
-    # passed through the frozen blocks once (model.freeze: N), with no augmentation but flips
+    # resident: decoded once, kept in memory; workers: decoded by processes during training; tokens:
+    # computed by the frozen blocks once (model.freeze: N), with no augmentation but flips
     pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
-    # processes; None: one a core
+    # processes that decode images; None: one for each core
     workers: int | None = Field(None, ge=0)
-    # whether a table may name images outside its folder
+    # true: a table may name images outside its folder
     allow_outside: bool = False
-    # more unreadable images are refused
+    # largest fraction of unreadable images; more are an error
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
-    # of decoded images; None: $VIT_CACHE or ~/.cache/vit
+    # folder of decoded images; None: $VIT_CACHE or ~/.cache/vit
     cache_dir: AbsolutePath | None = None
 
     @property
@@ -100,11 +100,11 @@ class DataConfig(_Section):
 
 
 class AugmentConfig(_Section):
-    """Augmentation, drawn independently for every sample and epoch. All off by default."""
+    """Augmentation, drawn independently for each sample and epoch. All off by default."""
 
-    # pixels
+    # pixels around the image, from which a random part is cut
     crop_padding: int = Field(0, ge=0)
-    # fraction of the area
+    # smallest and largest fraction of the area that a random crop has
     resized_crop_scale: tuple[float, float] | None = None
     flip: Literal["none", "random", "alternating"] = "none"
     # side of the square, pixels
@@ -112,7 +112,7 @@ class AugmentConfig(_Section):
     # probability of random erasing
     re_prob: float = Field(0.0, ge=0, le=1)
     color_jitter: float = Field(0.0, ge=0)
-    # operations, magnitude of 10
+    # number of operations, magnitude from 0 to 10
     rand_augment: tuple[int, float] | None = None
     # alpha of the Beta distribution
     mixup: float = Field(0.0, ge=0)
@@ -137,19 +137,19 @@ class AugmentConfig(_Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether labels are mixtures of two."""
+        """True if labels are mixtures of two classes."""
         return self.mixup > 0 or self.cutmix > 0
 
 
 class ModelConfig(_Section):
-    """The vision transformer. `init` has its own architecture; `preset` names one that the keys
-    given here change."""
+    """The vision transformer. `init` has its own architecture; `preset` names an architecture, which
+    the other keys change."""
 
     # timm:NAME, or the path of a model file
     init: str | None = None
     # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     preset: str | None = None
-    # with init and where it is set: the weights' patches are resampled to this size
+    # if it is given with init, the patches of the weights are resampled to this size
     patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual", "conv_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
@@ -163,81 +163,82 @@ class ModelConfig(_Section):
     qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: the block to end at, the pooling and the head are chosen by a linear probe, on all
-    # training images or on so many of them; with freeze=backbone that is all
+    # with init: a linear probe chooses the last block, the pooling and the head, on all training
+    # images (true) or on this number of them; with freeze=backbone nothing else is trained
     probe: bool | Annotated[int, Field(gt=1)] = False
-    # backbone: train the head alone; N: freeze N blocks
+    # backbone: train the head only; N: freeze N blocks
     freeze: Literal["none", "backbone"] | int = "none"
 
 
 class OptimizerConfig(_Section):
-    """`muon` updates the encoder's matrices and a stem's inner kernels with `muon_lr`, the rest by
-    AdamW with `lr`; `sgd` has Nesterov's momentum of 0.95."""
+    """The optimizer. `muon` updates the encoder's matrices and the inner kernels of a stem with
+    `muon_lr`, and all other weights by AdamW with `lr`. `sgd` has Nesterov momentum of 0.95."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     muon_lr: float = Field(0.02, gt=0)
     weight_decay: float = Field(0.05, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    # learning-rate factor from a layer to the one below
+    # factor of the learning rate from a layer to the one below it
     layer_decay: float = Field(1.0, gt=0, le=1)
 
 
 class ScheduleConfig(_Section):
-    """The learning rate over the run, stepped after every batch."""
+    """The learning rate during the run, which changes after every batch."""
 
-    # constant-cooldown: constant, then linear over the last quarter
+    # constant-cooldown: constant, then linear to 0 in the last quarter
     name: Literal["cosine", "linear", "constant-cooldown"] = "cosine"
     warmup_epochs: float = Field(0.0, ge=0)
 
 
 class TrainConfig(_Section):
-    """The run itself."""
+    """The training loop."""
 
     epochs: int = Field(10, gt=0)
-    # stops earlier than epochs, where given
+    # the run ends after this number of steps, if that is before the last epoch
     max_steps: int | None = Field(None, gt=0)
-    # of the training loop: a run that would take longer, at its speed so far, gets fewer steps
+    # time limit of the training loop, minutes: a run that is too slow gets fewer steps
     max_minutes: float | None = Field(None, gt=0)
-    # images a step, over all processes
+    # images in a step, of all processes together
     batch_size: int = Field(128, gt=0)
-    # micro-batches a step
+    # micro-batches in a step
     grad_accum_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     seed: int = Field(0, ge=0)
-    # cpu, cuda or cuda:N; auto: a GPU where there is one
+    # cpu, cuda or cuda:N; auto: a GPU if there is one
     device: str = "auto"
     precision: Literal["auto", Precision] = "auto"
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    # L2 norm
+    # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # (fraction of the run until which, fraction of data.image_size). [[0.6, 0.75], [1, 1]]: 3/4 of
-    # the side until 60 %
+    # list of [end, scale]: until `end` (fraction of the run) images have scale × data.image_size;
+    # [[0.6, 0.75], [1, 1]]: 3/4 of the side until 60 %
     image_sizes: list[tuple[float, SizeFraction]] | None = None
-    # (fraction of the run until which, rate). [[0.8, 0.5], [1, 0]]: half of the patches until 80 %
+    # list of [end, rate]: until `end` (fraction of the run) this fraction of the patches is left
+    # out; [[0.8, 0.5], [1, 0]]: half of them until 80 %
     patch_drop_rates: list[tuple[float, DropRate]] | None = None
     grad_checkpointing: bool = False
-    # auto: weights above 5:1
+    # auto: weights if the largest class has more than 5 times the images of the smallest
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"
-    # the best model's measure, on the validation images
+    # measure on the validation images by which the best model is chosen
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"
-    # evaluations without a better one, then the run ends
+    # the run ends after this number of evaluations without a better model
     early_stopping_patience: int | None = Field(None, gt=0)
     evaluate_every_epochs: int = Field(1, gt=0)
-    # beside the one after every evaluation
+    # steps between checkpoints, in addition to one after every evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    # of so many training images the model file keeps name and features: p-values and the nearest
-    # training photos are found by them; 0 leaves them out
+    # training images whose name and features the model file keeps, for p-values and the nearest
+    # training photos; 0: none
     max_training_features: int = Field(2000, ge=0)
-    # that processes wait for one that hangs, from the first step on
+    # seconds without an answer after which a process counts as lost, from the first step on
     timeout_seconds: float = Field(600, gt=0)
 
 
 class Config(_Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     data: DataConfig = DataConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -248,10 +249,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
-        """What keys of two sections must satisfy together."""
+        """Check keys that depend on each other."""
         model = self.model
         train = self.train
-        # others have a shape of their own, checked when they are built
+        # Other models have their own shape, which is checked when they are built.
         if model.init is None and model.preset is None:
             check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
             patch_size = as_pair(model.patch_size, name="model.patch_size")
@@ -275,7 +276,7 @@ class Config(_Section):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the frozen blocks make the same tokens of an image in every epoch."""
+        """True if the frozen blocks compute the same tokens of an image in every epoch."""
         freeze = self.model.freeze
         has_frozen_blocks = isinstance(freeze, int) and freeze > 0
         augment = self.augment
@@ -287,13 +288,12 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str
     """Read a configuration and validate it.
 
     Args:
-        source: a YAML file, or the sections that it would hold; None for the defaults.
-        overrides: `key.path=value`, applied on top of it, later ones last.
+        source: A YAML file, or a dictionary of its sections. None: the defaults.
+        overrides: Changes `key.path=value`, applied in order.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: one sentence that names the wrong key; an unknown one comes with the nearest
-            known one.
+        FileNotFoundError: There is no such file.
+        ValueError: One sentence names the wrong key, and for an unknown key the nearest known one.
     """
     return validate_config(read_sections(source, overrides))
 
@@ -301,8 +301,8 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str
 def read_sections(
     source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The sections of a configuration with `overrides` applied, not yet validated. Arguments and
-    errors as of `load_config`."""
+    """Return the sections of a configuration with `overrides` applied, not yet validated. See
+    `load_config` for arguments and errors."""
     if isinstance(source, Path):
         if not source.is_file():
             raise FileNotFoundError(f"configuration {source} does not exist")
@@ -312,7 +312,7 @@ def read_sections(
             raise ValueError(f"{source} holds a {kind}, not sections such as data: and train:")
         source = document
 
-    # a copy: overrides must not change the caller's dictionaries
+    # A copy, because overrides must not change the caller's dictionaries.
     sections = copy.deepcopy(dict(source or {}))
     for override in overrides:
         _apply_override(sections, override)
@@ -320,7 +320,7 @@ def read_sections(
 
 
 def validate_config(sections: Mapping[str, Any]) -> Config:
-    """The typed configuration of plain sections. Raises ValueError as `load_config` does."""
+    """Return the typed configuration of plain sections. Raises ValueError like `load_config`."""
     try:
         return Config.model_validate(sections)
     except ValidationError as error:
@@ -328,16 +328,16 @@ def validate_config(sections: Mapping[str, Any]) -> Config:
 
 
 def plain_values(config: Config) -> dict[str, Any]:
-    """The resolved configuration as plain values: loading them again gives an equal one."""
+    """Return the resolved configuration as plain values. Loading them again gives an equal one."""
     values = config.model_dump(mode="json")
-    # what is not named is the preset's, or that of the weights
+    # Keys that are not given come from the preset or the weights.
     if config.model.preset is not None or config.model.init is not None:
         values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
     return values
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """'section.key' → value."""
+    """Return the values by 'section.key'."""
     return {
         f"{section}.{key}": value
         for section, keys in config.model_dump().items()
@@ -346,7 +346,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def values_to_save(config: Config) -> dict[str, Any]:
-    """`plain_values` for files, which others may read: without tokens in the address of data."""
+    """Return `plain_values` for files that others may read: without tokens in the address of data."""
     values = plain_values(config)
     if config.data.root is not None:
         values["data"]["root"] = hide_tokens(config.data.root)
@@ -354,7 +354,7 @@ def values_to_save(config: Config) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """`values_to_save` as YAML."""
+    """Return `values_to_save` as YAML."""
     return yaml.safe_dump(values_to_save(config), sort_keys=False)
 
 
@@ -376,18 +376,18 @@ def _apply_override(sections: dict[str, Any], override: str) -> None:
     try:
         values[name] = parse_yaml(text, origin=key)
     except ValueError:
-        # a name with a colon or a bracket in it
+        # The text is no YAML: a name with a colon or a bracket.
         values[name] = text
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error as a sentence that names the key."""
+    """Return one of pydantic's errors as a sentence that names the key."""
     if error["type"] != "extra_forbidden":
         return explain_error(error)
 
     key = ".".join(str(part) for part in error["loc"])
     known = list(flatten_config(Config()) if "." in key else Config.model_fields)
-    # a right name in the wrong section is as common a slip as a misspelt one
+    # A right name in the wrong section is as common as a misspelled one.
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
     hint = f"known sections: {', '.join(Config.model_fields)}"

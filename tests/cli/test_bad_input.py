@@ -353,7 +353,7 @@ class TestConfigurations:
         [
             ("a: &a [1, 2]\ndata: {classes: [*a, *a]}", "anchors, aliases and tags"),
             ("x: &x {a: 1}\ndata:\n  <<: [*x, *x]", "anchors, aliases and tags"),
-            ("train: {seed: 1, seed: 2}", "the key seed is there twice"),
+            ("train: {seed: 1, seed: 2}", "the key seed occurs twice"),
             ("train: {seed: !!timestamp x}", "anchors, aliases and tags"),
             ("train: {seed: !!python/name:os.system x}", "anchors, aliases and tags"),
             ("train: {seed: 2001-13-45}", "not valid YAML"),

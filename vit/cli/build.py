@@ -20,6 +20,7 @@ The first sentence of the docstring of `run` is shown in `vit --help`: at most 6
 
 import inspect
 import re
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,9 +40,9 @@ from vit.runtime.signatures import (
     read_signature,
 )
 
-# what the help shows of a type
+# Types as the help shows them.
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT"}
-# a hyphen where Click starts no new line; the help shows a plain one
+# A hyphen at which Click starts no new line. The help shows a plain one instead.
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
@@ -54,6 +55,45 @@ def add_command(app: typer.Typer, command: Command) -> None:
     app.command(command.run.__name__, cls=kind, short_help=title)(run)
     if command.alias:
         app.command(command.alias, cls=kind, hidden=True)(run)
+
+
+class VitCommand(TyperCommand):
+    """A command whose help doesn't break lines within names.
+
+    Attributes:
+        rare: Name and text of each rare option.
+    """
+
+    rare: Sequence[tuple[str, str]] = ()
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(_keep_hyphens(self.help or ""))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments: list[tuple[str, str]] = []
+        options: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            names, text = parameter.get_help_record(ctx) or ("", "")
+            if parameter.param_type_name == "argument":
+                # without Typer's name of the type
+                arguments.append((names.partition(" <")[0], text))
+            else:
+                options.append((names, text))
+        for title, rows in (
+            ("Arguments", arguments),
+            ("Options", options),
+            ("Rare options, set by --option NAME=VALUE", self.rare),
+        ):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([(name, _keep_hyphens(text)) for name, text in rows])
+
+    def get_help(self, ctx: Any) -> str:
+        # Typer puts the name of an argument into braces.
+        text = re.sub(r"\{(\w+)\}", r"\1", super().get_help(ctx))
+        return text.replace(_HYPHEN, "-")
 
 
 class CommandBuilder:
@@ -96,42 +136,15 @@ class CommandBuilder:
         parameters = [self._build_parameter(parameter) for parameter in self._sort()]
         if self.rare:
             parameters.append(self._build_rare())
-        docstring = (inspect.getdoc(self.command.run) or "").partition("Args:\n")[0]
-        run.__doc__ = _keep_hyphens(docstring)
+        run.__doc__ = (inspect.getdoc(self.command.run) or "").partition("Args:\n")[0]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
-    def build_class(self) -> type[TyperCommand]:
-        """Return a class of commands whose help is set in two columns, with the rare options."""
+    def build_class(self) -> type[VitCommand]:
+        """Return a class of commands whose help lists the rare options of this one."""
         rare = [(name, self._describe(parameter)) for name, parameter in self.rare.items()]
-
-        class VitCommand(TyperCommand):
-            def format_options(self, ctx: Any, formatter: Any) -> None:
-                arguments: list[tuple[str, str]] = []
-                options: list[tuple[str, str]] = []
-                for parameter in self.get_params(ctx):
-                    names, text = parameter.get_help_record(ctx) or ("", "")
-                    if parameter.param_type_name == "argument":
-                        # without Typer's name of the type
-                        arguments.append((names.partition(" <")[0], text))
-                    else:
-                        options.append((names, text))
-                for title, rows in (
-                    ("Arguments", arguments),
-                    ("Options", options),
-                    ("Rare options, set by --option NAME=VALUE", rare),
-                ):
-                    if rows:
-                        with formatter.section(title):
-                            formatter.write_dl(rows)
-
-            def get_help(self, ctx: Any) -> str:
-                # Typer puts the name of an argument into braces
-                text = re.sub(r"\{(\w+)\}", r"\1", super().get_help(ctx))
-                return text.replace(_HYPHEN, "-")
-
-        return VitCommand
+        return type("VitCommand", (VitCommand,), {"rare": rare})
 
     def _sort(self) -> list[Parameter]:
         """Return the parameters: arguments, required options, the others; the public function's
@@ -195,7 +208,7 @@ class CommandBuilder:
             meant = self.own.get(match[1]) or self.passed.get(match[1])
             return self._find_flag(meant) if meant else match[1]
 
-        return _keep_hyphens(re.sub(r"`([^`]+)`", name_flag, text))
+        return re.sub(r"`([^`]+)`", name_flag, text)
 
     def _read_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the public function's arguments."""

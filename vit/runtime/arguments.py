@@ -1,4 +1,4 @@
-"""Checks of arguments, and text for messages about them."""
+"""Check arguments, and write text for messages about them."""
 
 import inspect
 import re
@@ -9,19 +9,19 @@ from types import FunctionType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 Precision = Literal["float32", "bfloat16", "float16"]
-# pixels: of both sides, or (height, width)
+# Pixels of both sides, or (height, width).
 Size = int | Sequence[int]
 MAX_SIDE = 2**14
-# in the place of a token
+# Text that replaces a token.
 HIDDEN = "***"
-# in the name of a parameter whose value opens something
+# Parts of the names of address parameters whose values are secret.
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
-    """Text for a message, without its middle where it is too long."""
+    """Return text for a message, without its middle if it is too long."""
     if len(text) <= max_characters:
         return text
     half = max_characters // 2
@@ -29,35 +29,35 @@ def shorten(text: str, max_characters: int = 200) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, without memory addresses; else the error's type."""
+    """Return the first line of a library's message, without memory addresses, or the error's type."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r" at 0x[0-9a-f]+", "", lines[0])
 
 
 def hide_tokens(text: str) -> str:
-    """Text in which the passwords and tokens of addresses are "***": user:password@ before the
-    host, and values of parameters such as token, signature, X-Amz-Credential or sig."""
+    """Return text with "***" for the passwords and tokens of addresses: user:password@ before the
+    host, and the values of parameters such as token, signature, X-Amz-Credential or sig."""
     text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
     return re.sub(rf"(?i)([?&;][\w.-]*(?:{_SECRET})[\w.-]*=)[^&;\s'\"<>)]+", rf"\1{HIDDEN}", text)
 
 
 def replace_control_characters(text: str) -> str:
-    """Text without the control characters that a terminal obeys."""
-    # escape sequences in a file's name could rewrite what is on the screen
+    """Return text without the control characters that a terminal obeys."""
+    # Escape sequences in a file's name could change text that is already on the screen.
     return "".join(
         character if character.isprintable() or character == "\n" else "�" for character in text
     )
 
 
 def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
-    """(height, width) from one number or two.
+    """Return (height, width) from one number or two.
 
     Args:
-        value: positive, in pixels.
-        name: the argument's, for the message.
+        value: Positive pixels.
+        name: Name of the argument, for the message.
 
     Raises:
-        ValueError: it is neither, or too large.
+        ValueError: The value is neither, or too large.
     """
     pair: tuple[int, ...] = ()
     if isinstance(value, int):
@@ -79,20 +79,20 @@ def resolve_image_sizes(
     image_size: int | Sequence[int],
     patch_size: tuple[int, int],
 ) -> tuple[tuple[float, tuple[int, int]], ...]:
-    """`train.image_sizes` in pixels, rounded to whole patches.
+    """Return `train.image_sizes` in pixels, rounded to whole patches.
 
     Args:
-        image_sizes: (part of the run, 0 to 1, up to which the size holds; the size as a fraction of
-            `data.image_size`); None for none.
+        image_sizes: Pairs (end, scale): until `end`, a fraction of the run, the sides are scale ×
+            `data.image_size`. None: one size.
         image_size: `data.image_size`.
-        patch_size: height and width of a patch.
+        patch_size: Height and width of a patch, in pixels.
 
     Raises:
-        ValueError: `data.image_size` is not a multiple of the patch.
+        ValueError: `data.image_size` is not a multiple of the patch size.
     """
     full_size = as_pair(image_size, name="data.image_size")
     for side, patch_side in zip(full_size, patch_size, strict=True):
-        # the nearest multiples below and above; 0 is none
+        # The nearest multiples below and above; 0 is no size.
         lower = side // patch_side * patch_side
         suggestions = [str(multiple) for multiple in (lower, lower + patch_side) if multiple]
         hint = f"; try {' or '.join(suggestions)}"
@@ -109,13 +109,13 @@ def resolve_image_sizes(
 
 
 def check_multiple(name: str, value: int, unit_name: str, unit: int, hint: str = "") -> None:
-    """Raise ValueError where a value is not a multiple of another."""
+    """Raise ValueError if a value is not a multiple of another."""
     if value % unit:
         raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}{hint}")
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    """One name, or several. Raises ValueError for what is neither."""
+    """Return one name or several as a tuple. Raises ValueError for anything else."""
     if isinstance(values, str):
         return (values,)
     if not isinstance(values, Iterable) or not all(isinstance(name, str) for name in values):
@@ -124,7 +124,7 @@ def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def describe_kind(value: object) -> str:
-    """What a value is, for a message about one of the wrong kind."""
+    """Return a description of a value, for a message about its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, FunctionType):
@@ -137,20 +137,20 @@ def describe_kind(value: object) -> str:
 
 
 def check_kind(value: object, kinds: type | tuple[type, ...], *, name: str, expected: str) -> None:
-    """Raise ValueError where an argument from Python is of another type.
+    """Raise ValueError if an argument has a wrong type.
 
     Args:
-        value: of the argument.
-        kinds: types that it may have.
-        name: the argument's.
-        expected: what it may be, and perhaps what to pass instead.
+        value: Value of the argument.
+        kinds: Types that it may have.
+        name: Name of the argument.
+        expected: Description of the right values, for the message.
     """
     if not isinstance(value, kinds):
         raise ValueError(f"{name} is {describe_kind(value)}, not {expected}")
 
 
 def check_choice(value: str, known: Collection[str], *, name: str) -> None:
-    """Raise ValueError where a value is not one of the known ones, naming them."""
+    """Raise ValueError that lists the known values if a value is not among them."""
     if value not in known:
         raise ValueError(
             f"unknown {name} {shorten(value)!r}; known: {shorten(', '.join(sorted(known)))}"
@@ -158,17 +158,16 @@ def check_choice(value: str, known: Collection[str], *, name: str) -> None:
 
 
 def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Function], Function]:
-    """Decorate a public function: its keyword arguments are checked before it runs.
+    """Decorate a public function, so that its keyword arguments are checked before it runs.
 
-    Numbers, texts, paths, literals and functions are checked by their annotations; a text that names
-    a number is converted. Other types are left to the function.
+    Numbers, texts, paths, literals and functions are checked by their annotations. A text that is a
+    number is converted. The function itself checks arguments of other types.
 
     Args:
         bounds: Smallest and largest value of a parameter; None for no bound.
 
     Raises:
-        ValueError: An argument has another type or lies outside its bounds, when the function is
-            called.
+        ValueError: An argument of a call has a wrong type or is outside its bounds.
     """
 
     def decorate(function: Function) -> Function:
@@ -202,7 +201,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _check_value(name: str, value: Any, kind: Any) -> Any:
-    """Return a value of a type, perhaps converted to it. Raises ValueError where it is of another."""
+    """Return a value as one of a type. Raises ValueError if it can't be converted."""
     # pydantic takes longer to import than `vit --help` may take
     from pydantic import TypeAdapter, ValidationError
 

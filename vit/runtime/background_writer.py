@@ -1,4 +1,4 @@
-"""Files that are written while the work goes on."""
+"""Write files while the program goes on."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 class BackgroundWriter:
     """One thread that writes files, in the order in which they were submitted.
 
-    After one that fails, nothing more is written: what comes behind may rest on it, as a checkpoint
-    does on the model file of its best step. Its error is raised by the next call of any method.
+    After a file that fails, nothing more is written, because later files may need it: a checkpoint
+    needs the model file of its best step. The next call of any method raises its error.
     """
 
     def __init__(self) -> None:
@@ -17,27 +17,27 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def submit(self, write: Callable[[], object]) -> Future[None]:
-        """Have `write` called in the thread; it shares nothing with the caller that changes.
+        """Call `write` in the thread. The caller must not change what `write` uses.
 
         Returns:
-            What is done when `write` has returned.
+            A future that is done when `write` has returned.
         """
         self.check()
         self._last = self._executor.submit(self._run, write)
         return self._last
 
     def check(self) -> None:
-        """Raise the error of a file that could not be written, without waiting."""
+        """Raise the error of a file that could not be written. Does not wait."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Return when all that was submitted is on disk."""
+        """Wait until all submitted files are on disk."""
         self.finish()
         self.check()
 
     def finish(self) -> None:
-        """As `wait`, without its error: for a work that ends with another one."""
+        """Wait like `wait`, but raise nothing: for a run that ends with an error of its own."""
         if self._last is not None:
             self._last.result()
 

@@ -1,4 +1,4 @@
-"""What a command says beyond the signature of the function that it calls."""
+"""Record of a command of the command line."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

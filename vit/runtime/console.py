@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def build_console(*, stderr: bool = False) -> "Console":
-    """A console that prints text as it is: names of files and classes may look like markup."""
-    # rich, which `vit --help` does without
+    """Build a console that prints text unchanged: names of files and classes may look like markup."""
+    # rich takes longer to import than `vit --help` may take
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -25,7 +25,7 @@ def build_table(
     title: str | None = None,
     num_text_columns: int = 1,
 ) -> "Table":
-    """A table whose first columns are text, and the others numbers."""
+    """Build a table whose first columns are text and whose other columns are numbers."""
     from rich.table import Table
 
     table = Table(title=title, show_header=any(headings), box=None, padding=(0, 2, 0, 0))

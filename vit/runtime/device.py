@@ -1,4 +1,4 @@
-"""Which device and precision a run uses, how they are named, and copies to and from it."""
+"""Choose, describe and use a device: its precision, its memory, and copies to and from it."""
 
 import gc
 import os
@@ -19,23 +19,25 @@ from vit.runtime.arguments import check_choice, shorten
 
 T = TypeVar("T")
 
-# written by NVIDIA's driver where there is a card
+# NVIDIA's driver writes this file if there is a card.
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-# of processors that multiply bfloat16, by Linux's names
+# Linux's names for instructions that multiply bfloat16.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a run. A GPU becomes torch's current device: otherwise pinned memory and random
-    numbers would open a second context, of 300 MB, on the first card. Attention there isn't computed
-    by cuDNN from then on.
+    """Choose the device of a run.
+
+    A GPU becomes torch's current device. Otherwise pinned memory and random numbers would open a
+    second context, which takes 300 MB, on the first card. Attention on a GPU is no longer computed
+    by cuDNN afterwards.
 
     Args:
-        name: auto (a GPU where there is one), cpu, cuda or cuda:N.
+        name: auto (a GPU if there is one), cpu, cuda or cuda:N.
 
     Raises:
-        ValueError: the name is another one, this machine has no such device, or the installed torch
-            has no kernels for it.
+        ValueError: The name is unknown, this machine has no such device, or the installed torch has
+            no kernels for it.
     """
     if name == "auto" and not torch.cuda.is_available():
         if reason := _explain_unused_gpu():
@@ -59,14 +61,15 @@ def choose_device(name: str) -> torch.device:
     device = torch.device("cuda", index)
     _check_kernels(device)
     torch.cuda.set_device(device)
-    # torch prefers it on an H100 or H200, where its backward pass can be NaN for 64, 192, 320, …
-    # tokens with scores far below 0 (pytorch issue 196678): cifar10/speedrun ended so at 32 px
+    # torch prefers cuDNN's attention on an H100 or H200, but its backward pass can be NaN for 64, 192,
+    # 320, … tokens with scores far below 0 (pytorch issue 196678). cifar10/speedrun at 32 pixels
+    # failed for this reason.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def _explain_unused_gpu() -> str | None:
-    """Why torch can't use the NVIDIA card of this machine; None where there is no card."""
+    """Return why torch can't use the NVIDIA card of this machine; None if there is no card."""
     if not _DRIVER_VERSION.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     if torch.version.cuda is None:
@@ -83,13 +86,16 @@ def _explain_unused_gpu() -> str | None:
 
 
 def _check_kernels(device: torch.device) -> None:
-    """Refuse a card that is older than those that the installed torch was compiled for, before a
-    kernel fails. Code for a card runs on later ones of the same major number; PTX ("compute_")
-    on all later ones."""
+    """Raise ValueError for a card that is older than those that the installed torch was compiled for,
+    before a kernel fails.
+
+    Code for a card also runs on later cards of the same major number; PTX ("compute_") on all later
+    cards.
+    """
     capability = torch.cuda.get_device_capability(device)
     for architecture in torch.cuda.get_arch_list():
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
-        # of another kind than NVIDIA's
+        # not an NVIDIA card
         if match is None:
             return
         compiled_for = (int(match[2]), int(match[3]))
@@ -105,48 +111,51 @@ def _check_kernels(device: torch.device) -> None:
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """The precision of a forward pass.
+    """Choose the precision of a forward pass.
 
     Args:
-        name: float32, bfloat16, float16 or auto: bfloat16 where the hardware multiplies it
-            natively; else float16 on a GPU with tensor cores for it (V100, T4, RTX 20) and float32
-            elsewhere.
-        device: where it runs.
+        name: float32, bfloat16, float16 or auto. With auto: bfloat16 if the hardware multiplies it
+            natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else float32.
+        device: Device that computes the forward pass.
 
     Raises:
-        ValueError: the name is another one.
+        ValueError: The name is unknown.
     """
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
         return cast(Precision, name)
     if device.type == "cuda":
-        # torch's own answer is of its current device
+        # torch answers for its current device only.
         with torch.cuda.device(device):
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bfloat16"
-        # earlier cards multiply float16 no faster than float32
+        # Earlier cards multiply float16 no faster than float32.
         has_fast_float16 = torch.cuda.get_device_capability(device) >= (7, 0)
         return "float16" if has_fast_float16 else "float32"
     return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:
-    """Whether an operation is computed in the same order each time, by a slower kernel if need be."""
-    # torch imports its compiler to set it, 3 s
+    """Let torch compute each operation in the same order every time, or in any order.
+
+    Args:
+        deterministic: True: the same order, with a slower kernel where necessary.
+    """
+    # Setting it imports torch's compiler, which takes 3 s.
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
-    # else every new tensor is written twice, a debugging aid
+    # Without this line torch fills every new tensor, a debugging aid.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """The context in which a forward pass runs in `precision`; float32 changes nothing."""
+    """Return the context in which a forward pass uses `precision`; float32 changes nothing."""
     return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's memory that tensors can take: what the driver has, and what torch keeps of
-    freed tensors."""
+    """Return the bytes of a GPU's memory that tensors can use: the driver's free memory, and the
+    memory that torch keeps of freed tensors."""
     backend = torch.get_device_module(device)
     cached = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0] + cached)
@@ -154,13 +163,13 @@ def count_free_bytes(device: torch.device) -> int:
 
 @lru_cache
 def count_total_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's memory, free or not."""
+    """Return the bytes of a GPU's memory, free or not."""
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back to a GPU's driver what torch keeps of freed tensors."""
-    # tensors in circles of references are not freed yet
+    """Return the memory that torch keeps of freed tensors to a GPU's driver."""
+    # Tensors in reference cycles are not freed yet.
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
@@ -174,21 +183,23 @@ def run_in_memory(
     part_size: int,
     device: torch.device,
 ) -> int:
-    """Compute something of the images from number `start` to before `stop`, one part of them after
-    the other. A part that doesn't fit a GPU's memory is tried again with half as many images, as
-    are all later ones.
+    """Compute images `start` to `stop` (exclusive) in parts that fit into memory.
+
+    A part that doesn't fit into a GPU's memory is computed again with half as many images, as are
+    all later parts.
 
     Args:
-        run: `run(first, end)` computes it of a part, from number `first` to before `end`.
-        start, stop: of all images.
-        part_size: images of a part, at most.
-        device: on which they are computed.
+        run: `run(first, end)` computes the images from number `first` to `end` (exclusive).
+        start: Number of the first image.
+        stop: Number after the last image.
+        part_size: Largest number of images in a part.
+        device: Device that computes them.
 
     Returns:
-        The images of a part that fits.
+        The number of images in a part that fits.
 
     Raises:
-        torch.OutOfMemoryError: one image doesn't fit.
+        torch.OutOfMemoryError: A single image doesn't fit.
     """
     first = start
     while first < stop:
@@ -200,7 +211,7 @@ def run_in_memory(
             if end - first == 1:
                 raise
             has_failed = True
-        # not above, where the error still keeps the tensors of the failed pass
+        # Freed here, because inside `except` the error still holds the tensors of the failed pass.
         if has_failed:
             part_size = (end - first) // 2
             free_cached_memory(device)
@@ -210,10 +221,10 @@ def run_in_memory(
 
 
 def describe_device(device: torch.device) -> str:
-    """The device's product name, for reports and benchmarks."""
+    """Return the device's product name, for reports and benchmarks."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    # the platform module knows the architecture alone
+    # The platform module only knows the architecture.
     names = _read_cpuinfo("model name")
     description = platform.processor() or platform.machine()
     if names:
@@ -224,19 +235,20 @@ def describe_device(device: torch.device) -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it; else bfloat16 is slower than float32."""
+    """Return True if the processor has instructions for bfloat16. Without them it is slower than
+    float32."""
     return any(flag in cpu_flags() for flag in _BFLOAT16_FLAGS)
 
 
 @lru_cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's features by Linux's names (`amx_bf16`, …); none on other systems."""
+    """Return Linux's names of the processor's features (`amx_bf16`, …); none on other systems."""
     return frozenset(" ".join(_read_cpuinfo("flags")[:1]).split())
 
 
 @lru_cache
 def _read_cpuinfo(key: str) -> list[str]:
-    """A property of every core, as Linux gives it."""
+    """Return a property of every core from Linux's /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return []
@@ -244,15 +256,16 @@ def _read_cpuinfo(key: str) -> list[str]:
 
 
 def copy_to_device(values: T, device: torch.device) -> T:
-    """`values` with its tensors, also those in lists, tuples and dictionaries, on `device`.
+    """Return `values` with its tensors on `device`, also those in lists, tuples and dictionaries.
 
-    One copy brings all of them, and nothing waits for it. For a CPU they are the same tensors.
+    All of them are copied at once, and nothing waits for the copy. For a CPU they are the same
+    tensors.
     """
     if device.type == "cpu":
         return values
     tensors = list_tensors(values)
-    # one copy of all takes a fraction of the time of one for each, which are small
-    # torch keeps the pinned memory for the next batch, once the copy is done
+    # The tensors are small: one copy of all takes a fraction of the time of one copy for each.
+    # When the copy is done, torch keeps the pinned memory for the next batch.
     size = sum(_pad(tensor.nbytes) for tensor in tensors)
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for tensor, part in zip(tensors, _unpack(packed, tensors), strict=True):
@@ -263,33 +276,33 @@ def copy_to_device(values: T, device: torch.device) -> T:
 
 
 def copy_to_host(values: T) -> T:
-    """`values` with its tensors, also those in lists, tuples and dictionaries, on the host.
+    """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
 
-    One copy brings all of them; it waits for the device.
+    All of them are copied at once, which waits for the device.
     """
     tensors = [tensor.detach() for tensor in list_tensors(values) if not tensor.is_cpu]
     if not tensors:
         return values
     parts = []
     for tensor in tensors:
-        # cloned, since torch takes one element for contiguous at any stride, and `view` doesn't
+        # Cloned, because torch calls one element contiguous at any stride, but `view` does not.
         contiguous = tensor.clone(memory_format=torch.contiguous_format)
         part = contiguous.view(-1).view(torch.uint8)
         parts.append(F.pad(part, (0, _pad(len(part)) - len(part))))
     packed = torch.cat(parts).cpu()
 
-    # cloned, since a part that is kept would keep all of them
+    # Cloned, because a part that is kept would keep the memory of all.
     copies = (part.clone() for part in _unpack(packed, tensors))
     return cast(T, _map_tensors(values, lambda tensor: tensor if tensor.is_cpu else next(copies)))
 
 
 def _pad(num_bytes: int) -> int:
-    """The next multiple of 16, where a tensor of any type may begin."""
+    """Return the next multiple of 16, at which a tensor of any type may begin."""
     return -(-num_bytes // 16) * 16
 
 
 def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Views of `packed`, bytes, that are shaped as `tensors`."""
+    """Yield views of the bytes in `packed` with the types and shapes of `tensors`."""
     start = 0
     for tensor in tensors:
         part = packed[start : start + tensor.nbytes]
@@ -298,14 +311,14 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def list_tensors(values: object) -> list[Tensor]:
-    """The tensors in lists, tuples and dictionaries, in their order."""
+    """Return the tensors in lists, tuples and dictionaries, in order."""
     tensors: list[Tensor] = []
     _map_tensors(values, tensors.append)
     return tensors
 
 
 def _map_tensors(values: object, function: Callable[[Tensor], object]) -> object:
-    """`values` with `function` of each tensor in it, in their order."""
+    """Return `values` with each tensor replaced by `function` of it, in order."""
     if isinstance(values, Tensor):
         return function(values)
     if isinstance(values, Mapping):
@@ -313,6 +326,6 @@ def _map_tensors(values: object, function: Callable[[Tensor], object]) -> object
     if isinstance(values, list | tuple):
         mapped = [_map_tensors(value, function) for value in values]
         make: Callable[..., object] = type(values)
-        # a named tuple
+        # a named tuple takes its values one by one
         return make(*mapped) if hasattr(values, "_fields") else make(mapped)
     return values

@@ -1,6 +1,6 @@
-"""YAML, JSON and tables from any source: read within bounds, checked by a schema.
+"""Read YAML, JSON and tables of any origin: with limits on their size, checked by a schema.
 
-Whatever is wrong with a text becomes one ValueError that names where it is from.
+Every mistake in a text becomes one ValueError that names where the text comes from.
 """
 
 import csv
@@ -15,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_regular, read_text
 
-# the parser needs 10 s for so many
+# The parser needs 10 s for this many characters.
 _MAX_YAML_CHARACTERS = 2**20
-# of lists in lists: its time grows with the square of this
+# Levels of nested lists and mappings. The parser's time grows with the square of their number.
 _MAX_YAML_DEPTH = 100
 
-# tokens that begin and end a list or a mapping
+# Tokens that begin and end a list or a mapping.
 _OPENING = (
     yaml.BlockMappingStartToken,
     yaml.BlockSequenceStartToken,
@@ -33,14 +33,14 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML takes the last of equal keys, which hides a mistake."""
+    """Refuses equal keys. PyYAML keeps the last one, which hides a mistake."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    problem = f"the key {shorten(key.value)} is there twice"
+                    problem = f"the key {shorten(key.value)} occurs twice"
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -50,7 +50,7 @@ def parse_yaml(text: str, *, origin: str) -> Any:
     """Parse plain values: no anchors, aliases or tags, and no key twice.
 
     Raises:
-        ValueError: the text is something else, or longer than 2²⁰ characters; the message begins
+        ValueError: The text is something else, or longer than 2²⁰ characters. The message begins
             with `origin`.
     """
     if len(text) > _MAX_YAML_CHARACTERS:
@@ -58,7 +58,7 @@ def parse_yaml(text: str, *, origin: str) -> Any:
             f"{origin} has {len(text):,} characters; at most {_MAX_YAML_CHARACTERS:,} are read"
         )
     try:
-        # aliases multiply and tags call constructors; configurations need neither
+        # Aliases multiply values and tags call constructors; configurations need neither.
         depth = 0
         for token in yaml.scan(text):
             depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
@@ -75,13 +75,13 @@ def parse_yaml(text: str, *, origin: str) -> Any:
             line = f" (line {error.problem_mark.line + 1})"
         problem = " ".join(filter(None, (error.context, error.problem)))
         raise ValueError(f"{origin} is not valid YAML: {shorten(problem)}{line}") from error
-    # the latter two of values such as 2001-13-45 or an int of 5,000 digits
+    # ValueError and ArithmeticError come from values such as 2001-13-45 or an int of 5,000 digits.
     except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{origin} is not valid YAML: {shorten(str(error))}") from error
 
 
 def parse_json(text: str, *, origin: str) -> Any:
-    """Any JSON value. Raises ValueError whose message begins with `origin`."""
+    """Parse a JSON value. Raises ValueError whose message begins with `origin`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -89,12 +89,12 @@ def parse_json(text: str, *, origin: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """Return the value in a JSON file."""
     return parse_json(read_text(path), origin=str(path))
 
 
 def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
-    """`values` as an object of `schema`. Raises ValueError naming the first key that is wrong."""
+    """Return `values` as an object of `schema`. Raises ValueError that names the first wrong key."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -102,8 +102,8 @@ def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
 
 
 def explain_error(error: Any) -> str:
-    """One of pydantic's errors as a sentence that names the key and the value."""
-    # pydantic adds its validators' names to the keys
+    """Return one of pydantic's errors as a sentence that names the key and the value."""
+    # pydantic adds the names of its validators to the keys.
     parts = [str(part) for part in error["loc"]]
     key = ".".join(part for part in parts if not part.startswith(("function-", "literal[")))
     message: str = error["msg"].removeprefix("Value error, ")
@@ -114,7 +114,7 @@ def explain_error(error: Any) -> str:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each row of a CSV file: its place, "FILE line N", and its fields."""
+    """Yield each row of a CSV file: its place, "FILE line N", and its fields."""
     with open_regular(path, encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:

@@ -1,4 +1,5 @@
-"""Files that are either complete or absent: write beside the target, flush to disk, rename.
+"""Read and write files. A written file is complete or absent: it is written under a temporary name,
+flushed to disk and renamed.
 
 Only regular files are read. A result is written into a new or empty directory, or one that vit made.
 """
@@ -25,18 +26,18 @@ from vit.runtime.arguments import first_line
 if TYPE_CHECKING:
     import numpy as np
 
-# of a file that is read at once
+# Largest file that is read as a whole.
 _MAX_BYTES = 2**30
-# bytes; file systems allow 255, with the method, the class and what marks a temporary file
+# Bytes. File systems allow 255, but a method, a class and a temporary suffix are added.
 _MAX_NAME = 120
-# of a file that is being written
+# Suffix of a file that is being written.
 _TEMPORARY_SUFFIX = ".tmp"
-# in a directory that vit made, and may therefore clear
+# Name of a file that marks a directory made by vit, which vit may therefore clear.
 _MARK = ".vit-output"
 
 
 def clean_name(name: str) -> str:
-    """`name` without characters that file systems and shells don't allow, at most 120 bytes."""
+    """Return `name` without characters that file systems and shells don't allow, at most 120 bytes."""
     name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
     return name.encode()[:_MAX_NAME].decode(errors="ignore") or "image"
 
@@ -45,9 +46,9 @@ def open_regular(path: Path, *, encoding: str | None = None) -> Any:
     """Open a file to read its bytes or, with `encoding`, its text.
 
     Raises:
-        OSError: the file isn't regular: reading a pipe or a device may never end.
+        OSError: The file isn't regular. Reading a pipe or a device may never end.
     """
-    # without waiting: to open a pipe that nobody writes to would never end
+    # O_NONBLOCK, because opening a pipe without a writer would wait for ever.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -56,7 +57,7 @@ def open_regular(path: Path, *, encoding: str | None = None) -> Any:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A regular file's content. Raises OSError for more than 1 GiB."""
+    """Return a regular file's content. Raises OSError for more than 1 GiB."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -65,7 +66,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A file's UTF-8 text. Raises ValueError naming the file for other bytes."""
+    """Return a file's UTF-8 text. Raises ValueError that names the file for other bytes."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -73,56 +74,56 @@ def read_text(path: Path) -> str:
 
 
 def read_arrays(path: Path) -> "dict[str, np.ndarray]":
-    """The arrays that `write_arrays` wrote. Raises ValueError for a damaged file."""
-    # not needed to start
+    """Return the arrays that `write_arrays` wrote. Raises ValueError for a damaged file."""
+    # numpy takes longer to import than `vit --help` may take
     import numpy as np
 
     with open_regular(path) as file:
         try:
             with np.load(file, allow_pickle=False) as arrays:
-                # ours are not compressed: what is read is no larger than the file
+                # Ours are not compressed, so that the arrays are never larger than the file.
                 for entry in arrays.zip.infolist():
                     if entry.compress_type != zipfile.ZIP_STORED:
                         raise ValueError("its arrays are compressed")
                 return {name: arrays[name] for name in arrays.files}
         except Exception as error:
-            # numpy and zipfile answer broken bytes with nearly any
+            # numpy and zipfile raise nearly any error for broken bytes.
             raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def read_tensors(path: Path) -> Any:
-    """What `torch.save` wrote, tensors on the CPU and plain values alone.
+    """Return the content of a file of `torch.save`: tensors, on the CPU, and plain values.
 
     Raises:
-        ValueError: the file is damaged or holds anything else.
+        ValueError: The file is damaged or holds anything else.
     """
-    # not needed to start
+    # torch takes longer to import than `vit --help` may take
     import torch
 
     from vit.runtime.device import list_tensors
 
     with open_regular(path) as file:
         try:
-            # of a training script's options, which timm's saves beside the weights
+            # timm's training script saves its options in a Namespace, with the weights.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-            # a crafted tensor may repeat a few bytes to any size
+            # A manipulated tensor may repeat a few bytes to any size.
             for tensor in list_tensors(content):
                 if tensor.nbytes > tensor.untyped_storage().nbytes():
                     shape = list(tensor.shape)
-                    raise ValueError(f"a tensor {shape} is larger than what is stored of it")
+                    raise ValueError(f"a tensor {shape} is larger than its stored values")
         except Exception as error:
-            # torch answers broken bytes with nearly any
+            # torch raises nearly any error for broken bytes.
             raise ValueError(f"{path} can't be read: {explain_damage(path, error)}") from error
     return content
 
 
 def explain_damage(path: Path, error: BaseException) -> str:
-    """Why a file of tensors can't be read: the library's message, unless a stranger is misled by it."""
+    """Return why a file of tensors can't be read: the library's message, unless that is misleading."""
     with open_regular(path) as file:
         if file.read(23) == b"version https://git-lfs":
-            return "it is Git LFS's pointer to the file, which `git lfs pull` downloads"
-    # torch's own message tells how to run what the file pickles
+            return "it is only Git LFS's pointer to the file; download it with `git lfs pull`"
+    # torch's own message says how to run code from the file.
     pickled = re.search(r"GLOBAL (\S+)", str(error))
     if pickled:
         return f"it holds {pickled[1]}, which is not run; save model.state_dict() alone"
@@ -136,31 +137,32 @@ def write_atomically(
 ) -> None:
     """Write a file so that a reader sees the old one or the new one, also after a power cut.
 
-    Whatever `write` raises leaves `path` as it was and no temporary file behind.
+    If `write` raises an error, `path` is unchanged and no temporary file is left.
 
     Args:
-        path: the file.
-        write: fills a temporary file, whose path it gets and which is then renamed.
-        flush_name: False: the new name is durable when the next file of the directory is written.
+        path: Path of the file.
+        write: Function that writes a temporary file, whose path it gets. The file is then renamed.
+        flush_name: False: the new name is only certain to be on disk when the next file of the
+            directory has been written.
     """
-    # hidden, and beside the target, so that renaming it is one step of the file system
+    # Hidden, and in the same directory, so that renaming is one step of the file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         write(temporary)
-        # some libraries make the file anew, readable by its owner alone
+        # Some libraries create the file anew, readable by its owner only.
         temporary.chmod(stat.S_IMODE(mode))
         rename_durably(temporary, path, flush_name=flush_name)
     except BaseException:
-        # also where the program is interrupted
+        # BaseException, because the program may also be interrupted.
         temporary.unlink(missing_ok=True)
         raise
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Remove the temporary files that a writer left which was killed. Nobody else may write there
-    meanwhile."""
+    """Remove the temporary files of a writer that was killed. No other process may write to the
+    directory meanwhile."""
     for temporary in filter(_is_temporary, directory.iterdir()):
         temporary.unlink(missing_ok=True)
 
@@ -170,9 +172,9 @@ def _is_temporary(path: Path) -> bool:
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
-    """Rename a file, or a directory of files, when its content is on disk.
+    """Rename a file, or a directory of files, after its content is on disk.
 
-    Returns when its new name is on disk, too, unless `flush_name` is False.
+    Then wait until the new name is on disk, too, unless `flush_name` is False.
     """
     if source.is_dir():
         for path in source.iterdir():
@@ -184,7 +186,7 @@ def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> No
 
 
 def _flush(path: Path) -> None:
-    """Return when a file's content, or a directory's entries, are on disk."""
+    """Wait until a file's content, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -214,7 +216,7 @@ def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
 
 def save_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
     """Write named arrays to `path`, whatever its name. Equal arrays give equal bytes."""
-    # not needed to start
+    # numpy takes longer to import than `vit --help` may take
     import numpy as np
 
     with path.open("wb") as file:
@@ -222,13 +224,13 @@ def save_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 digest of a file's bytes, in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a directory with all it holds, where there is one."""
+    """Delete a file, or a directory with its content, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -236,26 +238,26 @@ def remove(path: Path) -> None:
 
 
 def default_cache_dir() -> Path:
-    """Where downloads and decoded images are kept: $VIT_CACHE, or ~/.cache/vit."""
+    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit."""
     return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
 
 
 def expand_home(path: str | Path) -> Path:
-    """A path in which ~ is the home directory, as of `--output=~/runs`, which shells pass on."""
-    # Path.expanduser raises for the name of a user that there is not
+    """Return a path with ~ replaced by the home directory: shells don't do so in `--output=~/runs`."""
+    # Path.expanduser raises an error for the name of an unknown user.
     return Path(os.path.expanduser(path))
 
 
 def check_output(path: str | Path, *, overwrite: bool = False) -> None:
-    """Check the output directory before the work whose result goes there.
+    """Check an output directory before the work whose result is written there.
 
     Args:
-        path: the directory.
-        overwrite: whether an earlier result of vit's in it may be deleted.
+        path: Path of the directory.
+        overwrite: True: an earlier result of vit in it may be deleted.
 
     Raises:
-        FileExistsError: it holds files that may not be deleted.
-        NotADirectoryError: it is a file.
+        FileExistsError: It holds files that may not be deleted.
+        NotADirectoryError: It is a file.
     """
     path = expand_home(path)
     if path.exists() and not path.is_dir():
@@ -264,19 +266,19 @@ def check_output(path: str | Path, *, overwrite: bool = False) -> None:
         return
     is_ours = (path / _MARK).exists()
     if is_ours and all(entry.name == _MARK or _is_temporary(entry) for entry in path.iterdir()):
-        # a writer was killed before its first file was complete
+        # A writer was killed before its first file was complete.
         return
     if not overwrite:
         raise FileExistsError(
             f"{path} already holds files; choose another --output or add --overwrite"
         )
-    # somebody else's files are never deleted, whatever the options say
+    # Files of other programs are never deleted.
     if not is_ours:
         raise FileExistsError(f"{path} holds files that vit did not make; choose another --output")
 
 
 def prepare_output(path: str | Path, *, overwrite: bool = False) -> Path:
-    """Create the output directory `path`, empty, and return it; raises as `check_output` does."""
+    """Create the empty output directory `path` and return it. Raises the errors of `check_output`."""
     path = expand_home(path)
     check_output(path, overwrite=overwrite)
     if path.is_dir():
@@ -286,7 +288,7 @@ def prepare_output(path: str | Path, *, overwrite: bool = False) -> Path:
     return path
 
 
-# a file's text, or a function that writes the file at a path
+# The text of a file, or a function that writes the file at a path.
 FileContent = str | Callable[[Path], object]
 
 
@@ -307,7 +309,7 @@ class Result(ABC):
         Raises:
             FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
         """
-        # before anything is written: a page that fails leaves no directory
+        # Built before the directory is made, so that a page that fails leaves no directory.
         files = self.build_files()
         output = prepare_output(directory, overwrite=overwrite)
         for name, content in files.items():

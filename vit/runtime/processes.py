@@ -1,4 +1,4 @@
-"""The processes of one run, as torchrun starts them."""
+"""Processes of one run that torchrun starts."""
 
 import os
 import time
@@ -17,9 +17,9 @@ from vit.runtime.device import choose_device
 
 T = TypeVar("T")
 
-# until the first step: one machine may decode images that another has
+# Time limit until the first step: one machine may still decode images that another one has decoded.
 _START_TIMEOUT = timedelta(hours=1)
-# within which the processes that are left say so
+# Time in which the remaining processes report that they are alive.
 _ANSWER_SECONDS = 5.0
 
 
@@ -32,49 +32,49 @@ class ProcessLostError(ConnectionError):
 
 @dataclass(frozen=True)
 class Process:
-    """This process's place in the run."""
+    """Rank of this process in the run."""
 
     rank: int = 0
     world_size: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the one process that writes files and messages."""
+        """True in the one process that writes files and messages."""
         return self.rank == 0
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set in any process."""
+        """Return True if `flag` is set in any process."""
         if self.world_size == 1:
             return flag
-        # it goes from host to host: nothing waits for a GPU
+        # A tensor on the CPU is exchanged between hosts: nothing waits for a GPU.
         num_flags = torch.tensor(float(flag))
         dist.all_reduce(num_flags)
         return bool(num_flags)
 
     def broadcast(self, value: T) -> T:
-        """The main process's `value`, in every process."""
+        """Return the main process's `value`, in every process."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
         if self.world_size > 1:
             dist.barrier()
 
     def set_timeout(self, seconds: float) -> None:
-        """Fail an exchange between hosts that another process has not joined for `seconds`.
+        """Let an exchange between hosts fail if another process has not joined it for `seconds`.
 
-        Each training step has one, which fails before NCCL's watchdog ends the process without a
-        name.
+        Each training step has such an exchange. It fails before NCCL's watchdog ends this process
+        without naming the other one.
         """
         if self.world_size > 1 and (group := dist.group.WORLD) is not None:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
 def current_process() -> Process:
-    """This process's place in torch's process group; the only one where there is no group."""
+    """Return this process's rank in torch's process group; rank 0 of 1 if there is no group."""
     if dist.is_available() and dist.is_initialized():
         return Process(dist.get_rank(), dist.get_world_size())
     return Process()
@@ -82,22 +82,22 @@ def current_process() -> Process:
 
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
-    """Join torchrun's process group, where there is one.
+    """Join torchrun's process group, if there is one.
 
     Args:
-        device: the name of the user's; on GPUs each process takes its own.
+        device: Name of the device that the user chose. On GPUs each process takes its own.
 
     Yields:
         This process and its device.
 
     Raises:
-        ProcessLostError: another process has ended or hangs; the message names it.
+        ProcessLostError: Another process has ended or hangs; the message names it.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
         return
 
-    # what processes tell one another goes from host to host, gradients from GPU to GPU
+    # Messages of processes go from host to host, gradients from GPU to GPU.
     backends = "gloo"
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         backends = "cpu:gloo,cuda:nccl"
@@ -122,12 +122,12 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
 
 
 def _open_store(process: Process) -> Any:
-    """The store in which the processes find one another.
+    """Open the store in which the processes find each other.
 
-    Where torchrun started the processes of one machine again, what they said before is still in its
-    store, and they would call processes that are gone
-    (https://github.com/pytorch/pytorch/issues/135712): each start has keys of its own. Several
-    machines don't count restarts alike.
+    If torchrun restarts the processes of one machine, its store still holds their earlier entries,
+    and they would call processes that have ended (https://github.com/pytorch/pytorch/issues/135712).
+    Each start therefore has its own keys. With several machines that is not possible, because they
+    count restarts differently.
     """
     store, _, _ = next(
         rendezvous(
@@ -143,18 +143,18 @@ def _open_store(process: Process) -> Any:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether this is what torch raises where another process does not answer."""
-    # which has no class for it
+    """Return True for the errors that torch raises if another process does not answer."""
+    # gloo's errors have no class of their own
     is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return isinstance(error, dist.DistError) or is_gloo
 
 
 def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
-    """A sentence that names the processes that do not answer.
+    """Return a sentence that names the processes that do not answer.
 
-    All that lost one come here at the same time, and say so in the store.
+    All processes that lost another one come here at the same time, and report it in the store.
     """
-    # those that answer within some seconds are alive, but for a delay of the network
+    # A process that answers within some seconds is alive.
     silent = set(range(process.world_size))
     deadline = time.monotonic() + _ANSWER_SECONDS
     try:
@@ -163,8 +163,8 @@ def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
             silent = {rank for rank in silent if not store.check([f"vit/{rank}"])}
             time.sleep(0.05)
     except dist.DistError:
-        # the store was that of process 0, which ends first if it found the loss first: one that has
-        # answered is not the cause
+        # Process 0 holds the store. It ends first if it noticed the loss first; if it has answered,
+        # it is not the cause.
         if process.rank != 0 and 0 in silent:
             silent = {0}
     silent.discard(process.rank)
@@ -173,6 +173,6 @@ def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
     if silent:
         names = " and ".join(map(str, sorted(silent)))
         lost = f"process {names} of {process.world_size} has ended or hangs"
-    # behind gloo's file and line
+    # The reason follows gloo's file and line.
     reason = first_line(error).rpartition("] ")[2]
     return f"{lost} (process {process.rank}: {reason}); continue with --resume"

@@ -1,4 +1,4 @@
-"""The one progress bar, on standard error."""
+"""Show a progress bar on standard error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,24 +6,24 @@ from typing import Protocol
 
 
 class Advance(Protocol):
-    """Moves the bar by `count` items and changes its title, where one is passed."""
+    """Move the bar by `count` items, and change its title if one is passed."""
 
     def __call__(self, count: float, title: str | None = None) -> None: ...
 
 
 @contextmanager
 def show_progress(title: str, total: int | None, *, shown: bool = True) -> Iterator[Advance]:
-    """A progress bar; what is printed to standard error meanwhile appears above it.
+    """Show a progress bar. Text printed to standard error meanwhile appears above it.
 
     Args:
-        title: what stands before the bar.
-        total: the number of items; None: unknown.
-        shown: False hides the bar; so does a standard error that is not a terminal.
+        title: Text before the bar.
+        total: Number of items. None: unknown.
+        shown: False hides the bar. It is also hidden if standard error is not a terminal.
 
     Yields:
         A function that advances the bar.
     """
-    # rich takes long to import
+    # rich takes longer to import than `vit --help` may take
     from rich import progress
     from rich.console import Console
 
@@ -34,7 +34,7 @@ def show_progress(title: str, total: int | None, *, shown: bool = True) -> Itera
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
-    # a log file gets no control characters
+    # A log file must not get control characters.
     is_hidden = not (shown and console.is_terminal)
     with progress.Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
         task = bar.add_task(title, total=total)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 _PACKAGE = Path(__file__).parents[1]
-# the default of a parameter that has none
+# The default of a parameter that has none.
 REQUIRED = object()
-# one name or several
+# Type of a parameter that takes one name or several.
 Names = tuple[str, ...]
 
 
@@ -25,9 +25,9 @@ class Parameter(NamedTuple):
         kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
             Literal, list[str], list[Path], or `Names`.
         default: Its default, or `REQUIRED`.
-        is_keyword: Whether it follows the `*`.
+        is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`.
-        none: What None means there, from a sentence "None: …".
+        none: Meaning of None, from a sentence "None: …".
         bounds: Smallest and largest value, given to `check_arguments`; None for no bound.
     """
 
@@ -78,7 +78,7 @@ def read_signature(module: str, name: str) -> dict[str, Parameter]:
     function = _find_function(module, name)
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    # the defaults of positional parameters are those of the last ones
+    # The list of defaults is that of the last positional parameters.
     missing = [None] * (len(positional) - len(arguments.defaults))
     pairs = [
         *zip(positional, [*missing, *arguments.defaults], strict=True),
@@ -149,7 +149,7 @@ def _read_kind(annotation: ast.expr | None) -> Any:
     members.pop("None", None)
     if "str" in members:
         return Names if "Sequence[str]" in members else str
-    # a value of one of several types, or of a type of ours, is named by a text
+    # Other values, such as a model, are named by a text.
     if len(members) != 1:
         return str
     ((name, member),) = members.items()

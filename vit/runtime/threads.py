@@ -1,8 +1,8 @@
-"""Threads that each take a part of a batch on a CPU.
+"""Divide a batch on a CPU among threads.
 
-The threads of one operation (OpenMP's) wait for one another at its end, hundreds of times a step:
-that takes time, and where another process holds one of them up, it holds up all. Threads that each
-take a part of the batch through all operations meet once a step.
+The OpenMP threads of an operation wait for each other at its end, hundreds of times in each step.
+That takes time, and if another process delays one of them, all are delayed. Threads that each
+compute a part of the batch through all operations wait for each other only once in a step.
 """
 
 import threading
@@ -17,16 +17,17 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Python runs one thread at a time between the operations; more cores share a part's operations
+# Python runs only one thread at a time between operations. With more cores than this, several
+# cores share the operations of one part.
 MAX_THREADS = 8
 _local = threading.local()
 
 
 class BatchThreads:
-    """Threads among which torch's own are divided.
+    """A pool of threads that share torch's own threads equally.
 
     Args:
-        count: how many; by default one for each of torch's threads, up to 8.
+        count: Number of threads. None: one for each of torch's threads, at most 8.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -42,28 +43,28 @@ class BatchThreads:
 
     @contextmanager
     def limit_threads(self) -> Iterator[None]:
-        """Let the calling thread's operations use as many of torch's threads as each of these."""
+        """Limit the calling thread's operations to as many torch threads as a thread of this pool has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._torch_threads_each)
         try:
             yield
         finally:
-            # a thread that a program starts later has as many as the last one set
+            # A thread that a program starts later gets the number that was set last.
             torch.set_num_threads(before)
 
     def map(
         self, function: Callable[[Part], Result], parts: Sequence[Part], *, is_random: bool = False
     ) -> Iterator[Result]:
-        """function(part) of each part, in order, as they are done.
+        """Yield function(part) for each part, in order, when it is ready.
 
         Args:
-            function: runs in a thread.
-            parts: of a batch.
-            is_random: whether it takes random numbers from `thread_generator`, which is then seeded
-                for each part from torch's generator: the numbers don't depend on which thread is
-                first.
+            function: Function that runs in a thread.
+            parts: Parts of a batch.
+            is_random: True if it takes random numbers from `thread_generator`. That is then seeded
+                for each part from torch's generator, so that the numbers don't depend on which
+                thread is first.
         """
-        # drawn before any thread starts, in the order of the parts
+        # The seeds are drawn before any thread starts, in the order of the parts.
         seeds: list[int | None] = [None] * len(parts)
         if is_random:
             seeds = torch.randint(2**62, (len(parts),)).tolist()
@@ -77,9 +78,9 @@ class BatchThreads:
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """`torch.compiler.assume_constant_result`, without importing torch's compiler.
+    """Decorate like `torch.compiler.assume_constant_result`, without importing torch's compiler.
 
-    That import took 2 s of the 5 s that every command needed to start (Zen 4).
+    That import took 2 s of the 5 s in which a command started (Zen 4).
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # private, see its test
     return function
@@ -87,8 +88,9 @@ def constant_when_compiled(function: Function) -> Function:
 
 @constant_when_compiled
 def thread_generator() -> torch.Generator | None:
-    """The random number generator of a thread of `BatchThreads`; elsewhere None, torch's own.
+    """Return the random number generator of a thread of `BatchThreads`; None in other threads, which
+    use torch's generator.
 
-    Threads would take torch's numbers in no certain order.
+    Threads would take numbers from torch's generator in an order that differs from run to run.
     """
     return getattr(_local, "generator", None)
