@@ -14,6 +14,7 @@ from vit.data.dataset import ImageDataset, printable
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
+from vit.prediction.features import read_dataset
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_kind, shorten
@@ -45,8 +46,7 @@ class EvaluationSet:
 
     def read(self, start: int, stop: int) -> Pixels:
         """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
-        assert self.dataset.pixels is not None
-        return self.preprocess.crop(self.dataset.pixels[start:stop])
+        return read_dataset(self.dataset, self.preprocess, start, stop)
 
 
 def load_images(

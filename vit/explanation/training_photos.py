@@ -13,7 +13,7 @@ from vit.data.sources.registry import is_here
 from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import Similar, check_similar, find_similar
-from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.predictor import Pixels, Predictor, read_from
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainingPhotos:
         """
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
-        _, features = self._predictor.predict_with_features(pixels)
+        _, features = self._predictor.predict_with_features(read_from(pixels), count=len(pixels))
         nearest = find_similar(self.bundle, features, count)
         return [[self.draw(image) for image in images] for images in nearest]
 
@@ -75,7 +75,7 @@ class TrainingPhotos:
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
         nearest = []
-        _, features = self._predictor.predict_with_features(pixels)
+        _, features = self._predictor.predict_with_features(read_from(pixels), count=len(pixels))
         for features_of_image, class_indices in zip(features, classes, strict=True):
             neighbours = []
             for class_index in class_indices:

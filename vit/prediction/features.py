@@ -1,4 +1,5 @@
-"""Pooled features and tokens of images, from one forward pass and from then on from the cache."""
+"""Features of the images of a data set: pooled, after each block, or all tokens. The latter two are
+computed once and kept in the cache."""
 
 import hashlib
 import json
@@ -10,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
+from vit.data.preprocess import Preprocess
 from vit.model.block_features import (
     Readout,
     compute_block_features,
@@ -29,12 +33,12 @@ from vit.runtime.files import default_cache_dir, write_atomically
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
-# raise it when the features or their files change
+# Raise it when the features or their files change.
 _FORMAT = 1
-# the arguments of our model that none of them depends on
+# arguments of our model that no feature depends on
 _NEUTRAL = ("num_classes", "global_pool", "drop_path_rate")
 
-# (number of blocks, pooling) → the images' features
+# (number of blocks, pooling) → features of the images
 Features = Mapping[Readout, Float[Tensor, "n D"]]
 
 
@@ -45,31 +49,31 @@ def compute_features(
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> Features:
-    """The pooled features of images after each block of a model.
+    """Compute the pooled features of images after each block of a model, or read them from the cache.
 
-    They are computed once and kept in the cache, under a name that changes with the weights, the
-    preprocessing, the precision and the images.
+    Their name in the cache changes with the weights, the preprocessing, the precision and the
+    images.
 
     Args:
-        predictor: the model, with the conditions under which it runs.
-        dataset: the images; unless they are decoded, each is read when its batch comes.
-        cache_dir: the cache; None is $VIT_CACHE or ~/.cache/vit.
-        progress: whether a progress bar is shown.
+        predictor: The model, with the conditions under which it runs.
+        dataset: The images. If they aren't decoded, each is read with its batch.
+        cache_dir: The cache; None: $VIT_CACHE or ~/.cache/vit.
+        progress: Whether a progress bar is shown.
 
     Returns:
-        By number of blocks and pooling ("token": the class token, "avg": the mean of the patches),
-        float32 [n, D] on the CPU. Of a model that isn't ours under (0, "pre_logits") what its last
-        linear layer reads.
+        Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
+        patches), float32 [n, D] on the CPU. For a model that isn't ours, (0, "pre_logits") is the
+        input of its last linear layer.
 
     Raises:
-        ValueError: an image can't be read, or the model has no pooled features.
-        OSError: an image can't be read, or the cache can't be written.
+        ValueError: An image can't be read, or the model has no pooled features.
+        OSError: An image can't be read, or the cache can't be written.
     """
     model = predictor.model
     readouts = list_readouts(model)
     weights = model.state_dict()
     if isinstance(model, VisionTransformer):
-        # the head reads the features, and another number of classes has another head
+        # the features don't depend on the head, which changes with the number of classes
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
     values = _compute_once(
         "features",
@@ -85,7 +89,7 @@ def compute_features(
 
 
 def count_token_bytes(model: VisionTransformer, precision: Precision, *, mirrored: bool) -> int:
-    """Of what `compute_tokens` gives of an image."""
+    """Return the size in bytes of the tokens of one image from `compute_tokens`."""
     dtype: torch.dtype = getattr(torch, precision)
     return math.prod(_token_shape(model, mirrored)) * dtype.itemsize
 
@@ -97,17 +101,16 @@ def compute_tokens(
     mirrored: bool,
     cache_dir: Path | None = None,
 ) -> Float[Tensor, "n V N D"]:
-    """The tokens of images after the frozen blocks of a model, as
-    `VisionTransformer.forward_frozen` gives them: computed once and kept in the cache.
+    """Compute the tokens of images after the frozen blocks of a model, or read them from the cache.
 
     Args:
-        predictor: our model, with the conditions under which it runs.
-        dataset: the images, decoded.
-        mirrored: whether there are two views, the image and its mirror image, not the image alone.
-        cache_dir: as of `compute_features`.
+        predictor: Our model, with the conditions under which it runs.
+        dataset: The images, decoded.
+        mirrored: Whether there are two views, the image and its mirror image, instead of one.
+        cache_dir: See `compute_features`.
 
     Returns:
-        On the CPU, in the precision of the predictor.
+        Outputs of `VisionTransformer.forward_frozen` on the CPU, in the predictor's precision.
     """
     model = predictor.model
     assert isinstance(model, VisionTransformer)
@@ -118,7 +121,7 @@ def compute_tokens(
             views.append(model.forward_frozen(images.flip(-1)))
         return torch.stack(views, dim=1)
 
-    # of a resumed run the other blocks are trained already
+    # in a resumed run the other blocks are trained already
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     state = model.state_dict()
     return _compute_once(
@@ -150,12 +153,13 @@ def _compute_once(
     cache_dir: Path | None,
     progress: bool = True,
 ) -> Tensor:
-    """What a function of the model gives of all images, from the cache where it was computed before.
+    """Return the results of a function of the model for all images, from the cache if they are there.
 
     Args:
-        name: of what is computed.
-        weights: of the model, that it depends on.
-        shape: of what it gives of an image.
+        name: Name of what is computed.
+        function: Maps normalised images to their results.
+        weights: Weights of the model that the results depend on.
+        shape: Shape of the result for one image.
     """
     folder = cache_dir or default_cache_dir()
     key = _cache_key(predictor, dataset, weights, shape)
@@ -163,13 +167,13 @@ def _compute_once(
     shape = (len(dataset), *shape)
     values = _load(path, name, shape)
     process = current_process()
-    # all processes compute them, or none
+    # either all processes compute them or none
     if process.any_rank(values is None):
         title = f"{name} of {dataset.name} {dataset.split}"
         with show_progress(title, len(dataset), shown=progress and process.is_main) as advance:
             values = predictor.compute(
                 function,
-                partial(_read, predictor, dataset),
+                partial(read_dataset, dataset, predictor.preprocess),
                 shape=shape,
                 dtype=dtype,
                 on_progress=advance,
@@ -180,8 +184,34 @@ def _compute_once(
     return values
 
 
-def _read(predictor: Predictor, dataset: ImageDataset, start: int, stop: int) -> Pixels:
-    preprocess = predictor.preprocess
+def compute_readable_features(
+    bundle: Bundle, dataset: ImageDataset
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Compute the pooled features that the head reads, of those images that can be read.
+
+    Returns:
+        Features [n, D], and the indices of these n images.
+    """
+    is_readable = np.ones(len(dataset), dtype=bool)
+
+    def read(start: int, stop: int) -> Pixels:
+        if dataset.pixels is not None:
+            return read_dataset(dataset, bundle.preprocess, start, stop)
+        pixels = np.zeros((stop - start, *bundle.preprocess.image_size, 3), dtype=np.uint8)
+        for index in range(start, stop):
+            try:
+                pixels[index - start] = bundle.preprocess.to_uint8(dataset.image(index))
+            except (OSError, ValueError):
+                is_readable[index] = False
+        return pixels
+
+    predictor = Predictor.from_bundle(bundle)
+    _, features = predictor.predict_with_features(read, count=len(dataset))
+    return features[is_readable], np.flatnonzero(is_readable)
+
+
+def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop: int) -> Pixels:
+    """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
     if dataset.pixels is not None:
         return preprocess.crop(dataset.pixels[start:stop])
     dataset.reader.fetch(range(start, stop))
@@ -195,10 +225,10 @@ def _cache_key(
     weights: dict[str, Tensor],
     shape: tuple[int, ...],
 ) -> str:
-    """16 hexadecimal digits that change with whatever the values depend on."""
+    """Return 16 hexadecimal digits that change with everything that the values depend on."""
     model = predictor.model
     architecture = getattr(model, "architecture", {})
-    # of decoded images the pixels, whatever becomes of their files' names and times
+    # decoded images are known by their pixels, even if their files are renamed or touched
     images = dataset.cache_key()
     if dataset.hashes is not None:
         images = hashlib.sha256(dataset.digests.tobytes()).hexdigest()
@@ -217,7 +247,7 @@ def _cache_key(
 
 
 def _load(path: Path, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """The values in a file; None where there is none, or one that is damaged."""
+    """Return the values in a file; None if there is no file or it is damaged."""
     try:
         values = load_file(path)[name]
     except (OSError, LookupError, SafetensorError):

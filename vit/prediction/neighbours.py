@@ -1,5 +1,4 @@
-"""Nearest neighbours by the cosine of pooled features: the training images that are most like an
-image, and how far from them it is."""
+"""Nearest neighbours by the cosine of pooled features."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,12 @@ _BLOCK = 1 << 23
 
 @dataclass(frozen=True)
 class Similar:
-    """A training image that is like an image.
+    """A training image that is similar to an image.
 
-    Args:
-        path: its name, within the data set.
-        class_name: its label.
-        similarity: the cosine of the features, -1 to 1.
+    Attributes:
+        path: Its name within the data set.
+        class_name: Its label.
+        similarity: Cosine of the two images' features, -1 to 1.
     """
 
     path: str
@@ -37,13 +36,13 @@ def find_nearest(
     *,
     skip_self: bool = False,
 ) -> tuple[Ints, NDArray[np.float32]]:
-    """Find the rows of `references` that have the largest cosine with each row of `features`.
+    """Find for each row of `features` the rows of `references` with the largest cosine.
 
     Args:
         features: [n, D].
         references: [m, D].
         count: Number of neighbours k; m where there are fewer.
-        skip_self: Both are the same images, and none is its own neighbour.
+        skip_self: Whether both are the same images; then none is its own neighbour.
 
     Returns:
         Indices and cosines of the neighbours, [n, k] each, the nearest first.
@@ -54,14 +53,14 @@ def find_nearest(
     rows = max(1, _BLOCK // len(units))
     indices = []
     nearest_cosines = []
-    # one block at least, so that no images have no neighbours
+    # at least one block: without images the result is empty
     for start in range(0, max(len(queries), 1), rows):
         cosines = queries[start : start + rows] @ units.T
         if skip_self:
             np.fill_diagonal(cosines[:, start:], -2)
         nearest = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)
         values = np.take_along_axis(cosines, nearest, axis=1)
-        # stable: the first of equal ones comes first
+        # a stable order: equal cosines stay in the order of the references
         order = np.argsort(-values, axis=1, kind="stable")
         indices.append(np.take_along_axis(nearest, order, axis=1))
         nearest_cosines.append(np.take_along_axis(values, order, axis=1))
@@ -71,8 +70,10 @@ def find_nearest(
 def compute_distances(
     features: NDArray[np.floating[Any]], training_features: NDArray[np.floating[Any]]
 ) -> Floats:
-    """Compute the distance of each image to its k-th nearest training image, of features of length
-    one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep nearest neighbors").
+    """Compute the distance of each image to its k-th nearest training image.
+
+    Features are scaled to length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with
+    deep nearest neighbors").
 
     Args:
         features: [n, D].
@@ -86,7 +87,7 @@ def compute_distances(
 
 
 def convert_to_distances(cosines: NDArray[np.float32]) -> Floats:
-    """Distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
+    """Return distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
     return np.sqrt(np.maximum(2 - 2 * cosines, 0)).astype(np.float64)
 
 
@@ -97,13 +98,13 @@ def find_similar(
     *,
     class_index: int | None = None,
 ) -> list[list[Similar]]:
-    """The training images that are most like each image, by the cosine of their features.
+    """Find the training images that are most similar to each image, by the cosine of the features.
 
     Args:
-        bundle: the model; of the training images that its file holds features of, at most 2,000.
+        bundle: The model, whose file holds features of at most 2,000 training images.
         features: [n, D].
-        count: of training images for each image.
-        class_index: of training images of this class alone. None: of all.
+        count: Number of training images for each image.
+        class_index: Class of the training images; None: any.
 
     Returns:
         For each image at most `count`, the most similar first.
@@ -129,7 +130,11 @@ def find_similar(
 
 
 def check_similar(bundle: Bundle) -> None:
-    """Raise ValueError for a model file that doesn't say which training images are like an image."""
+    """Check that a model file names training images.
+
+    Raises:
+        ValueError: It names none, or other ones than it has features of.
+    """
     recorded = bundle.metadata.get("conformal", {})
     names = recorded.get("training_images")
     if bundle.likeness is not None and names:
@@ -139,14 +144,14 @@ def check_similar(bundle: Bundle) -> None:
         return
     reason = recorded.get("no_likeness")
     if reason is None:
-        reason = "`vit train` puts them into the model file where there are validation images"
+        reason = "`vit train` writes them into the model file if there are validation images"
     elif not reason:
-        reason = "its file has features without them"
+        reason = "its file holds features, but no names"
     raise ValueError(f"{bundle.name} names no training images: {reason}")
 
 
 def normalize_rows(features: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """Rows of length one, float32; of zeros, zeros."""
+    """Scale rows to length one, float32; zeros stay zeros."""
     rows = features.astype(np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.maximum(lengths, 1e-12))

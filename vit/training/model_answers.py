@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
-from vit.data.dataset import ImageDataset, printable
+from vit.data.dataset import printable
 from vit.evaluation.calibration import cross_fit_temperature
-from vit.model.logits import compute_logits_and_features, count_features, has_features
+from vit.model.logits import has_features
 from vit.model.model_file import Likeness
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import LEVELS, find_threshold
-from vit.prediction.features import compute_features
+from vit.prediction.features import compute_features, compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
-from vit.prediction.predictor import Pixels, Predictor
 from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process
 from vit.training.data import TrainingData, choose_evenly
@@ -141,43 +139,15 @@ def compute_likeness(
     chosen.sort()
     training = data.train.subset(chosen)
     if probed_features is None:
-        training_features, readable = _compute_features(bundle, training)
+        training_features, readable = compute_readable_features(bundle, training)
     else:
         training_features, readable = probed_features[chosen], np.arange(len(chosen))
     validation = data.decoded_validation
     held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
-    features, _ = _compute_features(bundle, validation.subset(held_aside))
+    features, _ = compute_readable_features(bundle, validation.subset(held_aside))
     if not len(training_features):
         return None, [], "the training images can't be read again"
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
     names = [printable(training.ids[index]) for index in readable]
     return likeness, list(zip(names, training.labels[readable].tolist(), strict=True)), ""
-
-
-def _compute_features(
-    bundle: Bundle, dataset: ImageDataset
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The pooled features of those images that can be read, [n, D], and the indices of these."""
-    predictor = Predictor.from_bundle(bundle)
-    preprocess = bundle.preprocess
-    is_readable = np.ones(len(dataset), dtype=bool)
-
-    def read(start: int, stop: int) -> Pixels:
-        if dataset.pixels is not None:
-            return preprocess.crop(dataset.pixels[start:stop])
-        # of images that were decoded as training went, some may be gone
-        pixels = np.zeros((stop - start, *preprocess.image_size, 3), dtype=np.uint8)
-        for index in range(start, stop):
-            try:
-                pixels[index - start] = preprocess.to_uint8(dataset.image(index))
-            except (OSError, ValueError):
-                is_readable[index] = False
-        return pixels
-
-    def compute(images: Tensor) -> Tensor:
-        return compute_logits_and_features(bundle.model, images)[1]
-
-    shape = (len(dataset), count_features(bundle.model))
-    features = predictor.compute(compute, read, shape=shape)
-    return features.numpy()[is_readable], np.flatnonzero(is_readable)

@@ -13,7 +13,7 @@ from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes
-from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.predictor import Pixels, Predictor, read_from
 
 # below which an interval says nothing
 MIN_CORRECT_IMAGES = 8
@@ -72,7 +72,8 @@ def select_correct_images(
     images = _read_shuffled(dataset, bundle.preprocess, seed)
     correct: dict[int, Pixels] = {}
     while len(correct) < count and (batch := list(islice(images, batch_size))):
-        predicted = predictor.predict_images([pixels for _, pixels in batch]).argmax(axis=1)
+        read = read_from([pixels for _, pixels in batch])
+        predicted = predictor.predict(read, count=len(batch)).argmax(axis=1)
         for (index, pixels), class_index in zip(batch, predicted, strict=True):
             if class_index == labels[index]:
                 correct[index] = pixels

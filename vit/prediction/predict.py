@@ -1,0 +1,323 @@
+"""Class probabilities of any images: `vit.predict`, and its results as JSON lines or CSV."""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.special import softmax
+
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.data.images import read_image
+from vit.data.listing import ImageInputs, list_images
+from vit.data.preprocess import Preprocess
+from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
+from vit.prediction.embeddings import check_embeddings_file, save_embeddings
+from vit.prediction.neighbours import Similar, check_similar, find_similar
+from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.sorting import PhotoSorter
+from vit.runtime.arguments import check_arguments
+from vit.runtime.files import FileContent, Result
+
+# index, name and probability, the most probable first
+TopClasses = list[tuple[int, str, float]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, or why there are none.
+
+    Attributes:
+        path: The image's path; "image 0" for the first PIL image or array.
+        classes: Index, name and probability, the most probable first.
+        error: Why the image can't be read.
+        prediction_set: Names of the classes that include the right one as often as `coverage` says,
+            the most probable first; None if the model file holds no threshold.
+        p_value: Small if the image is unusual: the fraction of held-out images that are at least as
+            far from the training images. None if the model file can't tell.
+        features: What the head reads, float32 [D]; None unless asked for.
+        similar: The most similar training images; None unless asked for.
+    """
+
+    path: str
+    classes: TopClasses
+    error: str | None = None
+    prediction_set: list[str] | None = None
+    p_value: float | None = None
+    features: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    similar: list[Similar] | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class PredictionResult(Result):
+    """Predictions in the order of the images."""
+
+    predictions: list[Prediction]
+
+    def __repr__(self) -> str:
+        """One line, because notebooks show a result that ends a cell."""
+        num_unreadable = sum(item.error is not None for item in self.predictions)
+        return f"PredictionResult({len(self.predictions)} images, {num_unreadable} unreadable)"
+
+    def build_files(self) -> dict[str, FileContent]:
+        """Return predictions.jsonl, with a JSON object for each image."""
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8", errors="surrogateescape") as file:
+                for _ in write_jsonl(self.predictions, file=file):
+                    pass
+
+        return {"predictions.jsonl": write}
+
+
+@keeps_mode
+@check_arguments(top_k=(1, None), similar=(0, None), batch_size=(1, None))
+def predict(
+    model: ModelLike,
+    images: ImageInputs,
+    *,
+    top_k: int = 5,
+    coverage: float = 0.95,
+    sort_into: str | Path | None = None,
+    embeddings: str | Path | None = None,
+    similar: int = 0,
+    batch_size: int = 64,
+    device: str = "auto",
+    precision: str = "auto",
+) -> PredictionResult:
+    """Predict the most probable classes of images.
+
+    Args:
+        model: See `vit.evaluate`.
+        images: Paths, folders, PIL images, uint8 arrays [H, W, 3] or
+            [n, H, W, 3], or one of them.
+        top_k: Classes for each image.
+        coverage: How often a `prediction_set` should include the right class:
+            0.9 or 0.95.
+        sort_into: Folder to copy the photos into: one folder for each class,
+            "unsure" and "unknown". A photo goes to its class if its
+            `prediction_set` has one class, to "unknown" if its `p_value` is
+            at most 1 - coverage, and to "unsure" otherwise. No file is ever
+            overwritten.
+        embeddings: File for the features that the head reads: FILE.npz or
+            FILE.parquet. The .npz file holds `paths` [N] and `embeddings`
+            [N, D] float32, the table the columns path and embedding.
+        similar: Number of most similar training images to name for each
+            image. Similarity is the cosine of the features, and the model
+            file holds up to 2,000 training images.
+        batch_size: Images at a time.
+        device: See `vit.evaluate`.
+        precision: See `vit.evaluate`.
+
+    Returns:
+        The result: `.predictions` in the order of the images. An image that
+        can't be read has an `error` instead of classes.
+
+    Raises:
+        ValueError: The model can't be opened, an input is not an image, or
+            the model has no prediction sets to sort photos by.
+
+    Example:
+        >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
+        >>> result.predictions[0].classes  # [(index, name, probability), …]
+    """
+    predictions = iterate_predictions(
+        model,
+        images,
+        top_k=top_k,
+        coverage=coverage,
+        sort_into=sort_into,
+        embeddings=embeddings,
+        similar=similar,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+    )
+    return PredictionResult(list(predictions))
+
+
+def iterate_predictions(
+    model: ModelLike,
+    images: ImageInputs,
+    *,
+    top_k: int,
+    coverage: float,
+    sort_into: str | Path | None,
+    embeddings: str | Path | None,
+    similar: int,
+    batch_size: int,
+    device: str,
+    precision: str,
+) -> Iterator[Prediction]:
+    """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
+    bundle = open_model(model, device=device)
+    predictions = predict_images(
+        bundle,
+        images,
+        top_k=top_k,
+        coverage=coverage,
+        batch_size=batch_size,
+        precision=precision,
+        with_features=embeddings is not None,
+        similar=similar,
+    )
+    if sort_into is not None:
+        sorter = PhotoSorter(Path(sort_into), bundle, coverage=coverage)
+        sorter.check(images)
+        predictions = map(sorter.copy, predictions)
+    if embeddings is None:
+        yield from predictions
+        return
+
+    path = Path(embeddings).expanduser()
+    check_embeddings_file(path)
+    paths = []
+    features = []
+    for prediction in predictions:
+        if prediction.features is not None:
+            paths.append(prediction.path)
+            features.append(prediction.features)
+        yield prediction
+    save_embeddings(path, paths, features)
+
+
+def predict_images(
+    bundle: Bundle,
+    images: ImageInputs,
+    *,
+    top_k: int = 5,
+    coverage: float = 0.95,
+    batch_size: int = 64,
+    precision: str = "auto",
+    with_features: bool = False,
+    similar: int = 0,
+) -> Iterator[Prediction]:
+    """Yield a prediction for each image, in order.
+
+    Args:
+        bundle: The model, on its device.
+        images: See `predict`; so are `top_k`, `coverage`, `batch_size`, `precision` and `similar`.
+        with_features: Whether each prediction has the pooled features.
+    """
+    # a wrong option is reported before the first photo is read
+    read_threshold(bundle.metadata, coverage)
+    if similar:
+        check_similar(bundle)
+    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
+    names = bundle.class_names
+
+    def predict_batch(paths: Sequence[str], pixels: Sequence[Pixels]) -> Iterator[Prediction]:
+        features = None
+        if bundle.likeness is None and not with_features:
+            logits = predictor.predict(read_from(pixels), count=len(pixels))
+        else:
+            logits, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
+        probabilities = softmax(logits.astype(np.float64) / bundle.temperature, axis=1)
+        sets = predict_sets(bundle, logits, coverage=coverage)
+        p_values = predict_p_values(bundle, features)
+        neighbours = None
+        if similar and features is not None:
+            neighbours = find_similar(bundle, features, similar)
+        for row, path in enumerate(paths):
+            best = np.argsort(-probabilities[row], kind="stable")[:top_k].tolist()
+            yield Prediction(
+                path,
+                [(index, names[index], float(probabilities[row, index])) for index in best],
+                prediction_set=None if sets is None else [names[index] for index in sets[row]],
+                p_value=None if p_values is None else p_values[row],
+                features=features[row] if with_features and features is not None else None,
+                similar=None if neighbours is None else neighbours[row],
+            )
+
+    for batch in _decode_batches(images, predictor.preprocess, batch_size):
+        readable = [(path, pixels) for path, pixels in batch if not isinstance(pixels, str)]
+        predictions = predict_batch(
+            [path for path, _ in readable], [pixels for _, pixels in readable]
+        )
+        for path, pixels in batch:
+            if isinstance(pixels, str):
+                yield Prediction(path, [], error=pixels)
+            else:
+                yield next(predictions)
+
+
+def _decode_batches(
+    images: ImageInputs, preprocess: Preprocess, batch_size: int
+) -> Iterator[list[tuple[str, Pixels | str]]]:
+    """Yield the images in batches, each with its path, and its pixels or why it can't be read."""
+    numbered = enumerate(list_images(images))
+    with ThreadPoolExecutor() as pool:
+        while batch := list(islice(numbered, batch_size)):
+            decoded = pool.map(lambda pair: _decode(pair[1], preprocess), batch)
+            paths = [
+                image if isinstance(image, str) else f"image {number}" for number, image in batch
+            ]
+            yield list(zip(paths, decoded, strict=True))
+
+
+def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
+    """Return the image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
+    try:
+        opened = read_image(Path(image)) if isinstance(image, str) else image
+        return preprocess.to_uint8(opened)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
+    """Return classes as objects for JSON."""
+    return [
+        {"index": index, "name": name, "probability": probability}
+        for index, name, probability in classes
+    ]
+
+
+def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
+    """Return similar training images as objects for JSON."""
+    return [
+        {"path": image.path, "class": image.class_name, "similarity": image.similarity}
+        for image in images
+    ]
+
+
+def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write a JSON object on a line for each prediction, and yield the prediction once it is
+    written."""
+    for prediction in predictions:
+        record: dict[str, object] = {"path": prediction.path}
+        if prediction.error is None:
+            record["predictions"] = describe_classes(prediction.classes)
+            record["prediction_set"] = prediction.prediction_set
+            record["p_value"] = prediction.p_value
+            if prediction.similar is not None:
+                record["similar"] = describe_similar(prediction.similar)
+        else:
+            record["error"] = prediction.error
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        yield prediction
+
+
+def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write a line for each class of an image, and yield the prediction once it is written.
+
+    The columns are path, rank from 1, name, probability, whether the class is in the image's
+    prediction set (true, false, or empty if there is no set), the image's p-value, and error.
+    """
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("path", "rank", "name", "probability", "in_set", "p_value", "error"))
+    for prediction in predictions:
+        chosen = prediction.prediction_set
+        p_value = "" if prediction.p_value is None else prediction.p_value
+        for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
+            in_set = "" if chosen is None else str(name in chosen).lower()
+            writer.writerow((prediction.path, rank, name, probability, in_set, p_value, ""))
+        if prediction.error is not None:
+            writer.writerow((prediction.path, "", "", "", "", "", prediction.error))
+        yield prediction
