@@ -24,13 +24,13 @@ from vit.data.random import StatelessRandom
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
-from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.result import EvaluationResult
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import Scores, compute_metrics, compute_reliability, score_logits
 from vit.evaluation.per_class import compute_per_class
 from vit.evaluation.confusion import plot_confusion
-from vit.evaluation.schema import Evaluation, save_predictions
+from vit.evaluation.schema import Evaluation, format_predictions
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
 from vit.options import ExplainOptions
@@ -158,9 +158,8 @@ def write_predictions(count: int, folder: Path) -> Run:
     scores, ids = make_scores(count, 10), make_source(count).ids
 
     def run() -> int:
-        save_predictions(
-            folder / "predictions.csv", scores, ids=ids, class_names=tuple("abcdefghij")
-        )
+        text = format_predictions(scores, ids=ids, class_names=tuple("abcdefghij"))
+        (folder / "predictions.csv").write_text(text)
         return (folder / "predictions.csv").stat().st_size
 
     return run

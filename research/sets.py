@@ -36,7 +36,13 @@ from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.data.open import open_dataset
 from vit.model.logits import compute_logits_and_features, count_features
-from vit.prediction.conformal import LEVELS, answer_images, build_sets, read_threshold
+from vit.prediction.conformal import (
+    LEVELS,
+    build_sets,
+    predict_p_values,
+    predict_sets,
+    read_threshold,
+)
 from vit.prediction.predictor import Predictor
 
 NAME = "sets"
@@ -204,9 +210,9 @@ def measure_unknown(study: Study, seed: int) -> dict[str, Any]:
     chosen = is_test | is_unknown
     logits, features = predict(bundle, pixels[chosen])
     unknown = is_unknown[chosen]
-    answers = answer_images(bundle, logits, features, coverage=0.95)
-    p_values = np.array([answer.p_value for answer in answers], dtype=np.float64)
-    is_single = np.array([len(answer.prediction_set or []) == 1 for answer in answers])
+    p_values = np.array(predict_p_values(bundle, features))
+    sets = predict_sets(bundle, logits, coverage=0.95) or []
+    is_single = np.array([len(classes) == 1 for classes in sets])
     return {
         "seed": seed,
         "p-value of the distance": float(roc_auc_score(unknown, -p_values)),

@@ -83,10 +83,9 @@ def vit_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def quick_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports explain images in the tests of pages and of `vit evaluate`; elsewhere, where a report
-    is a by-product, that would take a second of each evaluation."""
-    whole = ("test_contrast.py", "test_evaluate.py")
-    if request.path.parent.name == "pages" or request.path.name in whole:
+    """Explain images in reports only in the tests of reports and of `vit evaluate`. Elsewhere a report
+    is a by-product, and this would add a second to each evaluation."""
+    if request.path.name in ("test_contrast.py", "test_evaluate.py", "test_report.py"):
         return
     monkeypatch.setattr("vit.evaluation.report.report.explain_confusions", lambda *_: ([], None))
     monkeypatch.setattr(

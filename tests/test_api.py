@@ -23,9 +23,7 @@ from vit.bundle import Bundle
 from vit.config import load_config
 from vit.model.vision_transformer import VisionTransformer
 from vit.options import (
-    EvaluateOptions,
     ExplainOptions,
-    PredictOptions,
     TrainOptions,
 )
 from vit.training.recipe import find_recipe
@@ -109,8 +107,6 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
 
 RECORDS = {
     "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "predict": PredictOptions,
     "explain": ExplainOptions,
 }
 

@@ -3,14 +3,11 @@
 Each function makes an options record (`vit.options`) of its arguments, as the commands do of theirs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from vit.analysis.audit.run import audit as audit
@@ -22,9 +19,7 @@ from vit.data.listing import ImageInputs, list_images
 from vit.data.sources.registry import register_source as register_source
 from vit.data.sources.source import Source as Source
 from vit.data.transforms import Transform
-from vit.evaluation.evaluate import EvaluationResult, evaluate_bundle
-from vit.evaluation.images import check_data, load_images, open_data
-from vit.evaluation.report.report import render_pages
+from vit.evaluation.evaluate import evaluate as evaluate
 from vit.explanation.best_method import choose_methods
 from vit.explanation.explainer import Explainer
 from vit.explanation.explanation_files import write_explanations
@@ -32,21 +27,16 @@ from vit.explanation.items import find_items
 from vit.explanation.records import Explanations
 from vit.explanation.writer import MapWriter
 from vit.options import (
-    TTA,
-    EvaluateOptions,
     ExplainOptions,
     MapOptions,
-    PredictOptions,
     TargetLike,
     TrainOptions,
     pick,
 )
-from vit.prediction.embeddings import check_embeddings_file, embed_images, save_embeddings
-from vit.prediction.predictor import Prediction, PredictionResult, predict_images
-from vit.prediction.sorting import PhotoSorter
-from vit.runtime.arguments import as_tuple, check_choice, check_kind
+from vit.prediction.embed import embed as embed
+from vit.prediction.predict import predict as predict
+from vit.runtime.arguments import as_tuple, check_kind
 from vit.runtime.files import expand_home, prepare_output
-from vit.runtime.processes import join_processes
 from vit.training.observers import Observer
 from vit.training.recipe import ConfigLike
 from vit.training.result import TrainingResult
@@ -65,8 +55,6 @@ if TYPE_CHECKING:
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
-
-_CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
 
 
 def train(
@@ -153,207 +141,6 @@ def train(
         callbacks=callbacks,
     )
     return train_model(config, overrides, expand_home(output), options, objects)
-
-
-@keeps_mode
-def evaluate(
-    model: ModelLike,
-    *,
-    data: str | Path | None = None,
-    root: str | Path | None = None,
-    split: str | None = None,
-    dataset: Any = None,
-    class_names: Sequence[str] | None = None,
-    calibrate: bool = False,
-    in_place: bool = False,
-    corruptions: bool = False,
-    tta: str = "none",
-    num_examples: int = 16,
-    batch_size: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-) -> EvaluationResult:
-    """Measure a model on images that it has not seen.
-
-    Args:
-        model: a model file, a run directory, "timm:NAME", "imagenette" (a small model that comes
-            with the package), a bundle, or a module of timm, torchvision or Hugging Face.
-        data: a data set's name, a folder or shards. None: what the model was trained on.
-        root: where the data set that `data` names is. None: its usual place.
-        split: "train", "validation", "test" or "all". None: "test", or "all" of a folder without
-            one; of images passed to `vit.train` those that were held out for validation.
-        dataset: images in place of `data`, as `vit.train` takes them: the split "test", or of a
-            pair "validation".
-        class_names: of `dataset`, where it doesn't name its classes. None: the model's.
-        calibrate: fit a temperature on one half of the validation split, and keep it if it lowers
-            the loss of the other half beyond noise, and the other way round. `.save` writes the
-            model file with it.
-        in_place: write the temperature into the model file at once.
-        corruptions: measure the accuracy also under the fifteen corruptions of ImageNet-C at five
-            severities.
-        tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
-            mirror image.
-        num_examples: errors to keep, of each kind.
-        batch_size: images at a time. None: 256, or 64 on a CPU.
-        device: "cpu", "cuda" or "cuda:N". "auto": where a module is already, else a GPU if there is
-            one.
-        precision: "float32", "bfloat16" or "float16". "auto": bfloat16 where the device computes with
-            it, float16 on GPUs that have tensor cores for that alone, else float32.
-
-    Returns:
-        The result: `.evaluation` holds the metrics, from 0 to 1, and their 95 % intervals;
-        `.save(directory)` writes what `vit evaluate` writes.
-
-    Raises:
-        ValueError: unknown data, classes that the model doesn't know, or a model without a file to
-            keep the temperature in.
-
-    Example:
-        >>> result = vit.evaluate("runs/digits", tta="hflip")
-        >>> result.evaluation.top1, result.evaluation.intervals["top1"]
-    """
-    check_data(data, dataset)
-    options = pick(EvaluateOptions, locals())
-    check_choice(tta, TTA, name="tta")
-    # the temperature is fitted on the validation images: they can't be measured on as well
-    has_no_file = str(model).startswith("timm:")
-    if calibrate and (has_no_file or split in ("validation", "all")):
-        raise ValueError(_CALIBRATION_HINT)
-    # in a process group all processes share the images
-    with join_processes(device) as (process, device_name):
-        bundle = open_model(model, device=device_name)
-        data_splits = open_data(bundle, data, root, dataset, class_names)
-        if calibrate and (split or data_splits.default_split) == "validation":
-            raise ValueError(_CALIBRATION_HINT)
-        # decoded before anything is computed, so that what can't be read is said first
-        splits = [split, "validation"] if calibrate else [split]
-        images = [
-            load_images(
-                data_splits,
-                split,
-                preprocess=bundle.preprocess,
-                class_names=bundle.class_names,
-                progress=process.is_main,
-            )
-            for split in splits
-        ]
-        if data is None and dataset is None:
-            images[0] = replace(images[0], splits=data_splits)
-        return evaluate_bundle(bundle, *images, options=options, render_pages=render_pages)
-
-
-@keeps_mode
-def predict(
-    model: ModelLike,
-    images: ImageInputs,
-    *,
-    top_k: int = 5,
-    coverage: float = 0.95,
-    sort_into: str | Path | None = None,
-    embeddings: str | Path | None = None,
-    similar: int = 0,
-    batch_size: int = 64,
-    device: str = "auto",
-    precision: str = "auto",
-) -> PredictionResult:
-    """Predict the most probable classes of images.
-
-    Args:
-        model: as of `vit.evaluate`.
-        images: paths, folders, PIL images, uint8 arrays [H, W, 3] or [n, H, W, 3], or one of them.
-        top_k: classes an image.
-        coverage: how often a `prediction_set` is to hold the right class, 0.9 or 0.95.
-        sort_into: a directory into which the photos are copied: into a folder for each class, that
-            of the set's only class; "unsure", where the set has several or none; "unknown", where
-            the photo is unlike the training's: its `p_value` is at most 1 - coverage. Nothing is
-            ever overwritten.
-        embeddings: a file into which the pooled features are written: .npz (`paths` [N],
-            `embeddings` [N, D] float32) or .parquet (columns path, embedding).
-        similar: how many of the training images that are most like it each prediction names, by
-            the cosine of their features; of the up to 2,000 training images in the model file.
-        batch_size: images at a time.
-        device: as of `vit.evaluate`.
-        precision: as of `vit.evaluate`.
-
-    Returns:
-        The result: `.predictions`, in the order of the images. An image that can't be read has an
-        `error` instead of classes.
-
-    Raises:
-        ValueError: a model that can't be opened, what isn't an image, or a model without prediction
-            sets by which photos could be sorted.
-
-    Example:
-        >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
-        >>> result.predictions[0].classes  # [(index, name, probability), …]
-    """
-    options = pick(PredictOptions, locals())
-    return PredictionResult(list(iterate_predictions(model, images, options)))
-
-
-def iterate_predictions(
-    model: ModelLike, images: ImageInputs, options: PredictOptions
-) -> Iterator[Prediction]:
-    """`predict` for any number of images, one batch in memory at a time."""
-    bundle = open_model(model, device=options.device)
-    predictions = predict_images(
-        bundle,
-        images,
-        top_k=options.top_k,
-        coverage=options.coverage,
-        batch_size=options.batch_size,
-        precision=options.precision,
-        with_features=options.embeddings is not None,
-        similar=options.similar,
-    )
-    if options.sort_into is not None:
-        sorter = PhotoSorter(Path(options.sort_into), bundle, coverage=options.coverage)
-        sorter.check(images)
-        predictions = map(sorter.copy, predictions)
-    if options.embeddings is None:
-        yield from predictions
-        return
-
-    path = Path(options.embeddings).expanduser()
-    check_embeddings_file(path)
-    yielded = []
-    for prediction in predictions:
-        yielded.append(prediction)
-        yield prediction
-    save_embeddings(path, yielded)
-
-
-@keeps_mode
-def embed(
-    model: ModelLike,
-    images: ImageInputs,
-    *,
-    batch_size: int = 64,
-    device: str = "auto",
-    precision: str = "auto",
-) -> NDArray[np.float32]:
-    """Compute the pooled features of images: what the model's head reads.
-
-    Args:
-        model: as of `vit.evaluate`.
-        images: as of `vit.predict`.
-        batch_size: images at a time.
-        device: as of `vit.evaluate`.
-        precision: as of `vit.evaluate`.
-
-    Returns:
-        Features [N, D], float32, in the order of the images. Similar images have a large cosine
-        of theirs.
-
-    Raises:
-        ValueError: a model that can't be opened, or an image that can't be read.
-
-    Example:
-        >>> features = vit.embed("runs/digits", ["photo.png", "other.png"])
-        >>> features.shape  # (2, D)
-    """
-    bundle = open_model(model, device=device)
-    return embed_images(bundle, images, batch_size=batch_size, precision=precision)
 
 
 @keeps_mode

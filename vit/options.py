@@ -17,9 +17,6 @@ Record = TypeVar("Record")
 # outputs [B, C] to numbers [B]
 TargetLike = int | str | Callable[[Any], Any]
 
-# how a model's answers are averaged
-TTA = ("none", "hflip")
-
 
 class Option(NamedTuple):
     """How a field appears on the command line."""
@@ -70,56 +67,6 @@ class DataOptions:
     data: str | Path | None = None
     root: str | Path | None = None
     split: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(DataOptions):
-    """On what `vit evaluate` measures a model, and what it measures.
-
-    Args:
-        calibrate: fit a temperature on the validation split; kept where it helps on other images
-        in_place: write the temperature into the model file, not into a copy in the output directory
-        corruptions: accuracy under the fifteen corruptions of ImageNet-C at five severities
-        tta: test-time augmentation; none, or hflip: mean logits of the image and its mirror image
-        num_examples: errors, uncertain predictions and label errors to show, of each
-        batch_size: default: 256, or on a CPU the 64 that its caches hold
-        device: auto, cpu, cuda or cuda:N
-        precision: auto, float32, bfloat16 or float16
-    """
-
-    calibrate: bool = False
-    in_place: bool = False
-    corruptions: bool = False
-    tta: str = "none"
-    num_examples: Annotated[int, Option(flag="--pictures", min=0)] = 16
-    batch_size: Annotated[int | None, Option(min=1)] = None
-    device: str = "auto"
-    precision: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """What `vit predict` answers, and how it runs.
-
-    Args:
-        top_k: classes an image
-        coverage: how often a prediction set is to hold the right class, 0.9 or 0.95
-        sort_into: copy the photos into folders here: one a class, unsure and unknown
-        embeddings: write the features that the head reads here: FILE.npz or FILE.parquet
-        similar: name so many of the training images that are most like each image (JSON Lines only)
-        batch_size: images at a time
-        device: auto, cpu, cuda or cuda:N
-        precision: auto, float32, bfloat16 or float16
-    """
-
-    top_k: Annotated[int, Option(min=1)] = 5
-    coverage: float = 0.95
-    sort_into: str | Path | None = None
-    embeddings: str | Path | None = None
-    similar: Annotated[int, Option(min=0)] = 0
-    batch_size: Annotated[int, Option(min=1)] = 64
-    device: str = "auto"
-    precision: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,7 @@ def test_too_little_memory_for_a_library_is_said_as_that(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("vit.api.iterate_predictions", fail)
+    monkeypatch.setattr("vit.prediction.predict.iterate_predictions", fail)
     message = cli.fail("predict", tiny_model_file, "a.png")
     assert message.startswith("vit: error: not enough memory (")
 

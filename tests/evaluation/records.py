@@ -13,8 +13,8 @@ from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
+    format_predictions,
     save_evaluation,
-    save_predictions,
 )
 
 
@@ -48,7 +48,8 @@ def write_evaluation(
         scores, ids = score_logits(logits[order], labels[order]), ids[::-1]
     directory = folder / name
     directory.mkdir()
-    save_predictions(directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names)
+    text = format_predictions(scores, ids=ids, class_names=names)
+    (directory / PREDICTIONS_FILE).write_text(text)
     metrics = compute_metrics(scores)
     evaluation = Evaluation(
         **metrics,

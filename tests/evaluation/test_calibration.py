@@ -11,10 +11,10 @@ from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.evaluation.calibration import (
-    calibrate,
-    chose_epoch,
+    calibrate_bundle,
     cross_fit_temperature,
     fit_temperature,
+    was_used_for_epoch,
 )
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_metrics, score_logits
@@ -63,14 +63,14 @@ def test_a_temperature_is_kept_only_where_it_helps_on_other_images(
     for seed in range(60):
         # nothing is to be gained: the model is calibrated
         logits, labels = make_predictions(39, seed=seed)
-        calibrated, sentence = calibrate(bundle, make_validation(labels), logits)
+        calibrated, sentence = calibrate_bundle(bundle, make_validation(labels), logits)
         num_kept += calibrated is not bundle
         assert ("not calibrated" in sentence) == (calibrated is bundle)
     assert num_kept <= 3
 
     logits, labels = make_predictions(200)
     validation = make_validation(labels)
-    calibrated, sentence = calibrate(bundle, validation, 4 * logits)
+    calibrated, sentence = calibrate_bundle(bundle, validation, 4 * logits)
     assert calibrated.temperature == pytest.approx(4, rel=0.3)
     assert "fitted on 200 images (validation)" in sentence
     assert not calibrated.metadata["temperature_fitted_on"]["out_of_fold"]
@@ -83,11 +83,11 @@ def test_images_that_chose_the_epoch_take_the_temperature_of_other_epochs(
     validation = make_validation(labels)
     data = {"splits": {"validation": {"fingerprint": validation.dataset.fingerprint}}}
     chooser = replace(bundle, data=data)
-    assert chose_epoch(chooser, validation)
-    assert not chose_epoch(bundle, validation)
+    assert was_used_for_epoch(chooser, validation)
+    assert not was_used_for_epoch(bundle, validation)
 
     # the file of a run that kept none
-    unchanged, sentence = calibrate(chooser, validation)
+    unchanged, sentence = calibrate_bundle(chooser, validation)
     assert unchanged is chooser
     assert "not calibrated" in sentence
 
@@ -95,7 +95,7 @@ def test_images_that_chose_the_epoch_take_the_temperature_of_other_epochs(
     assert fit is not None
     assert fit.helps
     metadata = {**bundle.metadata, "out_of_fold_temperature": asdict(fit)}
-    calibrated, sentence = calibrate(replace(chooser, metadata=metadata), validation)
+    calibrated, sentence = calibrate_bundle(replace(chooser, metadata=metadata), validation)
     assert calibrated.temperature == fit.temperature == pytest.approx(4, rel=0.3)
     assert "fitted on 200 images (validation, out of fold)" in sentence
     assert calibrated.metadata["temperature_fitted_on"] == {

@@ -1,5 +1,6 @@
 """Which images are meant, and which class of the model a class of theirs is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from vit.data.dataset import printable
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet, load_images, match_classes
-from vit.evaluation.overlap import count_duplicates
+from vit.evaluation.overlap import find_overlap
 
 
 def write_images(root: Path, *folders: str, count: int = 3) -> Path:
@@ -87,13 +88,15 @@ def test_a_planted_training_image_is_found(
         progress=False,
     )
     is_correct = np.arange(len(tested)) % 2 == 0
-    found = count_duplicates(tested, training.hashes, is_correct=is_correct)
+    trained = replace(bundle, training_hashes=tuple(training.hashes))
+    found = find_overlap(trained, tested, is_correct=is_correct)
+    assert found is not None
     assert (found.exact, found.near) == (1, 1)
     assert found.examples == ["2/copy.png", "1/recoded.jpg"]
     assert bundle.training_hashes is not None
-    hashes = np.stack(bundle.training_hashes)
-    is_correct = np.ones(len(images), dtype=bool)
-    assert count_duplicates(images, hashes, is_correct=is_correct).exact == 0
+    other = find_overlap(bundle, images, is_correct=np.ones(len(images), dtype=bool))
+    assert other is not None
+    assert other.exact == 0
 
 
 def test_names_of_any_bytes_become_text() -> None:

@@ -14,12 +14,13 @@ from vit.data.open import open_dataset
 from vit.evaluation.images import load_images
 from vit.model.model_file import Likeness
 from vit.prediction.conformal import (
-    answer_images,
     build_sets,
     compute_p_values,
     count_needed,
     explain_missing,
     find_threshold,
+    predict_p_values,
+    predict_sets,
 )
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.predictor import Predictor
@@ -162,24 +163,24 @@ def test_answers_of_a_model_and_why_there_are_none(bundle: Bundle) -> None:
     num_classes = len(bundle.class_names)
     logits = np.zeros((2, num_classes), dtype=np.float32)
     logits[0, 1] = 20
-    nothing = answer_images(bundle, logits, None, coverage=0.95)
-    assert [(answer.prediction_set, answer.p_value) for answer in nothing] == [(None, None)] * 2
+    assert predict_sets(bundle, logits, coverage=0.95) is None
+    assert predict_p_values(bundle, np.ones((2, 4), dtype=np.float32)) is None
     assert "holds no thresholds" in str(explain_missing(bundle, 0.95))
 
     conformal = {"num_images": 10, "thresholds": {"0.9": 0.5}, "no_likeness": "it is too hot"}
     # a temperature doesn't change the sets
     metadata = {**bundle.metadata, "conformal": conformal, "temperature": 50.0}
     some = replace(bundle, metadata=metadata)
-    first, second = answer_images(some, logits, None, coverage=0.9)
-    assert (first.prediction_set, second.prediction_set) == ([1], [])
-    assert answer_images(some, logits, None, coverage=0.95)[0].prediction_set is None
+    assert predict_sets(some, logits, coverage=0.9) == [[1], []]
+    assert predict_sets(some, logits, coverage=0.95) is None
     reason = "no prediction sets at 95%: 10 validation images, 19 are needed"
     assert explain_missing(some, 0.95) == f"{reason}; no p-values: it is too hot"
     with pytest.raises(ValueError, match=r"coverage 0\.8 is not one of those .* 0\.9 and 0\.95"):
-        answer_images(some, logits, None, coverage=0.8)
+        predict_sets(some, logits, coverage=0.8)
 
     training = np.eye(4, dtype=np.float16)
     likeness = Likeness(training, np.array([0.1, 0.2, 0.3], dtype=np.float32))
     features = np.ones((2, 4), dtype=np.float32)
-    (like, _) = answer_images(replace(some, likeness=likeness), logits, features, coverage=0.9)
-    assert like.p_value == 0.25
+    like = replace(some, likeness=likeness)
+    assert predict_p_values(like, features) == [0.25, 0.25]
+    assert predict_p_values(like, None) is None

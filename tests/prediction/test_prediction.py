@@ -14,13 +14,8 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.listing import ImageInputs
-from vit.prediction.predictor import (
-    Prediction,
-    PredictionResult,
-    predict_images,
-    write_csv,
-    write_jsonl,
-)
+from vit.prediction.predict import predict_images
+from vit.prediction.records import Prediction, PredictionResult, write_csv, write_jsonl
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from PIL import Image
 
 import vit
 from vit.bundle import Bundle
-from vit.prediction.predictor import Prediction
+from vit.prediction.records import Prediction
 from vit.prediction.sorting import PhotoSorter, name_folders
 
 CONFORMAL = {"num_images": 100, "thresholds": {"0.9": 0.5, "0.95": 0.4}, "no_likeness": ""}

@@ -26,7 +26,7 @@ from vit.explanation.records import Explanations
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.options import ExplainOptions
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import Predictor, read_from
 from vit.runtime.device import count_total_bytes
 from vit.training.automatic import _measure_rate, _Task
 from vit.training.execution import choose_grad_accum_steps
@@ -206,7 +206,7 @@ def test_evaluations_that_do_not_fit_are_made_in_halves(
         gc.collect()
         MEMORY.reset_peak()
         monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
-        return predictor, predictor.predict_images(list(pixels))
+        return predictor, predictor.predict(read_from(list(pixels)), count=len(pixels))
 
     predictor, expected = predict(2**30)
     whole = MEMORY.peak - MEMORY.allocated

@@ -1,37 +1,43 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vit.options import EvaluateOptions
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
+from vit.runtime.files import check_output
 
 if TYPE_CHECKING:
+    from vit.evaluation.result import EvaluationResult
     from vit.evaluation.schema import Evaluation
 
 
 def evaluate(
-    model: str, *, output: Path, options: EvaluateOptions, overwrite: bool = False
+    measure: "partial[EvaluationResult]", *, output: Path, overwrite: bool = False
 ) -> None:
-    """Measure a model on images it has not seen, and give 95 % confidence intervals.
+    """Measure a model on held-out images, with intervals.
 
     Writes evaluation.json and .md, predictions.csv, confusion.png and report.html.
 
     Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
-        output: directory for the results
-        overwrite: replace an earlier result
+        output: Directory for the results.
+        overwrite: Replace an earlier result.
     """
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.runtime.files import check_output
-
     # before minutes of work
     check_output(output, overwrite=overwrite)
-    result = api.evaluate(model, **vars(options))
+    result = measure()
     if result.is_main:
         result.save(output, overwrite=overwrite)
         _show(result.evaluation, output)
+
+
+COMMAND = Command(
+    run=evaluate,
+    function="evaluate",
+    python_only=("dataset", "class_names"),
+    flags={"num_examples": "--pictures"},
+)
 
 
 def _show(evaluation: "Evaluation", output: Path) -> None:

@@ -16,10 +16,8 @@ import typer
 
 import vit
 from vit.cli.build import add_command
-from vit.cli.evaluate import evaluate
 from vit.cli.explain import explain
 from vit.cli.parameters import build_command
-from vit.cli.predict import predict
 from vit.cli.train import train
 from vit.deploy.export.command import export
 from vit.deploy.serve.command import serve
@@ -49,10 +47,10 @@ COMMANDS = (
     train,
     "vit.cli.recipes",
     "vit.analysis.audit.command",
-    evaluate,
+    "vit.cli.evaluate",
     explain,
     "vit.cli.info",
-    predict,
+    "vit.cli.predict",
     "vit.analysis.compare.command",
     "vit.analysis.faithfulness.command",
     export,

@@ -85,14 +85,14 @@ def cross_fit_temperature(
     )
 
 
-def chose_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
+def was_used_for_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
     """Whether the model's epoch was chosen on these images."""
     splits = bundle.data.get("splits", {})
     recorded = splits.get(validation.dataset.split, {}).get("fingerprint")
     return bool(recorded == validation.dataset.fingerprint)
 
 
-def calibrate(
+def calibrate_bundle(
     bundle: Bundle, validation: EvaluationSet, logits: LogitArray | None = None
 ) -> tuple[Bundle, str]:
     """Keep a temperature where it helps on images that it was not fitted on.

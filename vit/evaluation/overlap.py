@@ -1,4 +1,4 @@
-"""Which of the evaluated images were in training."""
+"""Evaluated images that were in training."""
 
 from dataclasses import dataclass
 
@@ -17,23 +17,52 @@ _MAX_DUPLICATE_NAMES = 20
 
 @dataclass(frozen=True)
 class TrainTestOverlap:
-    """Evaluated images that were in training: metrics on them don't measure generalisation."""
+    """Evaluated images that were in training: metrics on them don't measure generalisation.
 
-    # the same pixels
+    Attributes:
+        exact: Number of images with the same pixels as one in training.
+        near: Number of images with a similar perceptual hash: recoded, resized, mirrored or much
+            alike.
+        examples: Up to 20 of them, exact ones first.
+        top1_without: Accuracy on the other images, 0 to 1; null if there are none.
+    """
+
     exact: int
-    # a similar perceptual hash: recoded, rescaled, mirrored or much alike
     near: int
-    # up to 20 of them, exact ones first
     examples: list[str]
-    # top-1 of the other images; null where there are none
     top1_without: float | None
 
 
-def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
-    """Hashes of the images that a model was trained on, uint64 [2, n]; None where they are unknown.
+def find_overlap(
+    bundle: Bundle, images: EvaluationSet, *, is_correct: NDArray[np.bool_]
+) -> TrainTestOverlap | None:
+    """Look for images that were in training; None if it isn't known which ones were.
 
-    A model file holds them where all images were decoded before training. Those of images that were
-    decoded as training went are computed here, once: the cache keeps them.
+    Args:
+        bundle: The model.
+        images: The evaluated images.
+        is_correct: Whether each of them is predicted correctly, [n].
+    """
+    training_hashes = find_training_hashes(bundle)
+    if training_hashes is None:
+        return None
+    assert images.dataset.hashes is not None
+    duplicates = find_duplicates(images.dataset.hashes, training_hashes)
+    indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
+    others = np.delete(is_correct, indices)
+    return TrainTestOverlap(
+        exact=len(duplicates.exact),
+        near=len(duplicates.near),
+        examples=[images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]],
+        top1_without=float(others.mean()) if len(others) else None,
+    )
+
+
+def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
+    """Return hashes of the images that a model was trained on, uint64 [2, n]; None if unknown.
+
+    A model file holds them if all images were decoded before training. Otherwise they are computed
+    here once, and the cache keeps them.
     """
     if bundle.training_hashes is not None:
         return np.stack(bundle.training_hashes)
@@ -43,42 +72,18 @@ def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
     try:
         splits = open_for_model(None, trained_on=trained_on)
         train = splits.split("train")
-    # they were passed from Python, or are no longer there
+    # the images were passed from Python or are gone
     except (ValueError, OSError):
         return None
-    # it would take as long as an epoch
+    # a download would take as long as an epoch
     if train.reader.is_remote:
         return None
     decoded = decode_dataset(
         train,
         size=None,
         cache_dir=splits.cache_dir,
-        # the training has judged that
+        # training has already accepted the unreadable images
         max_unreadable_fraction=1.0,
         progress=current_process().is_main,
     )
     return decoded.hashes
-
-
-def count_duplicates(
-    images: EvaluationSet, training_hashes: NDArray[np.uint64], *, is_correct: NDArray[np.bool_]
-) -> TrainTestOverlap:
-    """Look for `images` among those in training.
-
-    Args:
-        images: of which some may have been in training.
-        training_hashes: of the images in training, uint64 [2, n].
-        is_correct: whether the prediction of each of `images` is its label, bool [n].
-    """
-    # they are decoded
-    assert images.dataset.hashes is not None
-    duplicates = find_duplicates(images.dataset.hashes, training_hashes)
-    indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
-    names = [images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]]
-    others = np.delete(is_correct, indices)
-    return TrainTestOverlap(
-        exact=len(duplicates.exact),
-        near=len(duplicates.near),
-        examples=names,
-        top1_without=float(others.mean()) if len(others) else None,
-    )

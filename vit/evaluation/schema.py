@@ -23,7 +23,7 @@ from vit.evaluation.per_class import ClassMetrics
 from vit.evaluation.prediction_sets import SetMetrics
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
-from vit.runtime.files import write_json, write_text
+from vit.runtime.files import write_json
 
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
@@ -219,10 +219,8 @@ def find_evaluation(model: str, sha256: str) -> Evaluation | None:
     )
 
 
-def save_predictions(
-    path: Path, scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]
-) -> None:
-    """Write one line for each image, floats in full precision."""
+def format_predictions(scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> str:
+    """Return the text of predictions.csv: a line for each image, floats in full precision."""
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(COLUMNS)
@@ -236,7 +234,7 @@ def save_predictions(
         scores.rank.tolist(),
     )
     writer.writerows(zip(*columns, strict=True))
-    write_text(path, file.getvalue())
+    return file.getvalue()
 
 
 def load_predictions(path: Path) -> dict[str, list[str]]:

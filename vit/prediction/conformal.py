@@ -99,7 +99,8 @@ def predict_p_values(bundle: Bundle, features: NDArray[np.float32] | None) -> li
     if bundle.likeness is None or features is None:
         return None
     distances = compute_distances(features, bundle.likeness.training_features)
-    return compute_p_values(distances, bundle.likeness.distances.astype(float)).tolist()
+    p_values = compute_p_values(distances, bundle.likeness.distances.astype(float))
+    return [float(value) for value in p_values]
 
 
 def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None:

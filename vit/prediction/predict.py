@@ -1,16 +1,11 @@
-"""Class probabilities of any images: `vit.predict`, and its results as JSON lines or CSV."""
+"""Class probabilities of any images: `vit.predict`."""
 
-import csv
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import softmax
 
@@ -20,61 +15,11 @@ from vit.data.listing import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
 from vit.prediction.embeddings import check_embeddings_file, save_embeddings
-from vit.prediction.neighbours import Similar, check_similar, find_similar
+from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments
-from vit.runtime.files import FileContent, Result
-
-# index, name and probability, the most probable first
-TopClasses = list[tuple[int, str, float]]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The most probable classes of one image, or why there are none.
-
-    Attributes:
-        path: The image's path; "image 0" for the first PIL image or array.
-        classes: Index, name and probability, the most probable first.
-        error: Why the image can't be read.
-        prediction_set: Names of the classes that include the right one as often as `coverage` says,
-            the most probable first; None if the model file holds no threshold.
-        p_value: Small if the image is unusual: the fraction of held-out images that are at least as
-            far from the training images. None if the model file can't tell.
-        features: What the head reads, float32 [D]; None unless asked for.
-        similar: The most similar training images; None unless asked for.
-    """
-
-    path: str
-    classes: TopClasses
-    error: str | None = None
-    prediction_set: list[str] | None = None
-    p_value: float | None = None
-    features: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
-    similar: list[Similar] | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class PredictionResult(Result):
-    """Predictions in the order of the images."""
-
-    predictions: list[Prediction]
-
-    def __repr__(self) -> str:
-        """One line, because notebooks show a result that ends a cell."""
-        num_unreadable = sum(item.error is not None for item in self.predictions)
-        return f"PredictionResult({len(self.predictions)} images, {num_unreadable} unreadable)"
-
-    def build_files(self) -> dict[str, FileContent]:
-        """Return predictions.jsonl, with a JSON object for each image."""
-
-        def write(path: Path) -> None:
-            with path.open("w", encoding="utf-8", errors="surrogateescape") as file:
-                for _ in write_jsonl(self.predictions, file=file):
-                    pass
-
-        return {"predictions.jsonl": write}
 
 
 @keeps_mode
@@ -269,55 +214,3 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
         return preprocess.to_uint8(opened)
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
-
-
-def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
-    """Return classes as objects for JSON."""
-    return [
-        {"index": index, "name": name, "probability": probability}
-        for index, name, probability in classes
-    ]
-
-
-def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
-    """Return similar training images as objects for JSON."""
-    return [
-        {"path": image.path, "class": image.class_name, "similarity": image.similarity}
-        for image in images
-    ]
-
-
-def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a JSON object on a line for each prediction, and yield the prediction once it is
-    written."""
-    for prediction in predictions:
-        record: dict[str, object] = {"path": prediction.path}
-        if prediction.error is None:
-            record["predictions"] = describe_classes(prediction.classes)
-            record["prediction_set"] = prediction.prediction_set
-            record["p_value"] = prediction.p_value
-            if prediction.similar is not None:
-                record["similar"] = describe_similar(prediction.similar)
-        else:
-            record["error"] = prediction.error
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        yield prediction
-
-
-def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a line for each class of an image, and yield the prediction once it is written.
-
-    The columns are path, rank from 1, name, probability, whether the class is in the image's
-    prediction set (true, false, or empty if there is no set), the image's p-value, and error.
-    """
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("path", "rank", "name", "probability", "in_set", "p_value", "error"))
-    for prediction in predictions:
-        chosen = prediction.prediction_set
-        p_value = "" if prediction.p_value is None else prediction.p_value
-        for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
-            in_set = "" if chosen is None else str(name in chosen).lower()
-            writer.writerow((prediction.path, rank, name, probability, in_set, p_value, ""))
-        if prediction.error is not None:
-            writer.writerow((prediction.path, "", "", "", "", "", prediction.error))
-        yield prediction

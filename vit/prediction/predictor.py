@@ -29,6 +29,8 @@ Pixels = NDArray[np.uint8]
 LogitArray = NDArray[np.float32]
 # `read(start, stop)` returns these images as the model sees them, uint8 [B, H, W, 3].
 Read = Callable[[int, int], Pixels]
+# test-time augmentation
+TTA = ("none", "hflip")
 # On a CPU, smaller batches cost more than their images do.
 _MIN_BATCH_SIZE = 16
 
@@ -71,14 +73,13 @@ class Predictor:
     ) -> Self:
         """Return a predictor on the bundle's device; by default with the batch size and precision
         that suit the device."""
-        device = next(bundle.model.parameters()).device
         return cls(
             model=bundle.model,
             preprocess=bundle.preprocess,
             num_classes=len(bundle.class_names),
-            batch_size=batch_size or choose_batch_size(device),
-            device=device,
-            precision=choose_precision(precision, device),
+            batch_size=batch_size or choose_batch_size(bundle.device),
+            device=bundle.device,
+            precision=choose_precision(precision, bundle.device),
             tta=tta,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from vit.bundle import Bundle
 from vit.data.listing import ImageInputs
 from vit.prediction.conformal import explain_missing, read_threshold
-from vit.prediction.predictor import Prediction
+from vit.prediction.records import Prediction
 from vit.runtime.files import clean_name, open_regular, remove
 
 # the set has several classes, or none

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.evaluation.evaluate import EvaluationResult
+from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
-from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.report.charts import Chart, Line, Mark, fit_axis
 from vit.evaluation.report.section import Section, find_run
+from vit.evaluation.result import EvaluationResult
 from vit.explanation.render.page import render_page
 
 _TEMPLATE = Path(__file__).with_name("learning_curve.html.jinja")

@@ -34,7 +34,8 @@ from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import TrainingPhotos
 from vit.options import ExplainOptions
-from vit.prediction.predict import describe_classes, describe_similar, predict_images
+from vit.prediction.predict import predict_images
+from vit.prediction.records import describe_classes, describe_similar
 from vit.runtime.documents import explain_error
 
 _TEMPLATE = Path(__file__).with_name("serve.html.jinja")

@@ -9,9 +9,9 @@ import numpy as np
 from PIL import Image
 from scipy.special import bdtrc
 
-from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import Scores
 from vit.evaluation.report.contrast_maps import CONTRAST_METHODS, Contrast, contrast_errors
+from vit.evaluation.result import EvaluationResult
 from vit.explanation.render.page import encode_photo, encode_relative_map
 from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.predictor import Pixels

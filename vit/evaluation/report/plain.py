@@ -5,8 +5,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.metrics import Scores
+from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
 from vit.explanation.methods.registry import compute_maps
 

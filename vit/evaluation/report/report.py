@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.evaluate import EvaluationResult
 from vit.evaluation.per_class import ClassMetrics
 from vit.evaluation.report.charts import (
     Chart,
@@ -22,6 +21,7 @@ from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.section import Section, find_run
+from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
