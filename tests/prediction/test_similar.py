@@ -95,7 +95,7 @@ def test_what_cannot_be_answered_says_why(
     model = save_model(tmp_path / "model.safetensors")
     photo = tmp_path / "photo.png"
     Image.new("RGB", (20, 20)).save(photo)
-    with pytest.raises(ValueError, match=r"names no training images: `vit train` puts them into"):
+    with pytest.raises(ValueError, match=r"names no training images: `vit train` writes them into"):
         vit.predict(model, photo, similar=1, device="cpu")
     assert vit.predict(model, photo, device="cpu").predictions[0].similar is None
     error = cli.fail("predict", model, photo, "--similar", "1", "--format", "csv")
