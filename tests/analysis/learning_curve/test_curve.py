@@ -149,7 +149,7 @@ def test_where_it_cannot_tell_it_says_so() -> None:
     values, labels = GaussianClasses(0).draw(8)
     few = measure(values, labels)
     assert few.forecast is None
-    assert "not enough points to tell" in few.describe()
+    assert "32 photos in 4 classes are too few" in few.describe()
     assert len(few.points) == 7
 
     alone = measure(values[::8], labels[::8])
@@ -159,18 +159,18 @@ def test_where_it_cannot_tell_it_says_so() -> None:
     assert "too few photos to leave any out" in of_one_group.describe()
 
     easy, labels = GaussianClasses(0, separation=20).draw(40)
-    assert "too few errors to tell, 0 of 160 photos" in measure(easy, labels).describe()
+    assert "0 errors in 160 photos are too few" in measure(easy, labels).describe()
 
 
 def test_what_would_take_long_is_measured_in_part_or_not_at_all() -> None:
     values, labels = GaussianClasses(0).draw(100)
     size = 0.8 * values.size * 4
     fewer_folds = measure(values, labels, max_values=int(8 * size))
-    assert fewer_folds.note == "to save time, 2 of 5 folds were left out in turn"
+    assert fewer_folds.note == "only 2 of 5 folds were left out, to save time"
     assert fewer_folds.forecast is not None
     fewer_points = measure(values, labels, max_values=int(1.3 * size))
     assert [point.fraction for point in fewer_points.points] == [0.1, 0.2, 0.4, 0.5]
-    assert "at most 50% of the others" in (fewer_points.note or "")
+    assert "at most 50% of the other photos" in (fewer_points.note or "")
     assert not fewer_points.gains
     nothing = measure(values, labels, max_values=int(size))
     assert nothing.points == []

@@ -53,7 +53,7 @@ def test_the_learning_curve_has_a_chart_and_a_sentence(
 
     unknown = CURVE.model_copy(update={"forecast": None, "gains": []}).give_up("too few photos")
     page = show(case, tmp_path, unknown)
-    assert "Whether more photos would help: too few photos." in page
+    assert "It is not known whether more photos would help: too few photos." in page
     assert "inverse power law" not in page
     without_points = unknown.model_copy(update={"points": []})
     assert 'id="learning-curve"' not in show(case, tmp_path, without_points)
