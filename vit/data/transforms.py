@@ -1,7 +1,7 @@
-"""Transforms of single images through albumentations: crops in workers, corruptions of test images."""
+"""Transforms of single images in workers: the user's own, and albumentations' crops."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class TrainTransform:
         self._transform = transform
         self._random_crop: Any = None
         if crop.scale is not None:
-            albumentations = _import_albumentations()
+            albumentations = import_albumentations()
             random_crop = albumentations.RandomResizedCrop(
                 self.size, scale=crop.scale, area_for_downscale="image"
             )
@@ -94,52 +94,7 @@ def use_one_thread(_worker: int) -> None:
     cv2.setNumThreads(0)
 
 
-def corrupt_with_library(
-    name: str, batch: np.ndarray, level: tuple[float, ...], seeds: Sequence[int]
-) -> np.ndarray:
-    """Corrupt uint8 test images [B, H, W, 3], each with its seed.
-
-    `level` is one of those that `vit.analysis.robustness.corruptions` lists for the corruption `name`.
-    """
-    transform = _build_corruption(name, level, side=min(batch.shape[1:3]))
-    corrupted = np.empty_like(batch)
-    for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
-        transform.set_random_seed(seed)
-        corrupted[row] = transform(image=np.ascontiguousarray(pixels))["image"]
-    return corrupted
-
-
-def _build_corruption(name: str, level: tuple[float, ...], *, side: int) -> Any:
-    # takes long to import
-    import cv2
-
-    albumentations = _import_albumentations()
-    strength = level[0]
-    fixed = (strength, strength)
-    if name == "gaussian_noise":
-        return albumentations.GaussNoise(std_range=fixed, p=1)
-    if name == "impulse_noise":
-        return albumentations.SaltAndPepper(amount=fixed, salt_vs_pepper=(0.5, 0.5), p=1)
-    if name == "glass_blur":
-        _, max_delta, iterations = level
-        return albumentations.GlassBlur(
-            strength, max_delta=int(max_delta), iterations=int(iterations), p=1
-        )
-    if name == "zoom_blur":
-        return albumentations.ZoomBlur(fixed, step_factor=(level[1], level[1]), p=1)
-    if name == "elastic_transform":
-        return albumentations.ElasticTransform(
-            strength * side,
-            sigma=max(level[1] * side, 1),
-            border_mode=cv2.BORDER_REFLECT_101,
-            p=1,
-        )
-    assert name == "jpeg_compression"
-    quality = int(strength)
-    return albumentations.ImageCompression(quality_range=(quality, quality), p=1)
-
-
-def _import_albumentations() -> Any:
+def import_albumentations() -> Any:
     """The library; on import it would ask over the network for a newer version of itself."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     # takes long to import

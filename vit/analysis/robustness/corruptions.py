@@ -1,24 +1,25 @@
 """Top-1 accuracy under the fifteen corruptions of CIFAR-10-C and ImageNet-C.
 
 Hendrycks & Dietterich (2019), "Benchmarking neural network robustness to common corruptions and
-perturbations": four families, each corruption at five severities, on the pixels that the model
-sees. Severities are those of CIFAR-10-C up to 64 pixels and of ImageNet-C above; blur lengths scale
-with the image. Two textures are synthesised: fog by its spectrum instead of midpoint displacement,
-and frost, for which the paper has photographs. So metrics compare with each other, and come close
-to those on the published sets.
+perturbations": four families, each corruption at five severities, applied to the pixels that the
+model sees. Images of up to 64 pixels get the severities of CIFAR-10-C, larger ones those of
+ImageNet-C; blur lengths scale with the image. Two textures are synthesised: fog by its spectrum
+instead of midpoint displacement, and frost, for which the paper has photographs. So the accuracies
+are close to those on the published sets, but not the same.
 """
 
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
 
-from vit.data.transforms import corrupt_with_library
+from vit.data.transforms import import_albumentations
 from vit.evaluation.images import EvaluationSet
 from vit.prediction.predictor import Pixels, Predictor
 from vit.runtime.processes import current_process
@@ -28,54 +29,80 @@ from vit.runtime.progress import show_progress
 Pictures = NDArray[np.float64]
 # [odd, odd], sums to one
 Kernel = NDArray[np.float64]
-# of each picture
+# one for each picture
 Generators = Sequence[Generator]
 Level = tuple[float, ...]
 # severities 1…5
 Levels = tuple[float | Level, ...]
 
 SEVERITIES = (1, 2, 3, 4, 5)
-# pixels: up to here the severities of CIFAR-10-C
+# largest side, in pixels, that gets the severities of CIFAR-10-C
 _MAX_SMALL_SIDE = 64
-# of the pictures that are corrupted together: about what a cache holds
+# pixels that are corrupted at once: about what fits into the processor's cache
 _PIXELS_AT_ONCE = 2**13
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """One corruption with its levels."""
+    """One corruption with its levels.
 
-    # of CIFAR-10-C, lengths for 32 pixels
+    Attributes:
+        small: Levels of CIFAR-10-C, with lengths for 32 pixels.
+        large: Levels of ImageNet-C, with lengths for 224 pixels.
+        apply: Function that corrupts pictures; None: albumentations does it.
+    """
+
     small: Levels
-    # of ImageNet-C, lengths for 224 pixels
     large: Levels
-    # None: albumentations' of the same name
     apply: Callable[[Pictures, Level, Generators], Pictures] | None = None
+
+
+def measure_corruptions(predictor: Predictor, images: EvaluationSet) -> dict[str, list[float]]:
+    """Measure top-1 under each corruption at severities 1 to 5: 75 passes over the images."""
+    total = len(CORRUPTIONS) * len(SEVERITIES) * len(images)
+    top1: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
+
+    def read_corrupted(name: str, severity: int, start: int, stop: int) -> Pixels:
+        digests = images.dataset.digests[start:stop].tolist()
+        batch = images.read(start, stop)
+        return corrupt_batch(batch, name=name, severity=severity, digests=digests)
+
+    with show_progress("corruptions", total, shown=current_process().is_main) as advance:
+        for name in CORRUPTIONS:
+            for severity in SEVERITIES:
+                read = partial(read_corrupted, name, severity)
+                logits = predictor.predict(read, count=len(images), on_progress=advance)
+                top1[name].append(float((logits.argmax(axis=1) == images.labels).mean()))
+    return top1
 
 
 def corrupt_batch(batch: Pixels, *, name: str, severity: int, digests: Sequence[int]) -> Pixels:
     """Corrupt images.
 
-    All severities use the same random numbers, so that they differ in strength alone. Nothing
-    depends on an image's place, the batch or the number of processes.
+    All severities use the same random numbers, so that only the strength differs. The result
+    doesn't depend on an image's place, the batch or the number of processes.
 
     Args:
-        batch: [B, H, W, 3].
-        name: in `CORRUPTIONS`.
+        batch: Images, uint8 [B, H, W, 3].
+        name: A key of `CORRUPTIONS`.
         severity: 1 to 5.
-        digests: of each image 64 bits that identify it and seed its random numbers.
+        digests: 64 bits for each image, which identify it and seed its random numbers.
     """
     corruption = CORRUPTIONS[name]
     is_small = min(batch.shape[1:3]) <= _MAX_SMALL_SIDE
     level = (corruption.small if is_small else corruption.large)[severity - 1]
     if not isinstance(level, tuple):
         level = (level,)
-    # each corruption has random numbers of its own
+    # Each corruption has its own random numbers.
     code = zlib.crc32(name.encode())
     seeds = [int(np.random.SeedSequence((digest, code)).generate_state(1)[0]) for digest in digests]
-    if corruption.apply is None:
-        return corrupt_with_library(name, batch, level, seeds)
     corrupted = np.empty_like(batch)
+    if corruption.apply is None:
+        transform = _build_transform(name, level, side=min(batch.shape[1:3]))
+        for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
+            transform.set_random_seed(seed)
+            corrupted[row] = transform(image=np.ascontiguousarray(pixels))["image"]
+        return corrupted
     count = max(_PIXELS_AT_ONCE // (batch.shape[1] * batch.shape[2]), 1)
     for start in range(0, len(batch), count):
         part = slice(start, start + count)
@@ -85,8 +112,33 @@ def corrupt_batch(batch: Pixels, *, name: str, severity: int, digests: Sequence[
     return corrupted
 
 
+def _build_transform(name: str, level: Level, *, side: int) -> Any:
+    """Build the transform of albumentations for a corruption."""
+    # takes long to import
+    import cv2
+
+    library = import_albumentations()
+    strength = level[0]
+    fixed = (strength, strength)
+    if name == "gaussian_noise":
+        return library.GaussNoise(std_range=fixed, p=1)
+    if name == "impulse_noise":
+        return library.SaltAndPepper(amount=fixed, salt_vs_pepper=(0.5, 0.5), p=1)
+    if name == "glass_blur":
+        _, reach, iterations = map(int, level)
+        return library.GlassBlur(strength, max_delta=reach, iterations=iterations, p=1)
+    if name == "zoom_blur":
+        return library.ZoomBlur(fixed, step_factor=(level[1], level[1]), p=1)
+    if name == "elastic_transform":
+        sigma = max(level[1] * side, 1)
+        border = cv2.BORDER_REFLECT_101
+        return library.ElasticTransform(strength * side, sigma=sigma, border_mode=border, p=1)
+    assert name == "jpeg_compression"
+    return library.ImageCompression(quality_range=(int(strength), int(strength)), p=1)
+
+
 def _shot_noise(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
-    """Poisson noise of so many photons at full brightness."""
+    """Add Poisson noise, by the number of photons at full brightness."""
     photons = [
         random.poisson(rate) for random, rate in zip(generators, pictures * level[0], strict=True)
     ]
@@ -94,7 +146,7 @@ def _shot_noise(pictures: Pictures, level: Level, generators: Generators) -> Pic
 
 
 def _defocus_blur(pictures: Pictures, level: Level, _: Generators) -> Pictures:
-    """A disc of a radius in pixels, its edge softened by a Gaussian (sigma)."""
+    """Blur with a disc (radius in pixels) whose edge is softened by a Gaussian (sigma)."""
     from scipy.ndimage import gaussian_filter
 
     radius = _scale(level[0], pictures)
@@ -108,8 +160,10 @@ def _defocus_blur(pictures: Pictures, level: Level, _: Generators) -> Pictures:
 
 
 def _motion_blur(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
-    """A trail of a length in pixels that fades as half a Gaussian (sigma), within 45 degrees of
-    level."""
+    """Blur along a trail (length in pixels) that fades as half a Gaussian (sigma).
+
+    Its angle is at most 45 degrees from the horizontal.
+    """
     length, sigma = (_scale(pixels, pictures) for pixels in level)
     return _filter(
         pictures,
@@ -118,8 +172,10 @@ def _motion_blur(pictures: Pictures, level: Level, generators: Generators) -> Pi
 
 
 def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
-    """Flakes: noise (mean, deviation) enlarged, cut at a threshold and driven; below them all is
-    paler."""
+    """Add flakes: noise (mean, deviation), enlarged, cut at a threshold and blurred along the wind.
+
+    The picture below them is made paler.
+    """
     from scipy.ndimage import zoom
 
     mean, deviation, enlargement, threshold, length, sigma, keep = level
@@ -135,8 +191,8 @@ def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
         flakes,
         [_trail(_scale(length, pictures), _scale(sigma, pictures), angle) for angle in angles],
     )
-    # the last bits of the Fourier transform, which differ by processor, would decide where a pale
-    # pixel without a flake lies halfway between two grey levels
+    # Processors differ in the last bits of the Fourier transform, which would decide how a pale
+    # pixel halfway between two grey levels is rounded.
     flakes = np.round(flakes, 9)
     pale = keep * pictures + (1 - keep) * np.maximum(
         pictures, 1.5 * pictures.mean(axis=3, keepdims=True) + 0.5
@@ -145,7 +201,7 @@ def _snow(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
 
 
 def _frost(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
-    """The picture and bluish ice (ridged noise, thicker in some places), each weighted."""
+    """Add the weighted picture and bluish ice: ridged noise, thicker in some places."""
     keep, amount = level
     ridges = 1 - np.abs(2 * _texture(pictures, 1.6, generators) - 1)
     cover = 0.35 + 0.65 * _texture(pictures, 2.5, generators)
@@ -154,8 +210,7 @@ def _frost(pictures: Pictures, level: Level, generators: Generators) -> Pictures
 
 
 def _fog(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
-    """A cloud of some density whose details fade by `decay` an octave; contrast is kept within
-    range."""
+    """Add a cloud with a density, whose details fade by `decay` an octave."""
     density, decay = level
     brightest = pictures.max(axis=(1, 2, 3), keepdims=True)
     cloud = _texture(pictures, np.log2(decay) + 1, generators)
@@ -163,22 +218,24 @@ def _fog(pictures: Pictures, level: Level, generators: Generators) -> Pictures:
 
 
 def _brightness(pictures: Pictures, level: Level, _: Generators) -> Pictures:
-    """The value of HSV raised; hue and saturation stay."""
+    """Raise the value of HSV; hue and saturation stay."""
     value = pictures.max(axis=3, keepdims=True)
     raised = np.minimum(value + level[0], 1)
     return np.asarray(np.where(value > 0, pictures * raised / np.maximum(value, 1e-9), raised))
 
 
 def _contrast(pictures: Pictures, level: Level, _: Generators) -> Pictures:
-    """The distance from each channel's mean, scaled."""
+    """Scale the distance from the mean of each channel."""
     mean = np.stack([picture.mean(axis=(0, 1), keepdims=True) for picture in pictures])
     return np.asarray((pictures - mean) * level[0] + mean)
 
 
 def _pixelate(pictures: Pictures, level: Level, _: Generators) -> Pictures:
-    """Pillow's box filter, as in the paper: at a severity of 1 it keeps 30 of 32 pixels as they
-    are, which albumentations' Downscale blurs by fractions (a mean difference of 7.9 grey levels
-    instead of 2.0)."""
+    """Shrink and enlarge with Pillow's box filter, as in the paper.
+
+    At severity 1 it changes the image by 2.0 grey levels on average, albumentations' Downscale by
+    7.9.
+    """
     height, width = pictures.shape[1:3]
     size = (width, height)
     small = (max(int(size[0] * level[0]), 1), max(int(size[1] * level[0]), 1))
@@ -191,14 +248,14 @@ def _pixelate(pictures: Pictures, level: Level, _: Generators) -> Pictures:
 
 
 def _scale(pixels: float, pictures: Pictures) -> float:
-    """A length given for 32 or 224 pixels, for these pictures."""
+    """Convert a length given for 32 or 224 pixels to these pictures."""
     side: int = min(pictures.shape[1:3])
     return pixels * side / (32 if side <= _MAX_SMALL_SIDE else 224)
 
 
 def _filter(pictures: Pictures, kernels: Sequence[Kernel]) -> Pictures:
-    """Convolution of all pictures with one kernel, or of each with its own; edges are mirrored."""
-    # takes half a second, which other commands don't need
+    """Convolve all pictures with one kernel, or each with its own; edges are mirrored."""
+    # takes half a second to import
     from scipy.signal import fftconvolve
 
     down = kernels[0].shape[0] // 2
@@ -208,7 +265,7 @@ def _filter(pictures: Pictures, kernels: Sequence[Kernel]) -> Pictures:
 
 
 def _trail(length: float, sigma: float, angle: float) -> Kernel:
-    """A line from the centre, fading as half a Gaussian."""
+    """Build a line from the centre that fades as half a Gaussian."""
     reach = int(np.ceil(length))
     steps = np.linspace(0, length, 4 * reach + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
@@ -220,11 +277,13 @@ def _trail(length: float, sigma: float, angle: float) -> Kernel:
 
 
 def _texture(pictures: Pictures, slope: float, generators: Generators) -> Pictures:
-    """A random field [B, H, W, 1] of 0…1 for each picture, whose amplitude falls as frequency **
-    -slope."""
+    """Draw a random field in 0…1 for each picture, [B, H, W, 1].
+
+    Its amplitude falls as frequency ** -slope.
+    """
     height, width = pictures.shape[1:3]
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    # no mean
+    # removes the mean
     frequency[0, 0] = np.inf
     noise = np.stack([random.standard_normal((height, width)) for random in generators])
     field = np.fft.irfft2(np.fft.rfft2(noise) * frequency**-slope, s=(height, width))[..., None]
@@ -306,22 +365,3 @@ CORRUPTIONS = {
     # quality
     "jpeg_compression": Corruption((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)),
 }
-
-
-def measure_corruptions(predictor: Predictor, images: EvaluationSet) -> dict[str, list[float]]:
-    """Top-1 under each corruption at severities 1 to 5: 75 passes over the images."""
-    total = len(CORRUPTIONS) * len(SEVERITIES) * len(images)
-    top1: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
-
-    def read_corrupted(name: str, severity: int, start: int, stop: int) -> Pixels:
-        digests = images.dataset.digests[start:stop].tolist()
-        batch = images.read(start, stop)
-        return corrupt_batch(batch, name=name, severity=severity, digests=digests)
-
-    with show_progress("corruptions", total, shown=current_process().is_main) as advance:
-        for name in CORRUPTIONS:
-            for severity in SEVERITIES:
-                read = partial(read_corrupted, name, severity)
-                logits = predictor.predict(read, count=len(images), on_progress=advance)
-                top1[name].append(float((logits.argmax(axis=1) == images.labels).mean()))
-    return top1
